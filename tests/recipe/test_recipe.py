@@ -1,4 +1,4 @@
-"""Laws of recipes: what is written is what is run, and every mistake is one line that names the key and the mend."""
+"""A recipe runs exactly as written, and every mistake in it gives one line that names the key and the correction."""
 
 import dataclasses
 import subprocess
@@ -50,7 +50,7 @@ def make(text=GRPO, overrides=()):
 
 
 def refused(*overrides, text=GRPO):
-    """The one line that a recipe is refused with."""
+    """Return the line that refuses a recipe."""
     with pytest.raises(UserError) as caught:
         make(text, overrides)
     line = str(caught.value)
@@ -58,7 +58,7 @@ def refused(*overrides, text=GRPO):
     return line
 
 
-# ---- what is written is what is run ------------------------------------------------------------------------
+# ---- recipes run as written --------------------------------------------------------------------------------
 
 
 def test_kinds_and_defaults():
@@ -121,12 +121,12 @@ def test_numbers_that_yaml_1_1_misreads(text):
 )
 def test_text_survives_the_dump(value):
     assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
-    assert yaml.safe_load(dump_yaml({"a": value})) == {"a": value}  # and for readers of YAML 1.1
+    assert yaml.safe_load(dump_yaml({"a": value})) == {"a": value}  # for YAML 1.1 readers too
 
 
 def test_plain_words_and_dates_are_text():
     assert parse_yaml("[no, on, 2024-01-01, 010, 1:30]", "x") == ["no", "on", "2024-01-01", 10, "1:30"]
-    assert yaml.safe_load("[no, 010]") == [False, 8]  # what it would be otherwise
+    assert yaml.safe_load("[no, 010]") == [False, 8]  # the control: the values in YAML 1.1
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_duplicate_keys_are_errors():
     assert parse_yaml("{a: {x: 1}, b: {x: 1}}", "x") == {"a": {"x": 1}, "b": {"x": 1}}  # the control
 
 
-# ---- what must hold between keys ---------------------------------------------------------------------------
+# ---- conditions between keys -------------------------------------------------------------------------------
 
 
 def test_groups_must_be_whole():
@@ -341,7 +341,7 @@ def test_options_of_the_trainers_pass_through_with_their_types():
     line = refused("optim=adamw_torhc")
     assert "optim: expected one of adamw_torch, " in line and "did you mean 'adamw_torch'?" in line and len(line) < 400
     assert "deltas: unknown key; did you mean delta?" in refused("deltas=1")
-    assert "delta: unknown key" in refused("delta=1", text=SFT)  # those of another kind
+    assert "delta: unknown key" in refused("delta=1", text=SFT)  # a key of another kind
     assert "trainer_options: unknown key" in refused("trainer_options={a: 1}")
 
 
@@ -407,7 +407,7 @@ def test_every_shipped_recipe_is_valid_but_for_the_options_of_its_trainer():
     for name in recipes.list_recipes():
         try:
             load_recipe(name)
-        except UserError as error:  # a trainer's own option: known only to the command line
+        except UserError as error:  # only the command line knows the trainer's own options
             assert "unknown key" in str(error), error
 
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md says of every key what the dataclasses say, and a new key of a component is one edit."""
+"""docs/recipes.md documents every key as the dataclasses do, and a new key of a component takes one edit."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def test_every_key_of_a_kind_has_a_row(kind):
 
 
 def configurations(cls):
-    """A dataclass, those that it holds flat, and those of its blocks."""
+    """Yield a dataclass, the dataclasses whose keys it takes over, and those of its blocks."""
     yield cls
     for held in flat_fields(cls).values():
         yield from configurations(held)
@@ -58,7 +58,7 @@ def test_docstrings_speak_of_keys_that_there_are(cls):
 
 
 def test_defaults_are_those_of_the_kind():
-    """kvpop nests the papers' optimizer, and its learning rate is the one that its recipe takes."""
+    """kvpop nests the optimizer of the papers, whose learning rate is the default in its recipe."""
     rates = {"kvpop": "8e-05", "grpo": "1e-06", "sft": "2e-05"}
     for kind, rate in rates.items():
         assert f"| `learning_rate` | a number > 0 | `{rate}` |" in reference({kind: KINDS[kind]})
@@ -93,7 +93,7 @@ def test_docstrings_are_read_entry_by_entry():
 
 @dataclass(frozen=True, kw_only=True)
 class LongerGRPOConfig(SparseGRPOConfig):
-    """RL with one key more.
+    """RL with an additional key.
 
     patience : how long it waits
     """
@@ -107,8 +107,8 @@ class LongerGRPORecipe(GRPORecipe):
 
 
 def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
-    """It is in the recipe, in what the recipe resolves to, in the list of valid keys, and in the reference."""
-    with pytest.raises(UserError, match="patience: unknown key"):  # the control: without it
+    """The key is in the recipe, the resolved recipe, the list of valid keys, and the reference."""
+    with pytest.raises(UserError, match="patience: unknown key"):  # the control: without the key
         make_recipe(GRPO, ["patience=5"])
     monkeypatch.setitem(KINDS, "grpo", LongerGRPORecipe)
 
@@ -119,7 +119,7 @@ def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
     with pytest.raises(UserError, match="command line: patience: expected a whole number, got 'long'"):
         make_recipe(GRPO, ["patience=long"])
     with pytest.raises(UserError, match=r"valid keys: .*\bpatience\b"):
-        make_recipe(GRPO, ["pat=1"])  # of many keys the nearest are listed
+        make_recipe(GRPO, ["pat=1"])  # only the nearest of many keys are listed
     with pytest.raises(UserError, match="did you mean patience"):
         make_recipe(GRPO, ["pateince=1"])
     assert "| `patience` | a whole number | `3` | how long it waits |" in reference(KINDS)

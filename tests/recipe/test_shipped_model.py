@@ -1,4 +1,4 @@
-"""The model that is shipped: what its recipe makes, found by name, and hurt by its recipes' budget."""
+"""The shipped model: made by its recipe, found by its name, and less accurate under its recipes' budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[2] / "recipes/quickstart/model"
 
 
 def accuracy(folder: str, problems: int, **policy: object) -> float:
-    """Of a model on calibration problems, sampled under a policy."""
+    """Return a model's accuracy on calibration problems, sampled under a policy."""
     tokenizer, data = load_tokenizer(folder), rows("calibration", problems, seed=1000)
     engine = make_engine("hf", model=load_model(folder), policy=policy, max_batch=problems)
     rollouts = engine.generate([prompt_ids(row["prompt"], tokenizer) for row in data], SamplingConfig(152, seed=0))
@@ -45,7 +45,7 @@ def test_the_shipped_model_solves_the_task_only_with_a_full_cache() -> None:
 
 
 def test_from_scratch_draws_new_weights_from_the_seed() -> None:
-    """The configuration and tokenizer of the shipped model are those of the task's file; weights are the seed's own."""
+    """The shipped model has the configuration and tokenizer of the task's file; the seed determines the new weights."""
     for seed in (0, 3):
         made, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
         assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)

@@ -1,4 +1,4 @@
-"""The shipped recipes: every one validates, and every one runs, shortened, on a tiny model of its family."""
+"""Every shipped recipe validates, and runs, shortened, on a tiny model of its family."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT = (
     "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '>' if enable_thinking is not defined or enable_thinking else '>;' }}{% endif %}"
 )
-BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the one that keeps its dtype
+BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the only recipe that keeps its dtype
 
 
 def family(name: str) -> str:
@@ -52,7 +52,7 @@ def family(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
-    """tiny_model(family, chat) -> the directory of a tiny random model; chat: its tokenizer has a chat template."""
+    """tiny_model(family, chat) -> directory of a tiny random model; chat: True for a tokenizer with a chat template."""
     from transformers import GenerationConfig
 
     from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
@@ -102,14 +102,14 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
 
 
 def shortened(recipe: Recipe) -> str:
-    """Its cache, scaled down so that a dozen tokens are evicted from: as an override."""
+    """Return an override that scales a recipe's cache down, so that a dozen tokens are enough for evictions."""
     cache = recipe.resolved()["cache"]
     most = {"budget": 12, "window": 4, "period": 4, "reference_queries": 16, "page": 2}
     small = {key: min(value, cache[key]) for key, value in most.items() if key in cache}
     return f"cache={json.dumps(cache | small)}"
 
 
-# ---- what is written -----------------------------------------------------------------------------------------------
+# ---- contents ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,8 +234,8 @@ def test_attention_matching_of_the_paper() -> None:
 
 
 def test_one_shot_compaction_of_the_paper() -> None:
-    """QuALITY and LongHealth: 2,048 new tokens, one sample, self-study and repetition, 50,000 queries; the sweeps that
-    the comments name.
+    """QuALITY and LongHealth: 2,048 new tokens, one sample, self-study and repetition, 50,000 queries, and the sweeps
+    that the comments name.
     """
     for name, size in (("quality", "0.05"), ("longhealth", "0.1")):
         recipe = load_recipe(f"eval/{name}")
@@ -259,7 +259,7 @@ def test_clustered_attention_in_training() -> None:
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_clustered") == {"cache"}
     cache = load_recipe("qwen2.5-1.5b/grpo_clustered").caches()[0]
     policy = make_policy(cache)
-    assert policy.most_read(512, 512 + 1024 - 1) == 219  # as its comment says
+    assert policy.most_read(512, 512 + 1024 - 1) == 219  # the number in the recipe's comment
 
 
 def test_the_evaluations_of_the_papers() -> None:
@@ -281,7 +281,7 @@ def test_the_evaluations_of_the_papers() -> None:
 
 
 def test_the_sweep_has_its_policies_at_the_same_budgets() -> None:
-    """As many as its comment says; but StreamingLLM, whose 4 sinks are counted beside its window."""
+    """The number of caches is that of the recipe's comment; StreamingLLM's 4 sinks are added to each budget."""
     recipe, text = load_recipe("eval/reasoning"), (ROOT / "recipes/eval/reasoning.yaml").read_text()
     assert isinstance(recipe, EvalRecipe)
     results: dict[str, list[int]] = {}
@@ -301,7 +301,7 @@ def test_a_header_without_scorers_claims_no_boundary_loss(name: str) -> None:
 
 
 def test_accelerate_configs() -> None:
-    """They are no recipes, they start 8 processes, and they leave the stage to the recipe."""
+    """The accelerate configurations are not recipes, start 8 processes, and leave the ZeRO stage to the recipe."""
     files = sorted((ROOT / "recipes/accelerate_configs").glob("*.yaml"))
     assert [file.stem for file in files] == ["multi_gpu", "zero2", "zero3"]
     for file in files:
@@ -311,7 +311,7 @@ def test_accelerate_configs() -> None:
         assert f"--config_file recipes/accelerate_configs/{file.name} -m sparse_rl.cli train" in file.read_text()
 
 
-# ---- what is run ---------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -342,7 +342,7 @@ def test_each_recipe_trains_at_a_small_size(
         overrides += [f"data.path={problems_for(recipe.data)}", "data.subset=null", "data.split=train"]
     else:
         overrides.append("data.synthetic.size=64")
-        if recipe.data.synthetic.task == "retrieval":  # which the tiny model reads letter by letter
+        if recipe.data.synthetic.task == "retrieval":  # the tiny model reads it letter by letter
             overrides += ["data.synthetic.facts=4", "data.synthetic.restated=2"]
     if isinstance(recipe, SFTRecipe):
         overrides += ["warmup_steps=1", "stop_check_every=2"]
@@ -392,7 +392,7 @@ def test_each_recipe_trains_at_a_small_size(
 def test_each_evaluation_runs_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> None:
-    """Every task of the recipe, under its caches scaled down, on two problems."""
+    """Every task of the recipe runs on two problems, under the recipe's caches scaled down."""
     from sparse_rl.commands.eval import evaluate
 
     recipe = load_recipe(name)
@@ -427,7 +427,7 @@ def test_each_evaluation_runs_at_a_small_size(
 
 
 def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
-    """The recipe under a sweep that its comment names, scaled down."""
+    """The recipe runs, scaled down, under a sweep that its comment names."""
     from sparse_rl.commands.perplexity import measure
 
     (name,) = (name for name in NAMES if load_recipe(name).kind == "perplexity")

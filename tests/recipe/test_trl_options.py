@@ -1,4 +1,4 @@
-"""docs/trl_options.md says of every option of TRL's GRPOConfig what it is here; a new TRL is met by a red test."""
+"""docs/trl_options.md covers every option of TRL's GRPOConfig; a test fails if a new TRL version changes them."""
 
 from __future__ import annotations
 

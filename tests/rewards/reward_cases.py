@@ -10,7 +10,7 @@ import pytest
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # optional, outside the repository
 
-HANG = r"\boxed{9^{9^{9^{9}}}}"  # SymPy never comes back, and SIGALRM does not reach it
+HANG = r"\boxed{9^{9^{9^{9}}}}"  # SymPy never returns, and SIGALRM does not interrupt it
 
 ADVERSARIAL = {
     "empty": "",
@@ -38,7 +38,7 @@ ADVERSARIAL = {
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of `call`, run in a thread; fails if it is not there in time. A guard, not a benchmark."""
+    """Return the result of `call`, run in a thread; fail if it takes too long. A guard, not a benchmark."""
     result: list[Any] = []
     errors: list[BaseException] = []
 
@@ -58,7 +58,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def gold_answers(name: str, count: int) -> list[str]:
-    """`count` answers spread over one of the optional data files."""
+    """Return `count` answers, spread evenly over one of the optional data files."""
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{name} is not here")

@@ -1,4 +1,4 @@
-r"""Laws of the guards around math-verify, on numbers and texts drawn at random."""
+r"""Properties of the guards around math-verify, on random numbers and texts."""
 
 import time
 from fractions import Fraction
@@ -11,7 +11,7 @@ from rewards.math_guards import claimed, read, refused, word
 from rewards.math_spelling import latex_of
 from rewards.math_worker import is_equal
 
-WAYS = [  # to write a whole number
+WAYS = [  # ways to write a whole number
     "{n}", "${n}$", "{n}.", "{n:,}", "{n:_}", "{n} eggs", r"\text{{{n} dollars}}", r"\${n:,}", "€{n}", "{n}°", r"{n}\%",
     r"{n}^\circ", "x = {n}", "{n}.0", "{n}e0", r"{n} \times 10^{{0}}", r"{n} \text{{ cm}}^2", "1+{less}={n}",
     r"\frac{{{twice}}}{{2}}={n}", r"\boldsymbol{{{n}}}", r"\text{{The answer is }} {n}", "{n},", "{n} (eggs)",

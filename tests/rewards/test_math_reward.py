@@ -1,4 +1,4 @@
-"""Laws of the math reward: equality by value, hard limits, the same answer from any thread or process."""
+"""The math reward: equality by value, hard limits, and the same result from any thread or process."""
 
 import logging
 import multiprocessing
@@ -116,17 +116,17 @@ def test_an_item_that_hangs_does_not_affect_other_rewards():
     assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
     assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
     assert reward(texts[2:], answer=["42"] * 2, log_metric=metrics.__setitem__) == [1, 0]
-    assert metrics["rewards/math_timeout"] == 0.0  # the control: an answer that is merely wrong is no timeout
+    assert metrics["rewards/math_timeout"] == 0.0  # the control: a wrong answer is not a timeout
 
 
 def test_the_time_of_a_call_is_bounded_as_a_whole():
-    """Of processor time, which the load of the machine does not change. Each bomb alone would take its 2 seconds."""
+    """The bound is on processor time, which does not depend on the machine's load. Each bomb alone takes 2 seconds."""
     bombs = [boxed(rf"9^{{9^{{9^{{{n}}}}}}}") for n in range(9, 19)]
     reward = MathReward(timeout=2, workers=1)
     before = processor_time_of_children()
     assert reward([*bombs, boxed(42)], answer=["42"] * 11) == [0.0] * 10 + [1.0]
-    del reward  # its worker has ended, and is counted
-    assert 10 * QUICK <= processor_time_of_children() - before < 10 * QUICK + 2 * 2 + 6  # and a worker's start
+    del reward  # ends its worker, whose time is then counted
+    assert 10 * QUICK <= processor_time_of_children() - before < 10 * QUICK + 2 * 2 + 6  # 6: start of a worker
 
 
 def processor_time_of_children():
@@ -141,8 +141,8 @@ def test_a_worker_that_is_shot_is_replaced():
         assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]
         pids.append(reward._pool._idle[0].process.pid)
         if len(pids) == 2:
-            os.killpg(pids[-1], signal.SIGKILL)  # with its child, which else might answer once more
-    assert pids[0] == pids[1] != pids[2]  # kept between calls, but for the shot one
+            os.killpg(pids[-1], signal.SIGKILL)  # with its child, which could still answer
+    assert pids[0] == pids[1] != pids[2]  # kept between calls, except the killed worker
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process from /proc")
@@ -202,7 +202,7 @@ def score_in_child(reward, connection):
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_daemonic_subprocesses_get_the_same_rewards(method):
     reward = MathReward(timeout=2, workers=1)
-    assert reward([boxed(42)], answer=["42"]) == [1.0]  # so that there is a worker which must not be shared
+    assert reward([boxed(42)], answer=["42"]) == [1.0]  # starts a worker, which must not be shared
     context = multiprocessing.get_context(method)
     here, there = context.Pipe()
     child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
@@ -211,7 +211,7 @@ def test_daemonic_subprocesses_get_the_same_rewards(method):
     assert here.recv() == [1.0, 0.0, 0.0]
     child.join(30)
     assert child.exitcode == 0
-    assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker is unharmed
+    assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker still works
 
 
 def test_a_fork_during_another_threads_call_does_not_block():
@@ -222,7 +222,7 @@ def test_a_fork_during_another_threads_call_does_not_block():
     child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(reward, [HANG, boxed(42)], answer=["42"] * 2)
-        time.sleep(0.5)  # the only worker is taken now
+        time.sleep(0.5)  # the only worker is busy now
         child.start()
         assert call.result(60) == [0.0, 1.0]
     try:
@@ -237,7 +237,7 @@ def test_hostile_answers_neither_hang_nor_crash():
     reward = MathReward(timeout=2, workers=2)
     texts = [*ADVERSARIAL.values(), boxed(42)]
     rewards = within(180, lambda: reward(texts, answer=["42"] * len(texts)))
-    right = {"nested braces", "last"}  # whatever becomes of the braces: they do hold the answer
+    right = {"nested braces", "last"}  # accepted or not: they do contain the answer
     for name, score in zip([*ADVERSARIAL, "last"], rewards, strict=True):
         assert isinstance(score, float) and (score == 0.0 or name in right), name
     assert rewards[-1] == 1.0

@@ -1,4 +1,4 @@
-r"""Laws of the rewards that need no worker: boxed, format, soft_overlong, repetition; of all, that none crashes."""
+r"""The rewards without a worker (boxed, format, soft_overlong, repetition), and a test that no reward crashes."""
 
 import pickle
 
@@ -42,7 +42,7 @@ def test_last_boxed_balances_its_braces(text, content):
 def test_last_boxed_at_any_depth(depth):
     inner = "{" * depth + "x" + "}" * depth
     assert last_boxed(rf"\boxed{{{inner}}}") == inner
-    assert last_boxed(rf"\boxed{{{inner}") is None  # the control: one brace less
+    assert last_boxed(rf"\boxed{{{inner}") is None  # the control: one brace is missing
 
 
 def test_boxed_is_exact():
@@ -105,7 +105,7 @@ def test_token_rewards_ask_for_their_column(name):
 
 
 @pytest.mark.parametrize("style", [{}, {"style": "think"}])
-@pytest.mark.parametrize("name", [name for name in REWARDS if name != "math"])  # math has its own, with limits
+@pytest.mark.parametrize("name", [name for name in REWARDS if name != "math"])  # math has its own test, with limits
 def test_hostile_texts_neither_hang_nor_crash(name, style):
     if style and name != "format":
         pytest.skip("format alone has styles")
@@ -127,5 +127,5 @@ def test_rewards_survive_pickling(name):
     columns = {"answer": ["1", "2"], "answers": [["boxed1"], ["2"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
     texts = [r"\boxed{1}", "none"]
     assert twin(texts, **columns) == function(texts, **columns)
-    assert len(set(function(texts, **columns))) == 2  # the control: the comparison can tell two texts apart
+    assert len(set(function(texts, **columns))) == 2  # the control: the comparison distinguishes two texts
     assert twin.__name__ == name

@@ -1,4 +1,4 @@
-"""Laws of make_rewards: what it accepts, what it refuses and in which words, names and weights."""
+"""make_rewards: accepted and refused arguments, error messages, names and weights."""
 
 import functools
 import pickle
@@ -15,7 +15,7 @@ from rewards.math import MathReward
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A module of the user's, in the working directory and not on the path."""
+    """A user's module, in the working directory but not on the path."""
     (tmp_path / "own_rewards.py").write_text(
         textwrap.dedent(
             """
@@ -157,7 +157,7 @@ def test_instances_of_one_class_do_not_share_a_name():
 
 
 def test_a_file_is_meant_by_its_path(own, tmp_path):
-    """Whatever else is called so: an installed module, a package beside it; and it is run once."""
+    """A path loads the file, even if an installed module or a neighbouring package has its name, and runs it once."""
     for name in ("sub", "json", "rewards"):
         (tmp_path / name).mkdir()
     (tmp_path / "json/__init__.py").write_text("1 / 0")

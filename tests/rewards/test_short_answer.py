@@ -1,4 +1,4 @@
-"""Laws of the short answer: which part of a completion is the answer, and when it is one of the true ones."""
+"""The short-answer reward: the part of a completion that is the answer, and its comparison with the true answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = "word " * 30  # more than 100 characters
         ("Paris. It is large.", "Paris. It is large."),  # not long
         (f"It is Paris. {LONG}", "It is Paris"),
         (f"It is Paris! {LONG}\nLyon.", "It is Paris"),
-        (f"It is 3.5 metres? {LONG}", "It is 3.5 metres"),  # a stop within a word ends no sentence
+        (f"It is 3.5 metres? {LONG}", "It is 3.5 metres"),  # a full stop within a word does not end a sentence
         (f"Paris. {LONG}", f"Paris. {LONG}".strip()),  # its first sentence is short
         (f"Paris {LONG}.", f"Paris {LONG}."),
         ("", ""),
@@ -38,11 +38,11 @@ def test_the_answer_is_the_first_line_or_its_first_sentence(completion: str, ans
     [
         ("The  Great\tWall!", "great wall"),
         ("an apple a day", "apple day"),
-        ("Theatre, anthem & atlas", "theatre anthem atlas"),  # articles are whole words
-        ("U.S.A.", "usa"),  # punctuation goes before articles
+        ("Theatre, anthem & atlas", "theatre anthem atlas"),  # only whole words are articles
+        ("U.S.A.", "usa"),  # punctuation is removed before articles
         ("Type-A or a Type-B", "typea or typeb"),
         ("6:00 a.m.", "600 am"),
-        ("620–740", "620–740"),  # punctuation is that of ASCII
+        ("620–740", "620–740"),  # only ASCII punctuation is removed
         ("_a_ b", "b"),
         ("400,325", "400325"),
         ("'the'", ""),
@@ -54,7 +54,7 @@ def test_normalisation(text: str, left: str) -> None:
 
 
 def test_normalisation_is_that_of_squads_official_evaluation() -> None:
-    """Step by step, over texts of all that the steps look at."""
+    """Normalisation equals SQuAD's steps on random texts of the characters and words that the steps change."""
     draw = random.Random(0)
     for _ in range(2000):
         text = "".join(
@@ -73,10 +73,10 @@ def test_normalisation_is_that_of_squads_official_evaluation() -> None:
         ("the river Danube", ["Danube"], 0, 1),
         ("Danube", ["the river Danube"], 0, 1),
         ("in art", ["heart"], 0, 0),
-        ("art", ["heart"], 0, 1),  # a text within a text, as the authors have it
+        ("art", ["heart"], 0, 1),  # a substring counts, as in the authors' code
         ("Rhine", ["Danube"], 0, 0),
         ("", ["Danube"], 0, 0),
-        ("the", ["Danube"], 0, 0),  # nothing is left of it
+        ("the", ["Danube"], 0, 0),  # normalisation leaves no text
         ("anything", ["the"], 0, 0),
         ("the", ["the"], 0, 0),
         ("Danube\nRhine", ["Rhine"], 0, 0),
