@@ -51,7 +51,7 @@ def test_other_names_exist() -> None:
     assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")  # defined (twice), looked up once
 
 
-def test_the_table_names_them_all() -> None:
+def test_the_table_lists_every_name() -> None:
     """And nothing that is not held here."""
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)

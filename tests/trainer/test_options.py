@@ -54,7 +54,7 @@ def refused(kind: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_python_refuses_what_a_recipe_refuses(kind: str, tmp_path: Path) -> None:
+def test_python_refuses_the_same_options_as_a_recipe(kind: str, tmp_path: Path) -> None:
     assert len(refused(kind)) > 15
     for option, value in refused(kind):
         with pytest.raises(UserError) as in_python:
@@ -66,7 +66,7 @@ def test_python_refuses_what_a_recipe_refuses(kind: str, tmp_path: Path) -> None
         assert mend in in_python.value.message and mend in in_a_recipe.value.message
 
 
-def test_what_grpo_refuses() -> None:
+def test_the_options_refused_by_grpo() -> None:
     """The test repeats the names, so that none can disappear from the list."""
     names = {option for option, _ in refused("grpo")}
     assert names >= {
@@ -115,7 +115,7 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config.lora_dropout: adapter dropout"),
     ],
 )
-def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: Callable) -> None:
+def test_unsupported_trainer_arguments_are_refused(given: dict[str, Any], says: str, grpo: Callable) -> None:
     """The model does not exist, so the error shows that nothing is loaded."""
     from trainer.grpo.trainer import SparseGRPOTrainer
 
@@ -127,7 +127,7 @@ def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: C
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_has_such_adapters(grpo: Callable, new_model: Callable) -> None:
+def test_a_model_with_adapters_other_than_lora_is_refused(grpo: Callable, new_model: Callable) -> None:
     """The model is refused in GRPO and in distillation."""
     model = peft.get_peft_model(new_model("qwen3"), PROMPT)
     with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
@@ -163,7 +163,7 @@ def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None
         grpo(model="nowhere", **options)
 
 
-def test_what_trl_switches_on_by_itself() -> None:
+def test_settings_that_trl_switches_on_are_refused() -> None:
     """Settings that TRL changes (LoRA under ZeRO-3, the auxiliary loss of mixture-of-experts models) are refused."""
     usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**usual))
@@ -206,7 +206,7 @@ def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any,
         ),
     ],
 )  # fmt: skip
-def test_what_the_libraries_find_as_they_train(settings: dict[str, Any], says: str, grpo: Callable) -> None:
+def test_errors_of_the_libraries_in_training_are_one_line(settings: dict[str, Any], says: str, grpo: Callable) -> None:
     """Options that the late-made data loader, optimizer, schedule or metric refuse are user errors too."""
     with pytest.raises(UserError, match=f"an option is refused: .*{says}") as caught:
         grpo(**settings).train()

@@ -60,7 +60,7 @@ def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
     return place
 
 
-def test_a_used_directory_is_refused_where_something_would_be_lost(tmp_path: Path) -> None:
+def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     refuse_used(recipe.output_dir)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")  # killed before its first checkpoint
@@ -131,7 +131,7 @@ def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) ->
                 pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -210,7 +210,7 @@ def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pyt
     skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "thousand")
 
 
-def test_a_checkpoint_of_quite_another_recipe_is_one_bounded_line(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_recipe_gives_one_short_line(tmp_path: Path) -> None:
     """The error names the first 20 keys that differ, and the number of further ones."""
     recipe, place = recipe_of(tmp_path), checkpoint(tmp_path, 9)
     crafted(place, {**read_manifest(place), "recipe": {}})
@@ -244,7 +244,7 @@ def test_a_file_that_a_library_would_load_is_not_smuggled_in(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_path, caplog) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(kind, tmp_path, caplog) -> None:
     recipe = recipe_of(tmp_path)
     before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
@@ -311,20 +311,20 @@ def test_a_default_that_is_written_out_is_no_difference(tmp_path: Path) -> None:
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
-def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None:
+def test_these_keys_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
 
 
-def test_an_attention_that_is_still_to_be_chosen(tmp_path: Path, caplog) -> None:
+def test_attention_kernel_auto_may_change_to_the_chosen_kernel(tmp_path: Path, caplog) -> None:
     """A checkpoint holds the chosen kernel; before the processes start, the recipe still says auto."""
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention_kernel=sdpa"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
 
 
-def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_path: Path) -> None:
+def test_max_steps_may_change_if_the_learning_rate_does_not_depend_on_it(tmp_path: Path) -> None:
     for scheduler, warmup, free in (
         *[("constant", 0, True), ("constant_with_warmup", 4, True), ("constant_with_warmup", 0.1, False)],
         *[("linear", 0, False), ("cosine", 4, False)],
@@ -341,7 +341,7 @@ def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_pat
         checkpoint_to_resume(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
-def test_a_branch_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_a_branch_needs_a_new_directory(tmp_path: Path) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
     with pytest.raises(UserError, match=r"output_dir: .*here holds an earlier run"):
@@ -362,7 +362,7 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     assert checkpoint_to_resume(short, "newest") == places[1]  # only the model is still to be written
 
 
-def test_other_versions_are_told(tmp_path: Path, caplog) -> None:
+def test_other_versions_give_a_warning(tmp_path: Path, caplog) -> None:
     place = checkpoint(tmp_path, 3, versions={**versions(), "torch": "1.0"})
     assert checkpoint_to_resume(recipe_of(tmp_path), "newest") == place
     assert re.search(r"torch was 1\.0 and is .*may differ in rounding", caplog.text)
@@ -393,7 +393,7 @@ def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
         ({"validation": {"data": {"path": "b.jsonl", "thinking": False}}}, "must equal data.thinking"),
     ],
 )
-def test_what_cannot_be_right_is_refused_in_the_recipe(tmp_path: Path, more: dict, says: str) -> None:
+def test_contradictory_settings_are_refused_in_the_recipe(tmp_path: Path, more: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         recipe_of(tmp_path, **more)
     recipe_of(tmp_path, uniform_groups="drop", lora={"r": 4}, launch={"zero_stage": 2})  # the control

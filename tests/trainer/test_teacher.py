@@ -152,7 +152,7 @@ def test_a_damaged_shard_is_refused_by_name(how: str, teacher: Any, rows: list[E
     read()
 
 
-def test_a_teacher_that_is_not_finite_writes_nothing(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
+def test_a_teacher_with_nan_weights_writes_no_shard(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
     """Writing stops at the first non-finite shard; earlier shards stay, and a sound teacher continues from them."""
     spoilt = copy.deepcopy(teacher)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_teacher_that_is_not_finite_writes_nothing(teacher: Any, rows: list[Ex
     assert write(tmp_path, teacher, rows) == 0
 
 
-def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
+def test_a_cache_with_other_settings_is_refused(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
     write(tmp_path, teacher, rows)
     with pytest.raises(TeacherCacheError, match=r"written with temperature 0.7, but the recipe needs 1.0"):
         TeacherCache(tmp_path, {"temperature": 1.0})
@@ -185,7 +185,7 @@ def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example],
         TeacherCache(tmp_path / "nowhere")
 
 
-def test_a_full_disk_says_so_and_the_next_run_goes_on(
+def test_a_full_disk_is_reported_and_the_next_run_continues(
     teacher: Any, rows: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """safetensors raises its own error, which contains the system's message."""

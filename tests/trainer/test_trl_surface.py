@@ -107,7 +107,7 @@ def test_attributes(owner: type) -> None:
         assert re.search(rf"self\.{name}\b.*=", source), name
 
 
-def test_what_asks_for_vllm() -> None:
+def test_only_known_functions_read_use_vllm() -> None:
     """Only the correction and unreachable code read `use_vllm`, which we set after construction."""
     readers = {
         name
@@ -135,7 +135,7 @@ def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
     assert list(ours) != order and sorted(ours) == sorted(order)
 
 
-def test_the_table_names_them_all() -> None:
+def test_the_table_lists_every_name() -> None:
     """The table lists exactly the members that are checked here."""
     held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}

@@ -90,7 +90,7 @@ def test_a_login_to_its_server_counts(
         ("WANDB_IDENTITY_TOKEN_FILE", "", "offline"),
     ],
 )
-def test_one_variable_alone(
+def test_one_environment_variable_decides(
     name: str, value: str, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -101,12 +101,12 @@ def test_one_variable_alone(
 
 @pytest.mark.parametrize("line", [f"api_key = {KEY}", "mode = disabled", "mode = offline"])
 @pytest.mark.parametrize("settings", [USER, WORKSPACE])
-def test_what_settings_say_is_left_to_them(settings: str, line: str, home: Path, caplog) -> None:
+def test_settings_of_wandb_are_respected(settings: str, line: str, home: Path, caplog) -> None:
     save(home / settings, line)
     assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ and not said(caplog)
 
 
-def test_nobody_is_asked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the validity of the key nor its owner is looked up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
@@ -139,7 +139,7 @@ def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
     ],
     ids=["percent", "not UTF-8", "twice", "no scheme"],
 )
-def test_odd_settings_end_no_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
+def test_malformed_settings_do_not_stop_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
     """The run is offline if W&B can start with these settings, else W&B is off; one line says which."""
     save(home / USER, *lines)
     assert wandb_offline_without_key(home) == starts
@@ -148,7 +148,9 @@ def test_odd_settings_end_no_training(lines: list[str], starts: bool, home: Path
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "a.example", ""])
-def test_odd_servers_end_no_training(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_malformed_server_urls_do_not_stop_training(
+    url: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", url)
     assert not wandb_offline_without_key(home)
     assert len(said(caplog)) == 1 and "\n" not in said(caplog)[0]

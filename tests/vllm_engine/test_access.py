@@ -63,7 +63,7 @@ def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("tasks", [("generate",), ALL_TASKS])
-def test_with_a_key_every_route_asks_for_it(
+def test_every_route_requires_the_api_key(
     tasks: tuple[str, ...], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each route that the app has itself, so a new one of vLLM is tried, too."""
@@ -167,7 +167,7 @@ def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
         ["--dtype", "bfloat16"],
     ],
 )
-def test_what_does_not_stand_behind_the_dashes(words: list[str], app_of: Callable) -> None:
+def test_our_options_must_come_before_the_dashes(words: list[str], app_of: Callable) -> None:
     with pytest.raises(UserError, match=f"{words[0]} must be given before --"):
         app_of(*words)
 

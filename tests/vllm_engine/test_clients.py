@@ -91,7 +91,7 @@ def test_a_configuration_that_cannot_be_served_is_refused_before_a_process_is_st
         ("/sleep?mode=keep&level=0", None),
     ],
 )
-def test_running_requests_are_not_prefilled_anew(
+def test_routes_that_would_prefill_running_requests_are_refused(
     request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Development routes. No engine is connected: what is let through fails with status 500."""
@@ -113,7 +113,7 @@ def test_running_requests_are_not_prefilled_anew(
 
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
-def test_what_no_client_may_say(name: str, policy_of: Callable, open_engine: Callable) -> None:
+def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, open_engine: Callable) -> None:
     """An input session where the cache evicts, and anywhere what the workers would take for our own."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError

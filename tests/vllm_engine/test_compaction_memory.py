@@ -74,7 +74,7 @@ def check_counted(made: Policy, slack: float, dtype: torch.dtype, monkeypatch: p
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("policy", "slack"), CELLS, ids=str)
-def test_a_compaction_takes_what_is_counted(
+def test_measured_bytes_of_a_compaction_equal_the_counted_bytes(
     policy: dict, slack: float, dtype: torch.dtype, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {**SIZES, **policy}
@@ -83,7 +83,7 @@ def test_a_compaction_takes_what_is_counted(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("computed", [torch.float32, torch.float64], ids=str)
-def test_a_score_by_the_keys_alone_is_counted(
+def test_bytes_of_a_score_of_only_keys_are_counted(
     computed: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_counted(Spread(computed, **SIZES), MOST_SLACK, dtype, monkeypatch)

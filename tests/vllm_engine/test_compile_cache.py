@@ -41,7 +41,7 @@ def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["engine", "serve"])
-def test_no_policy_and_no_budget_is_compiled_anew(as_words: bool, config_of: Callable) -> None:
+def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: Callable) -> None:
     """On a GPU, in an engine and in a server; and each worker knows its own policy all the same."""
     configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
     configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
@@ -52,7 +52,7 @@ def test_no_policy_and_no_budget_is_compiled_anew(as_words: bool, config_of: Cal
     assert len({config.compute_hash() for config in configs}) == 1
 
 
-def test_what_changes_the_forward_is_compiled_anew(config_of: Callable) -> None:
+def test_changes_of_the_forward_pass_are_recompiled(config_of: Callable) -> None:
     """A full cache with vLLM's own backend, heads with room for biases, and the trainer's own float32."""
     plain = config_of(*EVICTING[0])
     others = {
@@ -68,7 +68,7 @@ def test_what_changes_the_forward_is_compiled_anew(config_of: Callable) -> None:
         assert config.additional_config[arguments.KEY] == {"exact": stored.exact, "folds": stored.folds}
 
 
-def test_the_hash_sees_what_is_ours(config_of: Callable) -> None:
+def test_vllms_hash_includes_our_settings(config_of: Callable) -> None:
     """A control: vLLM hashes additional_config, and not the connector's own configuration."""
     config = config_of(*EVICTING[0])
     before = config.compute_hash()

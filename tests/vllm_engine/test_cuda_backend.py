@@ -141,7 +141,7 @@ def test_the_kernels_that_are_chosen(
 
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_what_vllm_must_not_do_behind_our_back(kernels: str) -> None:
+def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
     """No graph of a whole forward unasked, no cascade, no logical slots; the K/V write is reached, and ours."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

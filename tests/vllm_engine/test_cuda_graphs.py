@@ -265,7 +265,7 @@ def bounds_of_a_dummy_batch(runner: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(paged.live_state(), "longest", lambda logical, new: 1 if logical == 1024 else logical)
 
 
-def test_what_does_not_stay_shows(
+def test_sabotaged_inputs_of_a_graph_are_detected(
     kernels: Callable, open_engine: Callable, policy_of: Callable, random_prompts: Callable
 ) -> None:
     kernels("Flash")

@@ -366,7 +366,7 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("v2_runner", [False, True])
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_every_slot_holds_what_it_must(seed: int, order: str, v2_runner: bool) -> None:
+def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: bool) -> None:
     pool = Pool(order, v2_runner, seed)
     pool.run()
     assert pool.compactions > 9
@@ -428,7 +428,7 @@ def padding_written(state: Any) -> None:
 @pytest.mark.parametrize(
     "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
 )
-def test_what_is_wrong_shows(sabotage: Callable[[Any], None]) -> None:
+def test_sabotaged_pools_are_detected(sabotage: Callable[[Any], None]) -> None:
     with pytest.raises(AssertionError):
         for seed in range(4):
             pool = Pool(MEMORY_ORDERS[0], True, seed)

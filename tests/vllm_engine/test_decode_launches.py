@@ -29,7 +29,7 @@ POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
 
 
 @pytest.mark.parametrize(("policy", "most"), POLICIES, ids=str)
-def test_a_decode_step_is_a_few_launches_and_waits_for_nothing(
+def test_a_decode_step_has_few_launches_and_no_synchronisation(
     policy: dict, most: tuple[int, int, int], policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the requests; layer by layer, H2O's observation took 28 operators and 2 waits in each."""
@@ -62,7 +62,7 @@ def test_a_decode_step_is_a_few_launches_and_waits_for_nothing(
         assert first[0] <= most[1] + 3  # and the rows of the requests, which only the forward knows
 
 
-def test_what_waits_is_counted() -> None:
+def test_synchronisations_are_counted() -> None:
     """Of the counting itself: each kind of wait, and what does not wait."""
     with Counted() as counted:
         there = torch.arange(4, device=DEVICE)

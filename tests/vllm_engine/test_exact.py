@@ -61,7 +61,7 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
 @pytest.mark.parametrize(
     ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
 )
-def test_it_is_plain_softmax(counts: list[int], lengths: list[int]) -> None:
+def test_attention_equals_plain_softmax(counts: list[int], lengths: list[int]) -> None:
     """Decoding, a prompt and a prompt's last chunk, alone and together."""
     out, expected = attended(counts, lengths, Largest())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -64,7 +64,7 @@ def test_evictions_and_log_probs_leave_together(record: Any) -> None:
     assert logprobs(b) == [[v - 0.375, v - 0.875] for v in (-2.0, -3.0)]
 
 
-def test_what_goes_as_tokens_come_leaves_the_device_in_time() -> None:
+def test_evictions_leave_the_device_before_the_buffer_is_full() -> None:
     """One token each of two requests in 200 steps, one of which drops nothing at first; and a compaction before."""
     from rollout.vllm.record import STEPS, RunRecord
 
@@ -86,7 +86,7 @@ def test_what_goes_as_tokens_come_leaves_the_device_in_time() -> None:
     assert evict_at(a, 300) == wanted.tolist() and b["evict_at"] is None
 
 
-def test_in_parts_as_at_once_and_nothing_is_left(record: Any) -> None:
+def test_taking_in_parts_equals_at_once_and_empties_the_record(record: Any) -> None:
     (a,) = record.take({7: 6})
     (b,) = record.take({3: 5})
     assert len(logprobs(a)) == 3 and len(logprobs(b)) == 2 and a["evict_at"] and b["evict_at"]
@@ -135,7 +135,7 @@ def test_without_a_compaction_there_are_no_evictions() -> None:
 @pytest.mark.parametrize(
     "counts", [[1] * 60, [17, 8, 8, 8, 8], [40], [5, 1, 1, 0, 12]], ids=["one at a time", "prompt", "once", "mixed"]
 )
-def test_what_was_dropped_is_put_where_it_stood(counts: list[int]) -> None:
+def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[int]) -> None:
     """Against the plain form, in pieces that lie in memory as `drop` and `arrive` leave them."""
     from rollout.vllm.record import Dropped, _evict_at
 

@@ -105,7 +105,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         ([], "the following arguments are required: MODEL"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_line_and_status_2(
+def test_user_errors_are_one_line_and_status_2(
     words: list[str],
     says: str,
     model: Path,
@@ -210,7 +210,7 @@ def test_the_command_becomes_vllms_server(
 
 
 @pytest.mark.slow
-def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
+def test_vllm_parses_its_arguments_but_not_those_of_eviction(
     model: Path, started: list, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.entrypoints.launchers.api_server import entry
@@ -293,7 +293,7 @@ def offline(model: Path) -> Callable[..., list[list[int]]]:
 
 
 @pytest.mark.slow
-def test_fifty_at_a_time_get_the_tokens_of_the_engine(
+def test_fifty_concurrent_requests_get_the_tokens_of_the_engine(
     server: Server, offline: Callable, random_prompts: Callable, record_property: Callable
 ) -> None:
     prompts = random_prompts([5 + 7 * i % 150 for i in range(46)] + [300, 500, 800, 1200])
@@ -374,7 +374,7 @@ def test_seeds_give_the_tokens_of_rollouts(server: Server, model: Path, random_p
 
 
 @pytest.mark.slow
-def test_beam_search_and_names_of_our_own_are_refused(server: Server, random_prompts: Callable) -> None:
+def test_beam_search_and_reserved_names_are_refused(server: Server, random_prompts: Callable) -> None:
     """In one line, wherever a client can ask for them; a stream is not begun."""
     (prompt,) = random_prompts([30], seed=8)
     chat = {"messages": [{"role": "user", "content": "1"}], "chat_template": "{{messages[0].content}}"}
@@ -404,7 +404,7 @@ def test_beam_search_and_names_of_our_own_are_refused(server: Server, random_pro
 
 
 @pytest.mark.slow
-def test_a_client_that_goes_leaves_no_blocks_behind(server: Server, random_prompts: Callable) -> None:
+def test_a_disconnected_client_frees_its_blocks(server: Server, random_prompts: Callable) -> None:
     for i, prompt in enumerate(random_prompts([10, 100, 700], seed=4)):
         stream = server.complete(prompt, 1000, stream=True)
         for _ in zip(range(40 * i + 1), stream, strict=False):
@@ -432,7 +432,7 @@ NO_TEXT_FITS = [  # or none could be found in time
 
 
 @pytest.mark.slow
-def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_prompts: Callable) -> None:
+def test_malformed_requests_do_not_affect_other_requests(server: Server, random_prompts: Callable) -> None:
     (prompt,) = random_prompts([40], seed=5)
     before = server.complete(prompt, 60).choices[0].token_ids
     url = f"{server.url}/v1/completions"
@@ -513,7 +513,7 @@ def test_a_thousand_hostile_requests(server: Server, random_prompts: Callable) -
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Callable) -> None:
+def test_ctrl_c_stops_the_server_with_running_requests(server: Server, random_prompts: Callable) -> None:
     """The last of the shared server."""
     streams = [server.complete(prompt, 1900, stream=True) for prompt in random_prompts([20] * 8, seed=6)]
     for stream in streams:
@@ -529,7 +529,9 @@ def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "delayed", "am"])
-def test_it_is_served_with_no_flags(name: str, model: Path, random_prompts: Callable, tmp_path: Path) -> None:
+def test_a_model_with_a_policy_is_served_without_flags(
+    name: str, model: Path, random_prompts: Callable, tmp_path: Path
+) -> None:
     """A learned policy, by its scorer, and Attention Matching, whose biases are folded into the heads.
 
     The tokens of the reference engine, for requests that come and go at the same time.
@@ -597,7 +599,7 @@ def test_a_server_with_a_key_that_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2)])
-def test_a_server_that_starts_ends_at_once(
+def test_a_starting_server_can_be_stopped_at_once(
     how: signal.Signals, children: int, model: Path, tmp_path: Path, temporary: Path
 ) -> None:
     """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for.

@@ -77,7 +77,7 @@ def test_a_text_is_compacted_before_the_server_starts(
     assert f"context: {context.entries} entries left of {len(context.tokens)} (prefill" in capfd.readouterr().out
 
 
-def test_tokens_that_what_follows_changes_are_not_the_texts_own(model: Path) -> None:
+def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> None:
     """A tokenizer that joins the last letter with what follows it."""
 
     class Joins:
@@ -103,7 +103,7 @@ def test_tokens_that_what_follows_changes_are_not_the_texts_own(model: Path) -> 
         (["--context", "TEXT", "--cache", "policy=tova,budget=9"], "--context: a compacted context cannot be combined"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_contexts_are_refused(
     words: list[str], says: str, model: Path, text: Path, started: list, capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -115,7 +115,7 @@ def test_what_is_refused(
     assert not started
 
 
-def test_a_model_with_a_policy_of_its_own(
+def test_a_model_with_a_saved_policy(
     model: Path, text: Path, tmp_path: Path, started: list, capfd: pytest.CaptureFixture
 ) -> None:
     for file in model.iterdir():

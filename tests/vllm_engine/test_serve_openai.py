@@ -145,8 +145,8 @@ def test_streams(server: Server, rollout: Callable, decoded: Callable) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == greedy
 
 
-def test_where_it_stops(server: Server, rollout: Callable, decoded: Callable) -> None:
-    """At the end of the text, at a word of the client's, and at a token."""
+def test_completions_stop_at_the_end_a_string_or_a_token(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """A completion stops at the end of the text, at the client's stop string, and at a stop token."""
     (whole,) = rollout(TEXTS[5], ignore_eos=False, max_tokens=200)
     answer = server.complete(TEXTS[5], 200, extra_body={"ignore_eos": False})
     assert tokens_of(answer) == [whole.completion_ids] and answer.choices[0].finish_reason == "stop"
@@ -187,7 +187,7 @@ def test_structures(server: Server) -> None:
         assert re.fullmatch(form, text), text
 
 
-def test_what_changes_the_logits(server: Server, rollout: Callable) -> None:
+def test_penalties_and_biases_change_the_tokens(server: Server, rollout: Callable) -> None:
     """Penalties and biases act; without them the answer is the engine's."""
     strange = "?c4C4A4"  # the model is not sure how that goes on
     plain = rollout(strange)[0].completion_ids
@@ -204,7 +204,7 @@ def test_what_changes_the_logits(server: Server, rollout: Callable) -> None:
     assert tokens_of(least) == [plain]  # only the best token is left
 
 
-def test_two_hundred_at_once(server: Server, rollout: Callable) -> None:
+def test_two_hundred_concurrent_requests(server: Server, rollout: Callable) -> None:
     """Each with a seed of its own, of many lengths; half of the prompts in tokens."""
     asked = [(TEXTS[i % len(TEXTS)], 1 + i % 50, i) for i in range(200)]
     tokenizer = load_tokenizer(MODEL)
@@ -243,7 +243,7 @@ def test_two_hundred_at_once(server: Server, rollout: Callable) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_answered_is_a_clear_400(wrong: dict[str, Any], server: Server) -> None:
+def test_unsupported_requests_get_status_400_with_a_message(wrong: dict[str, Any], server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         server.client.completions.create(**{"model": server.model, "prompt": TEXTS[0], "max_tokens": 8, **wrong})
     assert refused.value.status_code == 400 and len(refused.value.body["message"]) > 10

@@ -84,7 +84,7 @@ def test_samples_and_seeds(
     assert same_decisions(greedy[0], greedy[1]) and same_decisions(greedy[1], greedy[2])
 
 
-def test_what_stops(
+def test_stop_tokens_end_a_completion(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
 ) -> None:
     """A stop token ends a completion and is its last; the model's own, or the caller's, or none."""

@@ -107,7 +107,7 @@ def test_forks_share_the_blocks_that_a_context_fills(
     assert max(seen.used) == 8 * 5  # whole, 100 + 3 + 39 tokens each
 
 
-def test_what_is_left_is_all_that_fits(
+def test_a_pool_with_room_only_for_the_kept_entries(
     compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     """A pool of five blocks: the context whole would take four, and a sequence behind it does not fit."""
@@ -142,7 +142,7 @@ def test_in_other_kernels_and_processes(
             assert gap([slow], [rollout]) <= 1e-5
 
 
-def test_what_is_refused(
+def test_unsupported_contexts_are_refused(
     compacted: Callable, open_engine: Callable, random_prompts: Callable, policy_of: Callable
 ) -> None:
     context, (question,) = compacted(ratio=0.3), random_prompts([5])

@@ -41,7 +41,7 @@ def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.mark.parametrize("chunk", [2048, 16])
 @pytest.mark.parametrize("scorer", SCORERS)
-def test_it_decides_as_training_and_hf_do(
+def test_evictions_equal_those_of_training_and_hf(
     scorer: str,
     chunk: int,
     learned: Callable,
@@ -73,7 +73,7 @@ def test_it_decides_as_training_and_hf_do(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_of_equal_ones_the_latest_goes(
+def test_among_equal_scores_the_latest_is_evicted(
     scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
     """As in training, to the token: untrained, all tokens of a step of the decay rank alike."""
@@ -141,7 +141,7 @@ def test_a_directory_with_scorers_is_a_model_as_any_other(
         assert same(rollouts, make_engine("hf", model=folder, policy=policy).generate(prompts, sampling))
 
 
-def test_what_stands_beside_the_cache_is_counted(learned: Callable, open_engine: Callable) -> None:
+def test_memory_outside_the_cache_is_counted(learned: Callable, open_engine: Callable) -> None:
     from rollout.vllm.compat.paged import live_state
 
     engine = open_engine(None, learned("delayed"), max_batch=5)
@@ -150,7 +150,9 @@ def test_what_stands_beside_the_cache_is_counted(learned: Callable, open_engine:
     assert counted.per_byte == 8 / (2 * 32 * 4)
 
 
-def test_what_is_refused(learned: Callable, directory_of: Callable, open_engine: Callable) -> None:
+def test_unsupported_learned_policies_are_refused(
+    learned: Callable, directory_of: Callable, open_engine: Callable
+) -> None:
     with pytest.raises(UserError, match="vllm does not mask prompts"):
         open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
     with pytest.raises(

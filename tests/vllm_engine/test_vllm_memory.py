@@ -96,7 +96,7 @@ def test_fewer_blocks_mean_fewer_at_a_time(
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
-def test_what_stands_beside_the_cache_is_counted(
+def test_memory_outside_the_cache_is_counted(
     policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
 ) -> None:
     """The worker's own arrays, byte for byte, one block's numbers aside."""
@@ -114,8 +114,8 @@ def test_what_stands_beside_the_cache_is_counted(
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
 
 
-def test_vllm_is_told_of_a_share_that_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its share decides: on a GPU, without kv_cache_gb."""
+def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share decides only on a GPU without kv_cache_gb."""
     from vllm.platforms import current_platform
 
     from rollout.vllm.compat import arguments

@@ -104,7 +104,7 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_what_is_nan_stays_in_its_sequence(
+def test_nan_does_not_spread_to_other_sequences(
     name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
 ) -> None:
     """Bit by bit: beside sequences that fail, in blocks that they have left, and after one that went in its prompt."""
@@ -138,10 +138,10 @@ def test_what_is_nan_stays_in_its_sequence(
 
 
 @pytest.mark.slow
-def test_without_clean_blocks_it_spreads(
+def test_without_clean_blocks_nan_spreads(
     poisoned: Callable, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Control for the test above."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.compat import plugin

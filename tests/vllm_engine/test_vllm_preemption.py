@@ -112,14 +112,14 @@ def test_after_evictions(
     assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
 
 
-def test_unnoticed_it_would_show(
+def test_an_unnoticed_preemption_gives_a_wrong_trace(
     policy: Policy,
     open_engine: Callable,
     random_prompts: Callable,
     replay_gap: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control: taken as it comes, a sequence that was preempted after an eviction has a trace that is wrong."""
+    """Control: if preemption is ignored, a sequence preempted after an eviction has a wrong trace."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
 
     def forgetful(self: Any, request_id: str) -> int:

@@ -76,7 +76,7 @@ def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("options", APART, ids=str)
 @pytest.mark.parametrize("policy_name", ["streaming", "h2o", "tova", "gkv", "am"])
-def test_the_same_as_hf_from_afar(
+def test_an_engine_in_another_process_equals_hf(
     policy_name: str,
     options: dict,
     open_engine: Callable,
@@ -94,7 +94,7 @@ def test_the_same_as_hf_from_afar(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "tied"), [(APART[0], False), (APART[1], False), (APART[1], True)], ids=str)
-def test_weights_from_afar(
+def test_weights_reach_an_engine_in_another_process(
     options: dict,
     tied: bool,
     open_engine: Callable,
@@ -129,10 +129,10 @@ def test_weights_from_afar(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", APART, ids=str)
-def test_it_goes_on_from_afar(
+def test_an_engine_in_another_process_continues_after_errors(
     options: dict, open_engine: Callable, policy_of: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted, refused, empty: the engine samples on; and in few blocks it lets requests wait."""
+    """The engine keeps sampling after interrupted, refused and empty calls, and queues requests if blocks are few."""
     engine = open_engine(
         policy_of("h2o", budget=64, window=8, period=8),
         max_model_len=512,

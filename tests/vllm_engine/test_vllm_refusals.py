@@ -136,7 +136,7 @@ def test_a_second_engine_is_refused(
     assert len(open_engine(policies[second]).generate(prompts, SAMPLING)) == 2
 
 
-def test_an_interrupt_leaves_nothing_behind(
+def test_an_interrupt_frees_all_requests_rows_and_blocks(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted at any step, the engine has no request, no row and no block left, and samples on as a fresh one."""
@@ -167,7 +167,7 @@ def test_an_interrupt_leaves_nothing_behind(
         assert same(engine.generate(prompts, SAMPLING), wanted)
 
 
-def test_an_error_while_requests_are_added_leaves_nothing_behind(
+def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before or after any of vLLM's own steps, at the first request or the last."""
@@ -300,8 +300,8 @@ def test_layers_that_our_attention_would_get_wrong(
         backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**plain, **given})
 
 
-def test_starting_an_engine_touches_the_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The random numbers of every other one would need a context there, of half a gigabyte, in each process."""
+def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeding another GPU would create a CUDA context of half a gigabyte on it, in each process."""
     from rollout.vllm.compat import plugin
 
     touched: list[Any] = []
@@ -336,10 +336,10 @@ def test_weights_that_are_not_finite(
 
 
 @pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_engine_leaves_its_process_as_it_was(
+def test_an_engine_does_not_change_its_process(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """Random numbers, threads, dtype and the process group of a trainer around it are its own."""
+    """It keeps the process's random state, threads, dtype and the trainer's process group."""
     if with_group:
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
 

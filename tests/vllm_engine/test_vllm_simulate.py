@@ -13,7 +13,7 @@ LENGTHS = (5, 90, 33, 200, 12)
 
 
 @pytest.mark.parametrize("name", ["streaming", "gkv", "h2o"])
-def test_what_sampling_records(
+def test_simulation_equals_sampling(
     name: str,
     open_engine: Callable,
     policy_of: Callable,

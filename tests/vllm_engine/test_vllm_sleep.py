@@ -85,7 +85,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 @pytest.mark.parametrize("policy_name", ["full", "gkv"])
-def test_what_a_sleep_drops_comes_back(
+def test_an_engine_restores_dropped_weights_after_a_sleep(
     policy_name: str,
     memory: Memory,
     open_engine: Callable,

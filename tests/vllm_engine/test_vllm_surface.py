@@ -191,7 +191,7 @@ def test_signatures(name: str) -> None:
     assert parameters == SIGNATURES[name].split()
 
 
-def test_signatures_of_what_is_replaced_by_now() -> None:
+def test_signatures_of_functions_that_we_have_replaced() -> None:
     """Read from the source."""
     module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
     parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}
@@ -280,7 +280,7 @@ def test_one_block_is_nobodys() -> None:
     assert NOBODYS not in {block.block_id for block in pool.get_new_blocks(3)}
 
 
-def test_the_table_says_so() -> None:
+def test_the_table_lists_every_name() -> None:
     """Every name that is held here stands in docs/internals.md, but for the fields of configurations."""
     table = TABLE.read_text()
     names = {name.rpartition(".")[2] for name in SIGNATURES} - {"__init__", "forward_native"}
