@@ -94,7 +94,7 @@ def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
-    """No other pair, except each query itself. A chunk gathers at most the entries of its fullest row and its tokens."""
+    """No other pair, except each query itself. A chunk gathers its tokens and at most its fullest row's entries."""
     evict_at = batched(layout, trace_of).flatten(0, 1)
     wanted = visible_mask(evict_at[:, None])[:, 0]
     computed = torch.zeros_like(wanted, dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""Redundancy's Triton kernel without a GPU: its results, its registers, and the check that stands before it.
+"""Redundancy's Triton kernel without a GPU: its results, its registers, and the check that runs before it.
 
-The interpreter multiplies no bfloat16: it is given float16, which is the same program.
+The interpreter cannot multiply bfloat16, so it gets float16, which runs the same program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ print("compared", compared)
 
 
 def test_the_interpreted_kernel_equals_the_reference() -> None:
-    """To the last bit, where no cosine is rounded."""
+    """Equal to the last bit if no cosine is rounded."""
     assert "compared 6" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
@@ -79,7 +79,7 @@ def test_larger_tiles_spill(tmp_path: Path) -> None:
 
 
 def plain(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """As the kernel, by the reference in float32."""
+    """The kernel's function, computed by the reference in float32."""
     total = torch.zeros(positions.shape)
     for row, length in enumerate(lengths.tolist()):
         total[row, :, :length] = total_similarity(keys[row, :, :length].float(), positions[row, :, :length].argsort(-1))
@@ -91,7 +91,7 @@ def oldest(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -
 
 
 def of_all(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The second row's padding counts, and holds keys."""
+    """A wrong kernel: the padding of the second row counts, and holds keys."""
     return plain(keys.where(keys.isfinite(), keys[:1]), positions, torch.full_like(lengths, keys.shape[2]))
 
 
@@ -143,7 +143,7 @@ def test_another_threshold_shows(under: float, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_no_cosine_of_the_check_is_near_a_decision(dim: int) -> None:
-    """But 0.5 itself, exactly: there are many."""
+    """The only exception is exactly 0.5, which occurs often."""
     keys, _, lengths = drawn_entries(torch.bfloat16, dim)
     for row, length in enumerate(lengths.tolist()):
         unit = torch.nn.functional.normalize(keys[row, :, :length].double(), dim=-1)

@@ -1,6 +1,6 @@
-"""The Triton form of the running top-k without a GPU: its results, its registers, and the check that stands before it.
+"""The Triton form of the running top-k without a GPU: its results, its registers, and the check that runs before it.
 
-The interpreter runs one program after another; tests/gpu/ has them run at once.
+The interpreter runs one program after another; tests/gpu/ runs them in parallel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Triton kernels without a GPU: run under Triton's interpreter, or compiled and their registers read.
+"""Run Triton kernels without a GPU under Triton's interpreter, or compile them and read their registers.
 
-In processes of their own: TRITON_INTERPRET is read when a kernel is defined, and says whether it can be compiled.
+Each runs in a separate process: TRITON_INTERPRET is read when a kernel is defined, and excludes compilation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def run(program: str, **environment: str) -> str:
 def used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
     """Resources of kernels compiled for sm_80 and then for sm_90, such as REG; spills are LOCAL or on the STACK.
 
-    module : of sparse_rl.kernels; kernels : an expression that gives them, of `kernels`, the module, and `target`
+    module : module of sparse_rl.kernels
+    kernels : expression for the kernels, in terms of `kernels` (the module) and `target`
     """
     lines = run(USED.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
     pairs = [[pair.split(":") for pair in line.split() if ":" in pair] for line in lines]

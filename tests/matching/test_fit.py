@@ -1,4 +1,4 @@
-"""The fits and the selection of Attention Matching against the plain references, and on what they could trip over."""
+"""Fits and selection of Attention Matching against the plain references, and in degenerate cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FITS = {"attention": Fit(), "omp": Fit(select="omp")}
 def block_of(
     rows: int = 2, heads: int = 2, entries: int = 40, dim: int = 16, asked: int = 48, seed: int = 0, dtype=torch.float32
 ) -> Block:
-    """Random entries, of which some of the last row do not compete."""
+    """Random entries; some entries of the last row do not compete."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def kept_features(block: Block, index: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("bound", [3.0, 0.5])
 def test_weights_come_near_the_best_within_their_bounds(bound: float, tally: Callable) -> None:
-    """30 steps leave a residual within 2 % of the best one; 3,000 steps are the best. Control: no weights at all."""
+    """The residual after 30 steps is within 2 % of that after 3,000 steps, the best one. Control: no weights."""
     block = block_of()
     index = match(block, 20, Fit())[0]
     kept, mass = (one.flatten(0, 1) for one in kept_features(block, index))
@@ -122,8 +122,8 @@ def test_pruned_entries_are_replaced_by_other_entries(count: int, asked: int, gr
     assert rounds == {False, True}, "control: in some rows the first choice stands, in some it does not"
 
 
-def test_pruning_goes_on_until_all_pass() -> None:
-    """More rounds than three, which is where it once stopped."""
+def test_pruning_continues_until_all_weights_pass() -> None:
+    """Pruning takes more than three rounds; an earlier version stopped after three."""
     generator = torch.Generator().manual_seed(5)
     phi = torch.randn(64, 14, 60, generator=generator, dtype=torch.float64).exp()
     chosen = pursued(phi, 12, torch.ones(64, 60, dtype=torch.bool), False)
@@ -134,7 +134,7 @@ def test_pruning_goes_on_until_all_pass() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_rows_and_heads_are_fitted_independently(name: str) -> None:
-    """Batched as alone; entries that do not compete, whatever they hold, change nothing and never stay."""
+    """Batched rows equal rows alone; entries that do not compete change nothing and are never kept."""
     block = block_of()
     index, bias, values = match(block, 20, FITS[name])
     assert bool((index.diff(dim=-1) > 0).all()) and int(index[1].max()) < 35
@@ -177,12 +177,12 @@ def test_fitted_entries_approximate_the_output_of_all_entries(name: str) -> None
     old_bias, old_values = block.bias.gather(2, index), block.values.gather(2, deep)
     (out, off), (plain_out, plain_off) = error(bias, values), error(old_bias, old_values)
     assert out < 0.5 * plain_out and off < 0.5 * plain_off
-    assert error(bias, old_values)[0] > 1.5 * out  # controls: each of the two does its part
+    assert error(bias, old_values)[0] > 1.5 * out  # controls: biases and values each contribute
     assert error(old_bias, values)[1] > 2 * off
 
 
-def test_a_second_compaction_goes_on_from_the_first() -> None:
-    """A bias of log 2 is a key that stands there twice; the new bias is added to it. Control: it is lost."""
+def test_a_second_compaction_continues_from_the_first() -> None:
+    """A bias of log 2 equals a repeated key; the new bias is added to it. Control: the old bias is lost."""
     everyone = torch.ones(1, 1, 40, dtype=torch.bool)
     block = replace(block_of(rows=1, dtype=torch.float64), bias=torch.zeros(1, 2, 40), competing=everyone)
     doubled = replace(block, bias=torch.full((1, 2, 40), math.log(2.0)))
@@ -202,7 +202,7 @@ def test_a_second_compaction_goes_on_from_the_first() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("asked", [8, 48])
-def test_gradients_are_those_of_finite_differences(name: str, asked: int) -> None:
+def test_gradients_equal_finite_differences(name: str, asked: int) -> None:
     block = block_of(rows=1, heads=1, entries=16, dim=6, asked=asked, dtype=torch.float64)
     index = match(block, 10, FITS[name])[0]
     tensors = [one.clone().requires_grad_() for one in (block.keys, block.values, block.queries)]
@@ -227,9 +227,9 @@ def test_gradients_are_those_of_finite_differences(name: str, asked: int) -> Non
 
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("asked", [10, 21, 48])
-def test_a_rounding_of_the_queries_stays_one(name: str, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1e-6 on queries, keys and values moves biases by no more than 1e-3: with fewer queries than the 20 entries that
-    are fitted, with hardly more, and with many. Controls: the paper's solvers, and a least squares without a ridge.
+def test_rounding_of_the_queries_stays_small(name: str, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of 1e-6 in queries, keys, values moves biases by at most 1e-3: with fewer queries than the 20 entries that
+    are fitted, with a few more, and with many. Controls: the paper's solvers, and least squares without a ridge.
     """
     block = block_of()
     block = replace(block, queries=block.queries[:, :, :asked])
@@ -256,8 +256,8 @@ def test_a_rounding_of_the_queries_stays_one(name: str, asked: int, monkeypatch:
 
 
 def test_the_weights_of_pursuit_are_a_ridge_regression(tally: Callable) -> None:
-    """The stacked least squares of the reference, clamped; nearer the mass than one weight for all. Control: without
-    the ridge they are others.
+    """Equal to the reference's stacked least squares, clamped; nearer the mass than a single weight. Control: without
+    the ridge the weights differ.
     """
     block = block_of(asked=16)
     index = match(block, 20, FITS["omp"])[0]
@@ -272,13 +272,13 @@ def test_the_weights_of_pursuit_are_a_ridge_regression(tally: Callable) -> None:
         assert float((paper_weights(phi, wanted, 7.0, 0) - ours).abs().max()) > 0.1
 
 
-# ---- what could go wrong --------------------------------------------------------------------------------------------
+# ---- degenerate cases -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("asked", [1, 5, 48])
-def test_equal_keys_and_few_queries_are_no_trouble(name: str, asked: int) -> None:
-    """Singular systems: every key is the same, or fewer queries than entries. Everything is finite and bounded."""
+def test_equal_keys_and_few_queries_do_not_fail(name: str, asked: int) -> None:
+    """Singular systems: all keys are equal, or there are fewer queries than entries. Results are finite and bounded."""
     block = block_of(asked=asked)
     same = replace(block, keys=block.keys[:, :, :1].expand_as(block.keys), bias=torch.zeros_like(block.bias))
     for one in (block, same):
@@ -286,8 +286,8 @@ def test_equal_keys_and_few_queries_are_no_trouble(name: str, asked: int) -> Non
         assert bool(bias.isfinite().all()) and bool(values.isfinite().all()) and index.shape == (2, 2, 20)
         assert (bias - one.bias.gather(2, index)).abs().max() <= 7 + 1e-5
     index, bias, _ = match(same, 20, Fit())
-    assert torch.equal(index[0, 0], torch.arange(20))  # of equal scores the earlier
-    torch.testing.assert_close(bias[0], torch.full((2, 20), math.log(2.0)), atol=1e-5, rtol=0)  # 40 in the place of 20
+    assert torch.equal(index[0, 0], torch.arange(20))  # the earlier of two equal scores
+    torch.testing.assert_close(bias[0], torch.full((2, 20), math.log(2.0)), atol=1e-5, rtol=0)  # 40 instead of 20
 
 
 @pytest.mark.parametrize("which", ["keys", "values", "queries"])
@@ -301,7 +301,7 @@ def test_inputs_that_are_not_finite_are_an_error(which: str) -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_the_papers_solvers_follow_its_appendix(name: str) -> None:
-    """C.2. Keys of most attention: a least squares in the box of 3, and two projected steps. Pursued keys: no step, and
+    """C.2. Keys of most attention: least squares in the box of 3, then two projected steps. Pursued keys: no step, and
     w <= e^7, so that biases leave the box of 3 where the least squares does.
     """
     block = block_of(rows=1, asked=30)

@@ -1,4 +1,4 @@
-"""Feeding given queries, keys and values through the real cache, token by token: what the policy tests share."""
+"""Helpers of the policy tests: feed given queries, keys and values through the real cache, token by token."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
 
 
 def takes(name: str) -> list[str]:
-    """The parameters of a policy."""
+    """Names of a policy's parameters."""
     return accepted_parameters(name)
 
 
 def small(name: str, **parameters: Any) -> dict[str, Any]:
-    """Parameters for short sequences: budget 12, window 4, and those of `parameters` that the policy takes."""
+    """Parameters for short sequences: budget 12, window 4, and the entries of `parameters` that the policy takes."""
     chosen = {"budget": 12, "sinks": 0, "window": 4, "period": 1, **parameters}
     return {key: value for key, value in chosen.items() if key in takes(name)}
 
@@ -89,7 +89,7 @@ def feed(
     batch: Batch,
     after: Callable[[EvictingCache], None] | None = None,
 ) -> Fed:
-    """One layer's life: the prompts right-padded with noise, then one token per row; finished rows are frozen.
+    """Feed one layer: the prompts, right-padded with noise, then one token per row; finished rows are frozen.
 
     `after` is called after every forward.
     """
@@ -116,7 +116,7 @@ def feed(
 
         def token(tensor: torch.Tensor, at: torch.Tensor = at, active: list[bool] = active) -> torch.Tensor:
             picked = tensor[torch.arange(rows), :, at][:, :, None]
-            junk = 3 * torch.randn(picked.shape, generator=noise)  # what a frozen row is fed must not matter
+            junk = 3 * torch.randn(picked.shape, generator=noise)  # the input of a frozen row must not matter
             return torch.where(torch.tensor(active)[:, None, None, None], picked, junk)
 
         out = cache.attend(0, token(batch.query), token(batch.key), token(batch.value), batch.scaling)

@@ -1,12 +1,12 @@
-"""The slow references: every cache policy, one sequence and one token at a time, in Python loops and float64.
+"""Slow references of every cache policy, one sequence and one token at a time, in Python loops and float64.
 
 Written from the papers' equations, not from the tensor code: nothing of the package is imported here. A `Life` steps
 through a sequence, holds a list of positions per kv head, and evicts when the cache holds budget + period entries (or
 at the end of a prompt that is at least that long). The queries and keys are given, so no model is needed.
 
 A life can follow a recorded trace. Where the record drops other entries than the reference would, the scores of the
-entries in question must be equal to 1e-5 (float32 against float64); the life counts this as a flip and goes on from
-what was recorded. Anything else is a `Disagreement`.
+differing entries must be equal to 1e-5 (float32 against float64); the life counts this as a flip and goes on from
+the recorded eviction. Any other difference raises a `Disagreement`.
 
 A policy's reference is a subclass of `Life` with `scores` and the method's `defaults`, and one line in REFERENCES;
 docs/extending.md has the other steps.
@@ -25,7 +25,7 @@ TIE = 1e-5  # relative; closer scores than this may rank either way in float32
 
 
 class Disagreement(AssertionError):
-    """The recorded trace drops something that the reference keeps, by a clear margin."""
+    """The recorded trace drops an entry that the reference keeps by a clear margin."""
 
 
 class Life:
@@ -36,8 +36,8 @@ class Life:
     query, key : [Hq, S, D] and [Hkv, S, D], all positions
     prompt : tokens of the prompt
     scaling : the factor on q . k
-    parameters : of the policy; what is not given takes the default of the method
-    recorded : evict_at [Hkv, S] to follow, or None to go by the reference alone
+    parameters : parameters of the policy; missing ones take the default of the method
+    recorded : evict_at [Hkv, S] to follow; None means to use the reference alone
     """
 
     defaults: dict[str, Any] = {"sinks": 0, "window": 0, "period": 1}
@@ -71,7 +71,7 @@ class Life:
     # ---- the life -----------------------------------------------------------------------------------------------
 
     def run(self) -> torch.Tensor:
-        """evict_at, int32 [Hkv, S]: q + 1 for what was dropped after query q attended."""
+        """Return evict_at, int32 [Hkv, S]: q + 1 for an entry that was dropped after query q attended."""
         for position in range(self.length):
             for held in self.held:
                 held.append(position)
@@ -100,7 +100,7 @@ class Life:
         self.compacted()
 
     def follow(self, kv: int, dropped: set[int], scores: dict[int, float]) -> set[int]:
-        """The entries that the record drops here; they may differ from `dropped` only among scores equal within TIE."""
+        """Entries that the record drops now; they may differ from `dropped` only among scores equal within TIE."""
         recorded = {j for j in self.held[kv] if self.recorded[kv][j] == self.now + 1}
         if recorded == dropped:
             return dropped
@@ -117,7 +117,7 @@ class Life:
     # ---- what a policy writes -------------------------------------------------------------------------------------
 
     def scores(self) -> list[dict[int, float]]:
-        """Per kv head: competing position -> worth."""
+        """Per kv head: competing position -> score."""
         raise NotImplementedError
 
     def attended(self) -> None:
@@ -129,11 +129,11 @@ class Life:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     def competing(self, kv: int) -> list[int]:
-        """The positions held that are neither sink nor among the `window` most recent tokens."""
+        """Held positions that are neither sinks nor among the `window` most recent tokens."""
         return [j for j in self.held[kv] if self.sinks <= j <= self.now - self.window]
 
     def heads(self, kv: int) -> range:
-        """The query heads of a kv head."""
+        """Query heads of a kv head."""
         return range(kv * self.group, (kv + 1) * self.group)
 
     def logit(self, head: int, query: int, j: int) -> float:
@@ -143,7 +143,7 @@ class Life:
         return self._logits[place]
 
     def attention(self, head: int, query: int) -> dict[int, float]:
-        """softmax(q K^T scaling) of one query over the positions that are held now and not after it."""
+        """softmax(q K^T scaling) of one query over the held positions that are not after the query."""
         seen = [j for j in self.held[head // self.group] if j <= query]
         logits = [self.logit(head, query, j) for j in seen]
         top = max(logits)
@@ -188,7 +188,7 @@ class Life:
 
 
 def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
-    """The maximum over the `kernel` neighbours among the entries of `scores`, which are in order of position."""
+    """Maximum over the `kernel` neighbouring entries of `scores`, which are in order of position."""
     places, reach = list(scores), kernel // 2
     return {j: max(scores[i] for i in places[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(places)}
 
@@ -203,7 +203,7 @@ def over_max(scores: dict[int, float]) -> dict[int, float]:
 
 
 class Full(Life):
-    """Nothing is ever evicted: no budget."""
+    """No budget: no entry is ever evicted."""
 
 
 class Streaming(Life):
@@ -216,7 +216,7 @@ class Streaming(Life):
 
 
 class H2O(Life):
-    """H2O §4: F_j = the sum of the attention that every query so far gave to j, summed over the group's heads."""
+    """H2O §4: F_j = the attention that all queries so far gave to j, summed over the group's heads."""
 
     def set(self, **parameters: Any) -> None:
         window = parameters["window"]
@@ -236,9 +236,9 @@ class H2O(Life):
 
 
 class Lined(H2O):
-    """LuKA §3.1: sinks, window, and of the tokens behind them the fraction with the highest accumulated attention.
+    """LuKA §3.1: sinks, window, and the fraction of the other tokens with the highest accumulated attention.
 
-    §4.2: as many as a fraction of the prompt's length.
+    §4.2: their number is a fraction of the prompt's length.
     """
 
     defaults = {"sinks": 0, "window": 128, "period": 8, "compression": 8, "of": "seen"}
@@ -255,7 +255,7 @@ class Lined(H2O):
         self.last = 0  # tokens seen at the last compaction
 
     def due(self) -> bool:
-        """The first as ever; then every `period` tokens, though the budget has grown meanwhile."""
+        """True at the usual first compaction, then every `period` tokens, even though the budget grows."""
         return self.now + 1 - self.last >= self.period if self.last else super().due()
 
     def compacted(self) -> None:
@@ -356,7 +356,7 @@ class GKV(Life):
 
 
 class CAKE(Life):
-    """CAKE's attention shift as G-KV compares it: S + gamma Var_w max_g A, the variance that of the population."""
+    """CAKE's attention shift as G-KV compares it: S + gamma Var_w max_g A, with the population variance."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128, "gamma": 200.0}
 
@@ -375,8 +375,8 @@ class CAKE(Life):
 class AM(Life):
     """Attention Matching, section 3: the root mean square of the attention that the last queries give, biases included.
 
-    What stays gets a bias: w >= 0 with sum_j w_j exp(l_j) near the mass of all that competed, for every one of those
-    queries; from the one weight that fits best, 30 steps of accelerated projected gradient descent within exp(+-3).
+    Kept entries get a bias: w >= 0 with sum_j w_j exp(l_j) near the mass of all competing entries, for each of those
+    queries; starting at the best single weight, 30 steps of accelerated projected gradient descent within exp(+-3).
     """
 
     defaults = {"sinks": 0, "window": 16, "period": None, "reference_queries": None}

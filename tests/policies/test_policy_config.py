@@ -1,4 +1,4 @@
-"""The settings of policies and scorers: read without torch, and the same however a policy is asked for."""
+"""Settings of policies and scorers are read without torch, and are the same for every way to request a policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "trl", "vllm")
 
 @pytest.mark.parametrize("module", [*LIGHT, "sparse_rl.policies.base"])
 def test_settings_are_read_without_torch(module: str) -> None:
-    """In a process of its own. The last is the control: the contract speaks of tensors."""
+    """Run in a separate process. The last module is the control: it needs torch, since the contract names tensors."""
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {HEAVY}))"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == (module not in LIGHT), done.stderr
@@ -53,7 +53,7 @@ def test_the_registries_name_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_settings_are_those_that_their_parameters_make(name: str) -> None:
+def test_settings_equal_those_rebuilt_from_their_parameters(name: str) -> None:
     size = {"budget": 600} if "budget" in accepted_parameters(name) else {}
     config = PolicyConfig.from_block({"policy": name, **size})
     assert PolicyConfig.from_block(config.as_block()) == config == make_policy(config).config

@@ -1,4 +1,4 @@
-"""Every policy, through the real cache, drops exactly what its slow per-token reference drops."""
+"""Every policy, through the real cache, drops exactly the entries that its slow per-token reference drops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparse_rl.policies import make_policy
 
 
 def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> tuple[int, int]:
-    """Compare every row with its reference: (entries, near ties that fell the other way)."""
+    """Compare every row with its reference. Returns (entries, near ties that were decided differently)."""
     assert name in REFERENCES, f"no reference for the policy {name!r}: write one in tests/policies/references.py"
     flipped = compared = flips = 0
     for row, record in enumerate(fed.records):
@@ -34,7 +34,7 @@ def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips
 
 @pytest.fixture
 def check(tally: Callable) -> Callable[..., None]:
-    """`compare`, which counts in the table of the run."""
+    """Run `compare` and add its counts to the table of the test run."""
     return lambda name, *told, **allowed: tally(name, *compare(name, *told, **allowed))
 
 
@@ -103,7 +103,7 @@ def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], perio
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_defaults_are_those_of_the_method(name: str, check: Callable) -> None:
-    """Only the budget is given: what the reference takes as the method's default is the policy's default."""
+    """With only the budget given, the reference's defaults for the method equal the policy's defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(CONFIGS[name])}
     fixed = sum(size for key in ("sinks", "window") if isinstance(size := defaults.get(key), int))
     given = {"budget": max(24, fixed + 8)} if name in BOUNDED else {}
@@ -122,13 +122,13 @@ def test_exact_ties_go_to_the_earlier_position(name: str, period: int, check: Ca
     check(name, parameters, batch, feed(make_policy(name, **parameters), batch))
 
 
-# R-KV's redundancy is a sum over all keys, which rounds otherwise in each precision.
+# R-KV's redundancy is a sum over all keys, which rounds differently in each precision.
 @pytest.mark.parametrize(
     "name",
     [name for name in EVICTING if not make_policy(name, **small(name)).entry_memory and name != "rkv"],
 )
 def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Callable) -> None:
-    """Identical keys have identical scores in both precisions: no near tie is left to chance."""
+    """Identical keys have identical scores in both precisions, so rounding decides no near tie."""
     parameters = small(name, period=3)
     prompts, totals = lengths_around(12, 3)
     batch = ragged_batch(8, prompts, totals, tied=True)
@@ -136,10 +136,10 @@ def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Calla
 
 
 def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Callable) -> None:
-    """A window that repeats itself holds the largest redundancy; it does not compete, so it does not set the scale."""
+    """A repetitive window has the largest redundancy; it does not compete, so it does not set the scale."""
 
     class OverAll(GKV):
-        """The control: one compaction, the maximum over everything held."""
+        """Control: one compaction that takes the maximum over all held entries."""
 
         def scores(self) -> list[dict[int, float]]:
             lam, result = self.parameters["lam"], []
@@ -168,7 +168,7 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Ca
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
-    """One dropped entry and one kept entry change places in one row: the reference objects."""
+    """If one dropped entry and one kept entry are swapped in one row, the reference raises Disagreement."""
     parameters = small(name, period=8)
     _, batch, fed = run_policy(name, period=8)
     row, record = 1, fed.records[1].clone()
@@ -215,7 +215,7 @@ def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any
     assert any(not torch.equal(a, b) for a, b in zip(first.records, second.records, strict=True))
 
 
-# ---- what the sampler attended to is what the record says -----------------------------------------------------------
+# ---- the sampler attended to the recorded entries -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 8])
@@ -227,7 +227,7 @@ def test_the_output_is_dense_attention_under_the_record(name: str, period: int) 
         torch.testing.assert_close(fed.outputs[row], dense(policy, batch, row, record), atol=1e-5, rtol=1e-5)
         for shift in (-1, 1):  # controls: off by one is a real error
             if name == "am" and shift == -1:
-                continue  # what stays is asked at the times of compactions; a trace with others is refused
+                continue  # refits are made at the compactions of the trace; a trace with other compactions is refused
             moved = torch.where(record < NEVER, record + shift, NEVER)
             if bool((torch.minimum(record, moved) < batch.totals[row] - 1).any()):
                 assert (fed.outputs[row] - dense(policy, batch, row, moved)).abs().max() > 1e-3

@@ -1,7 +1,7 @@
-"""Against kvpress, where a press has the same score: the same entries are left after the same prompt.
+"""Policies against kvpress presses with the same score: the same entries are kept after the same prompt.
 
 kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers, so its presses
-cannot run as they are; the tests hand it to their forward hook. What it has that is the same:
+cannot run as they are; the tests pass it to their forward hook. Presses with an equal policy here:
 
     StreamingLLMPress                                                                 streaming
     TOVAPress, which never drops the last token                                       tova with window 1
@@ -33,7 +33,7 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 @pytest.fixture(scope="module")
 def kvpress() -> Iterator[Any]:
-    """The package; what its import wraps around transformers' attention functions is taken off again."""
+    """The package; the wrappers that its import puts around transformers' attention functions are removed again."""
     assert isinstance(ALL_ATTENTION_FUNCTIONS, AttentionInterface)
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     module = pytest.importorskip("kvpress")
@@ -66,7 +66,7 @@ def prompt_ids() -> torch.Tensor:
 
 
 def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Per layer, what the press kept of the prompt's keys, and all of them: [2, Hkv, K, D], [2, Hkv, P, D]."""
+    """Per layer, the prompt keys that the press kept, and all prompt keys: [2, Hkv, K, D], [2, Hkv, P, D]."""
     everything: list[torch.Tensor] = []
 
     def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -94,7 +94,7 @@ def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
 
 
 def positions(kept: torch.Tensor, everything: torch.Tensor) -> list[list[list[int]]]:
-    """Where each kept key [2, Hkv, K, D] stood in the prompt, sorted, per row and head."""
+    """Prompt position of each kept key [2, Hkv, K, D], sorted, per row and head."""
     same = (kept[:, :, :, None] - everything[:, :, None]).abs().amax(-1)  # [2, Hkv, K, P]
     assert float(same.amin(-1).max()) < 1e-5
     return same.argmin(-1).sort(-1).values.tolist()
@@ -110,7 +110,7 @@ def assert_same_entries(model: torch.nn.Module, press: Any, policy: Policy) -> N
 
 
 def ratio(budget: int) -> float:
-    """The press's share to drop so that it keeps `budget` of the prompt (it rounds down)."""
+    """Ratio to drop at which the press keeps `budget` tokens of the prompt (it rounds down)."""
     return 1 - (budget + 0.5) / PROMPT
 
 

@@ -1,4 +1,4 @@
-"""The laws that every policy keeps, whatever its score: cadence, budget, sinks and window, ties, identity, errors."""
+"""Laws that every policy obeys for any score: cadence, budget, sinks and window, ties, identity, errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GivenConfig(EvictingConfig):
 
 
 class Given(Policy):
-    """A policy whose scores the test gives, by position."""
+    """A policy with scores by position that the test supplies."""
 
     def __init__(self, worth: torch.Tensor, budget: int, **parameters: Any) -> None:
         super().__init__(GivenConfig(budget=budget, **parameters))
@@ -43,7 +43,7 @@ class Given(Policy):
 
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
-    """Entries of each kv head after `seen` tokens, after the compaction if there is one."""
+    """Number of entries of each kv head after `seen` tokens, after the compaction if there is one."""
     return [[t for t in range(seen) if int(head[t]) > seen] for head in record]
 
 
@@ -82,7 +82,7 @@ def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) ->
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: int) -> None:
-    """After every forward: entries as the schedule says, in order of position, each with its own key and value."""
+    """After every forward pass, entries follow the schedule, in order of position, with their own keys and values."""
     policy = make_policy(name, **small(name, period=period, sinks=sinks))
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(1, prompts, totals)
@@ -149,7 +149,7 @@ def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) 
     if not sinks and name not in (
         "h2o",
         "lined",
-    ):  # these keep what gathers most attention: the first
+    ):  # these keep the tokens with the most accumulated attention: the first ones
         assert unprotected_sinks > 0, "control: without sinks, the first tokens are evicted"
 
 
@@ -211,14 +211,14 @@ def copied(entries: Entries) -> Entries:
 
 
 def stacked(one: Entries, other: Entries) -> Entries:
-    """The rows of both."""
+    """Concatenate the rows of both."""
     joined = {key: torch.cat([value, vars(other)[key]]) for key, value in vars(one).items() if torch.is_tensor(value)}
     state = {key: torch.cat([value, other.state[key]]) for key, value in one.state.items()}
     return replace(one, **joined, state=state, left=[*one.left, *other.left])
 
 
 class Lopsided(Given):
-    """Leaves one entry less in the last kv head."""
+    """Keeps one entry less in the last kv head."""
 
     def compact(self, layer: int, entries: Entries) -> Kept:
         kept = super().compact(layer, entries)
@@ -228,7 +228,7 @@ class Lopsided(Given):
 
 
 def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
-    """An engine whose caches are of one length says so; the control leaves as many in every head."""
+    """An engine whose caches have one length refuses; the control keeps the same number in every head."""
     batch = ragged_batch(0, [5, 9], [20, 20])
     feed(Given(torch.arange(40.0), budget=8, period=2), batch)
     wrong = (
@@ -240,7 +240,7 @@ def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_layers_do_not_mix(name: str) -> None:
-    """Two layers that are fed in one life record what each records alone."""
+    """Two layers that are fed together record the same evictions as each layer alone."""
     policy = make_policy(name, **small(name, period=2))
     batches = [ragged_batch(seed, [5, 17], [20, 20]) for seed in (1, 2)]
     cache = EvictingCache(policy)
@@ -335,7 +335,7 @@ def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0]), min_size=4, max_size=30))
 def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
-    """Infinities, denormals and both zeros; equal ones, the earlier first."""
+    """Also infinities, denormals and both zeros; of equal scores, the earlier entry ranks first."""
     worth = torch.tensor(scores)
     kept = Given(worth, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
     assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
@@ -478,7 +478,7 @@ def test_h2o_protects_half_of_the_budget_by_default() -> None:
 
 @pytest.mark.parametrize(("of", "left"), [("prompt", [153, 153, 129]), ("seen", [137, 140, 128])])
 def test_lined_keeps_a_fraction_of_the_prompts_length(of: str, left: list[int]) -> None:
-    """LuKA section 4.2: of a prompt of 200 tokens 25 beside the window; of those seen, a fraction of the others."""
+    """LuKA section 4.2: 25 of a 200-token prompt besides the window; with seen tokens, a fraction of the others."""
     schedule = make_policy("lined", compression=8, of=of, window=128).config.schedule
     assert [schedule.left(prompt, seen) for prompt, seen in ((200, 200), (200, 224), (8, 130))] == left
 

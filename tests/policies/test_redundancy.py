@@ -1,4 +1,4 @@
-"""Redundancy in tiles of rows is the plain N x N computation, to the last bit, in memory that N x N does not bound."""
+"""Redundancy in tiles of rows equals the plain N x N computation to the last bit, without N x N memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tiles_change_no_bit(tile: int, thread_count: int, threads: None, monkey
 
 
 def test_a_float32_sum_would_depend_on_its_order() -> None:
-    """The control: what the exact sum is for."""
+    """Control: shows why the exact sum is needed."""
     values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
     assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
     assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())

@@ -1,4 +1,4 @@
-"""The schedule: counts alone, held against a cache that is counted one token at a time; and a budget that grows."""
+"""The schedule's counts against a cache that is counted one token at a time; and a budget that grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS, FED = range(1, 40), 40
 
 
 def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, bool, int]]:
-    """(seen, entries attended to, whether a compaction ran, entries held) of each forward, by the rule in words."""
+    """(seen, entries attended to, True if a compaction ran, entries held) of each forward pass, counted by the rule."""
     rows, held, left = [], 0, None
     for seen in range(1, prompt + fed):
         held += 1
@@ -52,7 +52,9 @@ def test_a_schedule_equals_counting_step_by_step(schedule: Schedule) -> None:
             decoding = max(decoding, attended) if seen > prompt else 0
             assert most <= schedule.most_held(prompt, seen) <= seen
             assert decoding <= schedule.most_decoding(prompt, seen) <= seen
-            if type(schedule) is not GrowingSchedule:  # where what is left is constant, the bound is the number itself
+            if (
+                type(schedule) is not GrowingSchedule
+            ):  # if the number of kept entries is constant, the bound is that number
                 assert most == schedule.most_held(prompt, seen)
         if schedule.peak is not None:
             assert schedule.peak == max(a for s, a, _, _ in rows if s > max(prompt, schedule.peak))
