@@ -148,7 +148,7 @@ def test_the_authors_rows(
 ) -> None:
     """The authors' prompts equal ours for the same segments, and a correct answer is accepted.
 
-    Equality refuses a true answer of more than 100 characters, because it reads only the first sentence.
+    Equality refuses a true answer of more than 100 characters: it compares only the first sentence of such a text.
     """
     path = AUTHORS / f"wikisalad_{name}.jsonl"
     for salad in map(json.loads, path.read_text(encoding="utf-8").splitlines()):

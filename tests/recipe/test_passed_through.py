@@ -46,7 +46,7 @@ def choices(kinds):
 
 
 def fits(ours, theirs):
-    """True if a type is the library's, or lists choices for the library's plain text."""
+    """True if our type equals the library's, or lists choices where the library accepts any text."""
     ours, theirs = members(ours), members(theirs)
     our_choices, closed = choices(ours)
     their_choices, free = choices(theirs)[0], str in theirs
@@ -68,7 +68,7 @@ def configuration(kind):
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_the_list_is_that_of_the_installed_versions(kind):
+def test_the_listed_options_match_the_installed_versions(kind):
     own = yaml_fields(KINDS[kind])
     fields = dataclasses.fields(configuration(kind))
     theirs = {f.name: f.type for f in fields if f.name not in own and not refusal(f.name, kind)}
@@ -85,7 +85,7 @@ def test_examples_of_types_that_fit_and_do_not_fit():
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_choices_are_those_of_the_installed_versions(kind):
+def test_choices_match_the_installed_versions(kind):
     """If our list has choices and the library accepts any text, the library's help or metadata name the choices."""
     for f in dataclasses.fields(configuration(kind)):
         our_choices = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
@@ -99,7 +99,7 @@ def test_choices_are_those_of_the_installed_versions(kind):
 
 
 def test_options_that_break_replay_are_refused_by_kind():
-    """These are the options of docs/grpo.md; fine-tuning without evictions keeps the options that work there."""
+    """The refused options are those of docs/grpo.md; sft, which has no evictions, keeps the options that work there."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")

@@ -159,7 +159,7 @@ def test_malformed_overrides_are_refused():
 
 @pytest.mark.parametrize("cls", [*KINDS.values(), *CONFIGS.values()])
 def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
-    """A block with some keys set thus takes its class's defaults and documentation for the other keys."""
+    """A block that sets some keys therefore takes the defaults and documentation of its class for the others."""
     for key in all_keys(cls):
         if dataclasses.is_dataclass(key.default):
             assert isinstance(key.default, key.hint) and key.default == type(key.default)()
@@ -373,7 +373,7 @@ def test_reentrant_checkpointing_is_refused():
     assert make(GRPO, [f"{key}={{use_reentrant: false}}"]).trainer_options == {key: {"use_reentrant": False}}
 
 
-def test_the_choices_are_those_of_the_pinned_trainer():
+def test_the_choices_equal_those_of_the_pinned_trainer():
     schedulers = pytest.importorskip("transformers.trainer_utils").SchedulerType
     assert set(get_args(Scheduler)) == {member.value for member in schedulers}
 

@@ -114,7 +114,7 @@ def shortened(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_is_valid(name: str) -> None:
-    """It gives no warning, has a separate output directory, and its opening comment has a command that names it."""
+    """A recipe gives no warning, has its own output directory, and its first comment has a command that names it."""
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"

@@ -73,7 +73,7 @@ def stopped(recipe: Any, folder: Path) -> str:
 def test_spoilt_weights_are_not_kept(
     kind: str, logging_steps: int, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds in the last step too, after which no loss is computed, logged or not. The earlier checkpoint stays."""
+    """The weights are checked after the last step too, with or without a log. The earlier checkpoint stays."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     for step in (3, 4):
         monkeypatch.setattr(Spoil, "step", step)
@@ -169,7 +169,7 @@ def test_losses_norms_and_all_weights_are_checked() -> None:
 
 
 def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
-    """transformers would leave it out (logging_nan_inf_filter), and log a mean that looks normal."""
+    """transformers would leave a non-finite loss out (logging_nan_inf_filter), and log a mean that looks normal."""
     from sparse_rl.commands.checks import prepare_training
     from sparse_rl.commands.trainers import TRAINERS
 

@@ -193,7 +193,7 @@ def alike(left: Watch, right: Watch) -> bool:
     return all(same_steps) and gradient_gap(left, right) <= 10 * TOLERANCE
 
 
-SEEN: dict[str, Watch] = {}  # records of our runs by name of the options; shared runs run once
+SEEN: dict[str, Watch] = {}  # our runs by name of the options, each run once
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -118,7 +118,7 @@ def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> Non
 
 @pytest.mark.parametrize("fault", ["stale weights", "one position late"])
 def test_without_the_guard(fault: str, grpo: Callable) -> None:
-    """The control: the run goes on, and the panel shows what the guard would have seen."""
+    """The control: the run goes on, and the logs show the gap that the guard would have checked."""
     trainer = grpo(replay_guard=GuardConfig(enabled=False), max_steps=1)
     break_it(trainer, fault)
     (line,) = trained(trainer)

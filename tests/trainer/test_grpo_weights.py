@@ -48,7 +48,7 @@ def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("sync/")} for line in timeless(lines)]
 
 
-# ---- in step -------------------------------------------------------------------------------------------------------
+# ---- weights in sync -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -63,13 +63,7 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
         assert line["sync/probe_gap"] <= NOISE and line["replay/gap_max"] <= NOISE and line["time/sync"] > 0
     live = trained(grpo("live", model=tiny("qwen3", **config), max_steps=5))
     assert without_sync(lines) == without_sync(live)
-    assert [("sync/probe_gap" in line) for line in live] == [
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]  # only for the limit
+    assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # sets the limit
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
@@ -134,7 +128,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
     assert timeless(resumed)[2:] == timeless(whole)[2:]
 
 
-# ---- out of step ---------------------------------------------------------------------------------------------------
+# ---- stale weights -------------------------------------------------------------------------------------------------
 
 
 def test_stale_weights_stop_the_run(own: Callable) -> None:
@@ -193,7 +187,7 @@ def test_the_limit_of_a_sync(gap: float) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_names_are_those_of_the_checkpoint(family: str, tied: bool, new_model: Callable) -> None:
+def test_weight_names_equal_the_names_in_the_checkpoint(family: str, tied: bool, new_model: Callable) -> None:
     """Every stored weight occurs once, under its name, with and without a freshly initialised adapter."""
     model = new_model(family, tie_word_embeddings=tied)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -242,7 +236,7 @@ def test_an_adapter_that_learns(own: Callable) -> None:
     assert all(torch.equal(w, before[n]) for n, w in trainer.model.named_parameters() if n in before)
 
 
-# ---- its life ------------------------------------------------------------------------------------------------------
+# ---- the engine's life cycle ---------------------------------------------------------------------------------------
 
 
 def as_sleeper(engine: Any) -> list[str]:

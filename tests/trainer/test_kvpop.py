@@ -108,7 +108,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     ids=str,
 )
 def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
-    """The model's gradients are those of KL and CE alone, the scorers' those of the boundary loss alone."""
+    """KL and CE alone determine the model's gradients, and the boundary loss alone those of the scorers."""
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
     trainer = kvpop(scorer, loss=DistillationLossConfig(kl_weight=kl, ce_weight=ce, chunk=7), **settings)

@@ -14,7 +14,7 @@ from trainer.launch import crowded, leave_group
 
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
-def test_a_machine_that_is_asked_too_much_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overloaded_machine_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each machine is checked for its share of the processes; one process per GPU or CPU core is allowed."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)  # this process may use the three cores below
@@ -31,7 +31,7 @@ def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         leave_group()
-        assert distributed.is_initialized()  # this process was not launched, so the group does not belong to our run
+        assert distributed.is_initialized()  # this process was not launched, so the group is not ours
         monkeypatch.setenv("RANK", "0")
         leave_group()
         assert not distributed.is_initialized()

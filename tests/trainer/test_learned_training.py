@@ -140,7 +140,7 @@ def test_current_scorers_do_not_stop_the_run(with_own_engine: Callable) -> None:
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
 
 
-def test_no_reference_model_follows(with_own_engine: Callable) -> None:
+def test_a_reference_model_cannot_be_synchronised(with_own_engine: Callable) -> None:
     with pytest.raises(UserError, match="sync_ref_model: the reference model lacks the scorers"):
         with_own_engine(beta=0.1, sync_ref_model=True)
 
@@ -177,7 +177,9 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
         recipe(kind, cache={"policy": "streaming", "budget": 12}, scorers=LEARN)
 
 
-def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, learned: Callable, grpo: Callable) -> None:
+def test_learning_scorers_do_not_change_the_models_gradients(
+    recipe: Callable, learned: Callable, grpo: Callable
+) -> None:
     """If scorers learn, rows begin at column 0: log-probs and gradients equal those of the plain replay."""
     results = []
     for scorers in (None, ScorersConfig(boundary=BoundaryConfig(queries=None))):
@@ -211,6 +213,6 @@ def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPa
         for weight in trainer.engine.model.cache_scorers.parameters():
             weight.data.neg_()
 
-    assert decisions_agree(trainer.model, trainer.engine.policy.config, []) is None  # no evictions, no value
+    assert decisions_agree(trainer.model, trainer.engine.policy.config, []) is None  # None without evictions
     trainer.engine.load_weights = wrong
     assert max(line["cache/decisions_agree"] for line in trained(trainer)) < 0.99

@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
-    """seen(kind, processes, *words) -> (how often each text is tokenised, files hashed, stderr) of `sparse-rl train`"""
+    """seen(kind, processes, *words) -> (count of each tokenised text, files hashed, stderr) of `sparse-rl train`"""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     dataset = rows("train", 16, 1, True)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset))
@@ -119,10 +119,7 @@ def test_processes_share_results_through_the_launcher(monkeypatch: pytest.Monkey
     def table(what: str) -> Callable[[], Any]:
         return lambda: calls.append(what) or datasets.Dataset.from_dict({"text": [what]})
 
-    assert once("a", make("a")) == once("a", make("a")) and calls == [
-        "a",
-        "a",
-    ]  # outside the block: no reuse
+    assert once("a", make("a")) == once("a", make("a")) and calls == ["a", "a"]  # no reuse outside the block
     with remembered():
         folder = Path(os.environ[FOLDER])
         assert once("a", make("1")) == once("a", make("2")) == {"made": "1"}

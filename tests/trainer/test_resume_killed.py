@@ -87,7 +87,7 @@ class Runs:
         folder = self.folder / name
         lines = read_metrics(folder)
         mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
-        files = sorted((folder / "model").glob("*.safetensors"))  # scorers are a file of their own
+        files = sorted((folder / "model").glob("*.safetensors"))  # scorers have a separate file
         weights = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
         logged = timeless([line for line in lines if "train_loss" not in line])
         return weights, mean, logged, read_metrics(folder, "completions.jsonl")

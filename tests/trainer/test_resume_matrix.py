@@ -95,7 +95,7 @@ def end(folder: Path) -> tuple:
     """Hashes of the weights, all metrics but timings, the mean loss of the last summary, and the completions."""
     lines = read_metrics(folder)
     mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
-    files = sorted((folder / "model").glob("*.safetensors"))  # scorers are a file of their own
+    files = sorted((folder / "model").glob("*.safetensors"))  # scorers have a separate file
     assert all(file.stat().st_size > 500 for file in files)  # none is empty
     weights = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     logged = timeless([line for line in lines if "train_loss" not in line])

@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
-    """This holds if it was killed before the export, or was ended by a callback that is absent after the resume."""
+    """The run was killed before the export, or was ended by a callback that is absent after the resume."""
     whole = sft("whole", max_steps=3)
     whole.train()
     again = sft("again", max_steps=3)
@@ -146,7 +146,7 @@ def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
 
 
 def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
-    """This holds also if the resumed run trains further."""
+    """The run has one summary even if the resumed run trains further."""
 
     def summaries(trainer: Any) -> list[int]:
         return [line["step"] for line in read_metrics(trainer.args.output_dir) if "train_runtime" in line]
