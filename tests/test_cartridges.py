@@ -1,4 +1,4 @@
-"""Cartridges, a benchmark: gradients reach the entries that a context left, and training brings them nearer to it."""
+"""Cartridges, a benchmark: gradients reach a context's kept entries, and training improves their approximation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cartridges(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def trial(new_model: Callable, prompts_of: Callable, cartridges: ModuleType) -> Callable:
-    """trial(start) -> the model, where a prefix starts, texts [8, 12], and what they are behind the whole context."""
+    """trial(start) -> the model, the start of a prefix, texts [8, 12], and their outputs after the whole context."""
 
     def make(start: str) -> tuple[torch.nn.Module, Context, torch.Tensor, torch.Tensor]:
         engine = make_engine("hf", model=new_model("qwen3").double(), policy="full")
@@ -39,7 +39,7 @@ def trial(new_model: Callable, prompts_of: Callable, cartridges: ModuleType) -> 
 
 
 @pytest.mark.parametrize("start", ["first", "am"])
-def test_gradients_are_those_of_differences(start: str, trial: Callable, cartridges: ModuleType) -> None:
+def test_gradients_equal_finite_differences(start: str, trial: Callable, cartridges: ModuleType) -> None:
     model, begun, texts, full = trial(start)
     prefix = cartridges.Prefix(begun, FIRST + LAST)
     assert len(prefix.parameters()) == len(begun.layers) * (3 if start == "am" else 2)

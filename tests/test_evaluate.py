@@ -1,4 +1,4 @@
-"""Evaluation: the estimators against enumeration, and every row against the completions it was made from."""
+"""Evaluation: the estimators against enumeration, and every row against the completions it was computed from."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_standard_error_is_over_problems():
     mean, error = mean_and_error(values)
     assert mean == statistics.mean(values) and error == pytest.approx(statistics.stdev(values) / 2)
     assert mean_and_error([1.0]) == (1.0, None) and mean_and_error([]) == (None, None)
-    # the control: taking the samples of a problem as independent makes it smaller
+    # the control: treating the samples of one problem as independent makes it smaller
     samples = [1.0] * 8 + [0.0] * 8
     assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
 
@@ -130,7 +130,7 @@ def test_a_row_summarises_its_completions(recipe_of, tmp_path):
 
 
 def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
-    """Each is the mean over the problems that it can score, and over those alone; the rest of the row stays."""
+    """Each accuracy is the mean over only the problems that it can score; the rest of the row does not change."""
     own = {"even": "evaluation_accuracy:even", "long": "evaluation_accuracy:long"}
     rows = rows_of(6)
     plain = evaluate(recipe_of(rows), progress=False)[0]
@@ -155,7 +155,7 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
     cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
     assert cells["even"] == cells["pass@1"] and cells["long"].endswith(" (3)") and "(m)" in str(table.caption)
     assert accuracy_table([plain]).caption is None
-    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # what rich would take for markup
+    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # text that rich would read as markup
     console = Console(file=io.StringIO(), width=200)
     console.print(accuracy_table([odd]))
     assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
@@ -181,7 +181,7 @@ def test_short_answers_may_skip_unanswerable_questions(recipe_of):
 
 
 def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
-    """All tasks run on it, and it is closed before the next is opened; the rows are in the order of the tasks."""
+    """All tasks run on one engine, which is closed before the next is opened; rows are in the order of the tasks."""
     recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "budget": [8]})
     recipe = replace(recipe, tasks={"a": recipe.tasks["one"], "b": recipe.tasks["one"]})
     expected = evaluate(recipe, progress=False)
@@ -192,7 +192,7 @@ def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
     assert [(row.task, row.policy) for row in rows] == [(t, p) for t in "ab" for p in ("streaming", "full")]
     assert [row.accuracy for row in rows] == [row.accuracy for row in expected]
     assert evaluate(recipe, build_model(0), progress=False)[0].accuracy == rows[0].accuracy
-    assert len(as_vllm) == 4  # a live module is sampled from as it is
+    assert len(as_vllm) == 4  # the engine samples from a live module directly
     monkeypatch.setattr("sparse_rl.commands.eval._score", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(recipe, progress=False)
@@ -210,7 +210,7 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """Problems given twice (far apart too) are sampled anew, whatever the batch; another seed gives others."""
+    """Repeated problems (even far apart) are sampled separately for any batch size; another seed gives other results."""
     rows = rows_of(5) + rows_of(1)
 
     def texts(**keys):
@@ -296,7 +296,7 @@ def test_the_accuracy_gets_the_same_arguments_as_a_reward(recipe_of):
     assert row.accuracy == pytest.approx(2 / 3)
 
 
-def test_without_a_cache_the_directory_decides(recipe_of, tmp_path):
+def test_without_a_cache_the_models_saved_policy_is_used(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(1))
     assert [p.name for p in prepare(recipe).policies] == ["full"]
     save_untrained(tmp_path / "trained", 0)

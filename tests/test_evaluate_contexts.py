@@ -1,4 +1,4 @@
-"""Evaluation behind compacted contexts: against the whole context, a loop over the engine, and what users get wrong."""
+"""Evaluation after compacted contexts: against the whole context and a loop over the engine; user mistakes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def short(completions, **_):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The quickstart's, as a chat model."""
+    """The quickstart's model, as a chat model."""
     folder = tmp_path_factory.mktemp("models") / "chat"
     shutil.copytree(QUICKSTART, folder)
     tokenizer = build_tokenizer()
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvalRecipe]:
-    """recipe_of(prompt_cache, **keys) -> five questions about two contexts, in turn; answers are greedy."""
+    """recipe_of(prompt_cache, **keys) -> a recipe of five questions about two alternating contexts; answers are greedy."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
     rows = [{"text": CONTEXTS[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]
@@ -75,7 +75,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
-    """Contexts that are read: (tokens, kinds of reference queries) of each read."""
+    """Record every read of a context: (tokens, kinds of reference queries)."""
     seen: list[tuple[int, list[str]]] = []
     study = HFEngine.study
 
@@ -101,7 +101,7 @@ def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable,
     assert cache_labels([full, none]) == ["full", "none"] and full.parameters == {"first": 0, "last": 0}
 
 
-def test_rows_are_those_of_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, model: str) -> None:
+def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, model: str) -> None:
     block = {"ratio": [0.1, 0.4], "queries": ["repeat", "self_study"], "study_tokens": 4, "study_samples": 1, "last": 2}
     recipe = recipe_of(block, samples=2, temperature=1.0)
     rows = evaluate(recipe, progress=False)
@@ -175,7 +175,7 @@ def test_stages_are_announced(model: str) -> None:
 
 
 def test_rows_are_written_after_each_context(recipe_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what stops a long run leaves what it has found."""
+    """A long run that is stopped thus keeps its results so far."""
     seen: list[list[tuple[str, int]]] = []
     monkeypatch.setattr(
         "sparse_rl.commands.eval.write_results",
@@ -196,7 +196,7 @@ def test_an_answer_is_forced_behind_a_context(recipe_of: Callable, tmp_path: Pat
 def test_rollouts_behind_a_context(
     policy: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """Under the first prompt cache; traces follow their lines, and say what was gone behind the context."""
+    """Rollouts use the first prompt cache; traces follow their lines, and record the evictions after the context."""
     recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
     outputs = sample(recipe, tmp_path / "kept", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "completions.jsonl").read_text().splitlines()]
@@ -212,7 +212,7 @@ def test_rollouts_behind_a_context(
         assert bool((kept == 1 + round(0.2 * len(context))).all()) and len(trace) > len(line["prompt_ids"])
         assert ("compacted_at" in trace.further) is (policy == "am")
     capsys.readouterr()
-    if policy == "am":  # its biases and values are in no file
+    if policy == "am":  # no file stores its biases and values
         assert main(["verify", str(tmp_path / "kept")]) == 2
         assert "no view replays traces with the sections evict_at, compacted_at" in capsys.readouterr().err
     else:
@@ -259,7 +259,7 @@ def test_errors_of_contexts_and_files_are_one_line(
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
     with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, which with 1000 tokens of answer"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)
-    assert len(studies) == 1  # nothing was read before the file was, and before all were counted
+    assert len(studies) == 1  # no context was read before the file was read and all contexts were counted
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2
     output = capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_the_same_point_is_evaluated_once(recipe_of: Callable) -> None:
 def test_vllm_goes_on_from_contexts_that_hf_has_compacted(
     recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same answers and rows, and rollouts; the files that pass between the engines are gone at the end."""
+    """Answers, rows and rollouts are equal; the files that pass between the engines are deleted at the end."""
     pytest.importorskip("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     blocks = [{"policy": "full"}, {"ratio": [0.1, 0.4], "last": 2}, {"policy": "none"}]

@@ -44,7 +44,7 @@ ENDLESS = [device, pipe, too_large]
 
 
 @pytest.mark.parametrize("made", ENDLESS)
-def test_a_file_without_an_end(made: Callable, tmp_path: Path) -> None:
+def test_endless_files_are_refused(made: Callable, tmp_path: Path) -> None:
     refused = made(tmp_path / "file", MOST_JSON)
     with pytest.raises(UserError, match=refused):
         read_text(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""A model that is named on a hub, with and without a network: one question, one line. The hub is a socket here."""
+"""A model name on a hub, with and without a network: one request and a one-line error. A socket is the hub here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """at(address): the hub is there, and its cache is empty; both as they were afterwards."""
+    """at(address) sets the hub to this address with an empty cache; both are restored afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -88,8 +88,8 @@ def fill_cache(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [NOT_FOUND, None])
-def test_a_hub_that_is_there_is_left_to_the_libraries(answer, listen, at) -> None:
-    """Whatever it says, and where it is slow."""
+def test_a_reachable_hub_is_left_to_the_libraries(answer, listen, at) -> None:
+    """For any answer of the hub, and if it is slow."""
     address, asked = listen(answer)
     at(address)
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path) -> Non
     assert not asked
 
 
-def test_a_name_that_no_hub_has() -> None:
+def test_an_invalid_hub_name_is_refused() -> None:
     with pytest.raises(UserError, match="runs/a/model is neither a model directory nor a hub name"):
         hub.check_available("runs/a/model")
 

@@ -60,19 +60,19 @@ PINS = pinned(lines("cuda-constraints.txt"))
 VLLM = lines("vllm-requires-dist.txt")
 
 
-def test_the_pins_do_for_vllm() -> None:
+def test_the_pins_satisfy_vllm() -> None:
     assert not list(contradictions(PINS, VLLM))
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
 
 
-def test_the_pins_do_for_us() -> None:
+def test_the_pins_satisfy_this_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
     assert not list(contradictions(PINS, asked))
     assert {canonicalize_name(Requirement(item).name) for item in asked} <= PINS.keys()
 
 
-def test_the_pins_do_for_one_another() -> None:
+def test_the_pins_satisfy_each_other() -> None:
     """As far as the packages are installed here, in the very version that is pinned."""
     asked = {}
     for package in distributions():

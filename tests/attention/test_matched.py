@@ -146,7 +146,7 @@ def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> 
         assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
 
 
-def test_a_rounding_stays_one(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
+def test_rounding_differences_stay_small(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
     """A change of 1e-6 in the weights moves log-probs at most 1.5 times as far with refits as with plain eviction."""
 
     def moved(policy: dict) -> float:
@@ -181,7 +181,7 @@ def weighed(logprobs: list[torch.Tensor]) -> torch.Tensor:
     return sum((one * torch.linspace(-1, 2, len(one))).sum() for one in logprobs)  # type: ignore[return-value]
 
 
-def test_gradients_are_those_of_the_one_call(sampled: Callable) -> None:
+def test_gradients_equal_one_masked_attention(sampled: Callable) -> None:
     """Segments, padded and recomputed, against one masked attention in which each fit is a separate entry."""
     model, rollouts = sampled("qwen3")
     ours = gradients(model, weighed(replay_logprobs(model, rollouts, batch_size=7)))
@@ -198,7 +198,7 @@ def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> to
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_gradients_are_those_of_finite_differences(seed: int, model_of: Callable) -> None:
+def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> None:
     """In float64, along a random direction of all weights; with the fits held constant, the slope differs."""
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
     (row,) = rows("evaluation", 1, 0)

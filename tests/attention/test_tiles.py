@@ -110,7 +110,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_as_create_block_mask(layout: str, trace_of: Callable) -> None:
+def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
     for seed in range(SEEDS):
         traces = [trace_of(n, layers=1, seed=seed) for n in random_lengths(seed)]
         if seed % 3 == 0:

@@ -132,7 +132,7 @@ def test_user_errors_are_one_line_and_status_2(here, model, capsys, arguments, s
     assert says in fails(capsys, *arguments)
 
 
-def test_a_process_of_several_leaves_the_line_to_the_first(here, capsys, monkeypatch):
+def test_only_rank_0_prints_the_error(here, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "nowhere.yaml"]) == 2
@@ -235,7 +235,7 @@ def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys)
     assert "Traceback" in err and err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
 
 
-def test_an_interrupt_that_a_library_turns_into_an_error_is_one(capsys):
+def test_an_interrupt_wrapped_in_a_library_error_counts_as_an_interrupt(capsys):
     def pressed(then):
         try:
             raise KeyboardInterrupt
@@ -258,7 +258,7 @@ def asked_of_ours(work):
     return status == 2
 
 
-def test_only_errors_of_our_class_are_the_users():
+def test_only_usererror_is_reported_as_the_users_error():
     """A ValueError from a library is a fault in our code, even if it has a cause or another library raised it."""
     from rollout import SamplingConfig, make_engine
     from sparse_rl.data.running_sum import RunningSum
@@ -322,7 +322,7 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
         (["a=1", "--dry-run", "b=2"], None, ["a=1", "b=2"]),
     ],
 )
-def test_overrides_stand_anywhere(words, resume, overrides):
+def test_overrides_may_appear_anywhere(words, resume, overrides):
     options = parse(["train", "recipe.yaml", *words])
     assert (options.resume, options.overrides) == (resume, overrides)
 
@@ -525,7 +525,7 @@ def test_an_interrupted_run_reports_the_interrupt(here, processes):
 
 
 @pytest.mark.slow
-def test_an_option_that_trl_refuses_is_the_users(here):
+def test_an_option_that_trl_refuses_is_a_user_error(here):
     done = run(here, "train", "grpo.yaml", "log_completions_hub_repo=somewhere")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "log_completions is False" in done.stderr
@@ -556,7 +556,9 @@ def test_a_reward_that_raises_is_one_line(here, processes):
 
 
 @pytest.mark.parametrize("width", ["40", "57", "80"])
-def test_help_breaks_no_name(width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_does_not_hyphenate_names(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", width)
     for words in ([], *([command] for command in COMMANDS)):
         assert main([*words, "--help"]) == 0

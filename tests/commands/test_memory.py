@@ -345,7 +345,7 @@ def test_most_held_is_the_maximum_over_all_steps(policy_of, name, prompt, total)
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("name", ["full", "streaming", "gkv"])
-def test_cache_bytes_are_those_allocated(new_model, policy_of, family, name):
+def test_cache_bytes_equal_the_allocated_bytes(new_model, policy_of, family, name):
     """Exact if a policy bounds the cache; otherwise accurate to the number of slots by which a cache grows."""
     model, policy = new_model(family), policy_of(name, budget=40, window=8, period=8)
     engine = make_engine("hf", model=model, policy=policy)
@@ -386,7 +386,7 @@ def test_parameters_are_counted_without_their_memory(new_model, family, tied):
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*(q|k)_proj", ["q_proj", "down_proj"]])
-def test_adapter_parameters_are_those_of_peft(new_model, targets):
+def test_adapter_parameters_equal_those_of_peft(new_model, targets):
     model = new_model("qwen2")
     counted = lora_parameters(meta_model(model.config), LoraConfig(r=4, target_modules=targets))
     adapted = get_peft_model(model, PeftLora(r=4, target_modules=targets, task_type="CAUSAL_LM"))

@@ -46,7 +46,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_of_several_runs_are_beside_those_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_pictures_of_several_runs_are_saved_in_the_first_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     one, two, three = (run(tmp_path / "runs" / name / "grpo", [0.1, 0.2]) for name in ("one", "two", "three"))
     written: list[str] = []
     for words in ([one], [one, two], [one, three, "--metric", "reward"], [one, two, three, "--metric", "reward"]):

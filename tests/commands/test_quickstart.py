@@ -64,7 +64,7 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
     assert {p.name for p in tmp_path.glob("*.png")} == {"accuracy.png", "learning_curves.png", "replay_gap.png"}
 
 
-def test_runs_lie_where_their_recipes_are_called() -> None:
+def test_run_directories_follow_the_recipe_names() -> None:
     """The stages are the shipped recipes; all start from the shipped model and use one budget."""
     for name in METHODS.values():
         recipe = load_recipe(f"quickstart/{name}")

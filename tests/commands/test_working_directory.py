@@ -107,7 +107,7 @@ DOORS = {
         ("python -P -m", "folder"),
     ],
 )
-def test_names_of_ours_in_the_working_directory_are_the_users(
+def test_modules_in_the_working_directory_do_not_replace_ours(
     door: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:
     words, names = DOORS[door]

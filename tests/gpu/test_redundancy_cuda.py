@@ -42,7 +42,7 @@ def test_equals_the_reference_but_for_decisions_within_rounding(rows: int, heads
     assert (rest <= 3e-5 * (1 + (right * lengths[:, None, None])[~padding][apart <= 0.4])).all()
 
 
-def test_neither_the_batch_nor_the_slots_show() -> None:
+def test_results_do_not_depend_on_the_batch_or_the_slots() -> None:
     """To the last bit, again and again."""
     keys, positions, lengths = entries(9, 4, 700, 128)
     together = mean_similarity(keys, positions, lengths, "triton")

@@ -55,7 +55,7 @@ def test_top_p_after_top_k_differs_only_by_rounding() -> None:
         torch.testing.assert_close(one[same], other[same], rtol=0, atol=1e-5)
 
 
-def test_numbers_are_sent_without_a_wait() -> None:
+def test_numbers_are_copied_to_the_gpu_without_a_wait() -> None:
     samplers = pytest.importorskip("rollout.vllm.samplers")
     with no_waits():
         sent = samplers._sent([0.25, 1 - 2**-53], torch.float64, torch.device("cuda"))

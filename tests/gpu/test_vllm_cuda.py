@@ -154,7 +154,7 @@ def test_replay_is_as_near_as_without_eviction(
 
 
 @pytest.mark.parametrize("policy_name", ["snapkv", "morphkv", "tova", "streaming"])
-def test_decisions_are_those_of_the_reference_engine(
+def test_decisions_equal_those_of_the_reference_engine(
     policy_name: str,
     open_engine: Callable,
     policy_of: Callable,

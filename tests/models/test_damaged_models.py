@@ -143,7 +143,7 @@ def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable
 
 
 @pytest.mark.parametrize("place", ["vocab", "added"])
-def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
+def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Path) -> None:
     """The library would make a list of 2^31 tokens, in 18 seconds and many gigabytes."""
     file = damaged / "tokenizer.json"
     content = json.loads(file.read_text())

@@ -107,13 +107,13 @@ def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_keys_are_those_of_the_reference(kind: str) -> None:
+def test_schema_keys_equal_the_keys_of_the_reference(kind: str) -> None:
     rows = [row.key for section in list_sections(KINDS[kind]) for row in section.rows]
     assert list(listed(ALL["$defs"][f"kind_{kind}"], "", set())) == ["kind", *rows, *PASSED_THROUGH.get(kind, {})]
 
 
 @pytest.mark.parametrize("config", [*POLICIES.values(), *SCORERS.values()], ids=lambda config: config.__name__)
-def test_the_keys_of_policies_and_scorers_are_those_of_the_reference(config: Any) -> None:
+def test_keys_of_policies_and_scorers_equal_those_of_the_reference(config: Any) -> None:
     (section,) = list_sections(config)
     definition = ALL["$defs"][config.__name__]
     assert list(listed(definition, "", set())) == [config.name_key, *(row.key for row in section.rows)]

@@ -46,7 +46,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_a_long_prompt_is_let_go(
+def test_entries_of_a_long_prompt_are_freed(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     """After a prefill of 300 tokens the storage has the budget's size, or 300 entries with the full cache."""
@@ -100,7 +100,9 @@ def test_the_cache_holds_the_recorded_entries(
 
 
 @pytest.mark.parametrize("policy_name", EVICTING)
-def test_a_frozen_row_stays(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+def test_a_frozen_row_keeps_its_entries(
+    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
     """The entries and records of a frozen row do not change, bit for bit; those of an active row do."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))

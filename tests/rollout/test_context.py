@@ -216,7 +216,7 @@ def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float]
 
 @pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("convex", [True, False])
-def test_shares_are_those_of_algorithm_4(convex: bool, ratio: float) -> None:
+def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
     """For convex curves and for curves that go up and down. At ratio 1 all entries are kept and nothing moves."""
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)

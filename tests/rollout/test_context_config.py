@@ -219,7 +219,7 @@ def test_settings_that_do_not_go_together() -> None:
 
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
-def test_one_part_is_the_whole(select: str, stories: tuple) -> None:
+def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
     """Equal to the last bit to `match` applied to all entries between first and last."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
@@ -264,7 +264,7 @@ def test_chunks_are_compacted_independently(changed: dict, stories: tuple) -> No
                     behind += count
 
 
-def test_parts_too_small_for_a_share_go(stories: tuple) -> None:
+def test_chunks_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.05, first=0, chunk=7)  # 3 entries of 9 parts
     positions = engine.compact(tokens, config).layers[0].positions
@@ -272,9 +272,7 @@ def test_parts_too_small_for_a_share_go(stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("changed", [{}, {"chunk": 20, "select": "omp"}], ids=str)
-def test_heads_one_after_another_are_all_at_once(
-    changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_in_sequence_equal_heads_at_once(changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
@@ -289,7 +287,9 @@ def test_heads_one_after_another_are_all_at_once(
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
-def test_evicted_is_from_the_whole_context(aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_ranks_entries_of_the_whole_context(
+    aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For any chunk size and any number of queries at a time."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)

@@ -73,7 +73,7 @@ def test_a_live_module_is_never_stale(new_model: Callable) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_comes_back(training: bool, new_model: Callable) -> None:
+def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> None:
     """Train mode (with gradient checkpointing) or eval mode is restored, also after an error; samples are the same."""
     model = new_model("qwen3")
     wanted = sampled(model)

@@ -86,7 +86,7 @@ def check(recorded: list[tuple[Rollout, Decisions]], others: list[Rollout], temp
     return check_same([rollout for rollout, _ in recorded], others, recorded.__getitem__, temperature, "control")
 
 
-def test_a_clear_choice_is_no_tie(recorded: tuple[Rollout, Decisions]) -> None:
+def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
     """Controls: a changed token or eviction that was no tie is refused, and so are two differing sequences."""
     alone, decisions = recorded
     for step, token in ((0, (alone.completion_ids[0] + 1) % 64), (9, (alone.completion_ids[9] + 7) % 64)):
@@ -102,7 +102,7 @@ def test_a_clear_choice_is_no_tie(recorded: tuple[Rollout, Decisions]) -> None:
         check([recorded] * 2, [differing] * 2, 1.0)
 
 
-def test_a_tie_is_a_tie(recorded: tuple[Rollout, Decisions]) -> None:
+def test_a_difference_at_a_tie_is_accepted(recorded: tuple[Rollout, Decisions]) -> None:
     """One sequence may differ in a token or eviction that was decided by less than 1e-5."""
     alone, decisions = recorded
     token = alone.completion_ids[3]

@@ -84,7 +84,7 @@ def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Call
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_of_equal_ones_the_latest_goes(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
     """The same tokens as in training: without training, all tokens in one step of the decay rank alike."""
     policy = learned_policy(scorer, B, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)

@@ -59,7 +59,7 @@ def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None
     assert whole.cache.seen == list(LENGTHS)
 
 
-def test_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
+def test_queries_belong_to_the_last_tokens(prefill: Callable) -> None:
     """Oldest first, also in a fork and for any neighbouring rows; a policy that scores without queries stores none."""
     whole = prefill([0, 1, 2, 3])
     for layer in range(2):

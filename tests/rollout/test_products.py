@@ -13,7 +13,7 @@ MANY = 208  # a multiple of ROWS
 
 @pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 40])
-def test_few_rows_round_as_many_do(inner: int, rows: int) -> None:
+def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(inner)
     x = torch.randn(MANY, inner, generator=generator)
     weight, bias = torch.randn(96, inner, generator=generator), torch.randn(96, generator=generator)

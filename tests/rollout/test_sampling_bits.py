@@ -132,7 +132,7 @@ def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pyt
     [{}, {"temperature": 0.7}, {"temperature": 0}, {"top_k": 9}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}],
     ids=str,
 )
-def test_a_device_is_not_waited_for(setting: dict) -> None:
+def test_sampling_does_not_wait_for_the_device(setting: dict) -> None:
     """Run on meta tensors, which have no values: an operation that would wait for a GPU fails here."""
     logits = torch.empty(3, 200, device="meta")
     sampling = SamplingConfig(1, **setting)

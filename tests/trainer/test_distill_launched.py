@@ -71,7 +71,7 @@ def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_two_processes_are_one(stage: int, run: Callable) -> None:
+def test_two_processes_equal_one(stage: int, run: Callable) -> None:
     """Two batches accumulated in one process equal one batch in each of two processes. The last held-out batch has a
     single row, which one of the two processes repeats."""
     alone = run("alone", gradient_accumulation_steps=2)
@@ -84,7 +84,7 @@ def test_two_processes_are_one(stage: int, run: Callable) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_retrofit_on_two_processes_is_that_of_one(stage: int, run: Callable, tmp_path: Path) -> None:
+def test_a_retrofit_on_two_processes_equals_one_process(stage: int, run: Callable, tmp_path: Path) -> None:
     """The scorers are the same too; their weights are written beside the model's."""
     alone = run("alone", "kvpop", gradient_accumulation_steps=2)
     together = run("together", "kvpop", launch={"processes": 2, "zero_stage": stage})

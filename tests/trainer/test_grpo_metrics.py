@@ -45,7 +45,7 @@ def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None
         assert (line["time/logprobs"] > 0) is bool(settings)
 
 
-def test_bytes_held_are_those_of_the_policy(metrics_of: Callable) -> None:
+def test_bytes_held_follow_the_policy(metrics_of: Callable) -> None:
     """With caches as long as the prompt and as long as the sequence, the bytes are exactly those of the shapes."""
     (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
     assert line["cache/bytes_held"] == line["cache/bytes_full"] and line["cache/retention"] == 1

@@ -54,7 +54,7 @@ def wanted_of(loaded: Callable, directory_of: Callable) -> Callable[..., list[Ro
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_continuations_are_those_of_hf(
+def test_continuations_equal_those_of_hf(
     family: str, compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable,
     loaded: Callable, directory_of: Callable,
 ) -> None:  # fmt: skip

@@ -44,7 +44,7 @@ def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., 
     return make
 
 
-def test_as_many_run_as_their_budgets_fit(
+def test_as_many_requests_run_as_budgets_fit_in_the_pool(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
     record_property: Callable,
 ) -> None:  # fmt: skip
@@ -74,7 +74,7 @@ def test_as_many_run_as_their_budgets_fit(
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
-def test_fewer_blocks_mean_fewer_at_a_time(
+def test_fewer_blocks_run_fewer_requests_at_a_time(
     policy_name: str,
     with_blocks: Callable,
     policy_of: Callable,

@@ -132,7 +132,7 @@ def test_an_unnoticed_preemption_gives_a_wrong_trace(
     assert replay_gap(rollouts) >= 1e-3
 
 
-def test_again_and_again_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
     """A request that is preempted at every attempt is an error that says what to do; the engine goes on."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)

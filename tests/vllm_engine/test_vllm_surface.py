@@ -213,7 +213,7 @@ def test_attributes(name: str) -> None:
     assert [word for word in ASSIGNED[name].split() if not re.search(rf"self\.{word}\b[^=\n]*=", source)] == []
 
 
-def test_the_plugin_stands_in_vllm() -> None:
+def test_replaced_members_reach_their_callers_in_vllm() -> None:
     """Members that we replace by assignment reach their callers, who look them up in the module at each call."""
     from rollout.vllm.compat import plugin
 
@@ -271,7 +271,7 @@ def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
     assert set(CPU_HEAD_SIZES) == set(of_vllm(f"{BACKENDS}.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")())
 
 
-def test_one_block_is_nobodys() -> None:
+def test_the_null_block_belongs_to_no_request() -> None:
     """Our padding is written there."""
     from rollout.vllm.plan import NOBODYS
 

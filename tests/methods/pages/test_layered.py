@@ -132,7 +132,7 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
 
 
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
-def test_one_part_is_its_policy(cache: dict, sampled: Callable) -> None:
+def test_one_part_equals_its_policy(cache: dict, sampled: Callable) -> None:
     _, alone = sampled("quickstart", cache)
     _, layered = sampled("quickstart", {"policy": "layered", "parts": [{"layers": 1, "cache": cache}]})
     assert same(alone, layered)
@@ -171,7 +171,7 @@ def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: 
             assert torch.equal(values, rollouts[place].trace.sections[name])
 
 
-def test_the_queries_of_a_layer_are_those_of_its_part(model_of: Callable, prompts_of: Callable) -> None:
+def test_a_layer_keeps_the_queries_that_its_part_needs(model_of: Callable, prompts_of: Callable) -> None:
     engine = make_engine("hf", model=model_of("quickstart"), policy=block("weighed"))
     prefilled = engine.prefill(prompts_of("quickstart", [9, 20])).fork([1, 0, 1])
     assert prefilled.queries(1).shape[:1] == (3,)

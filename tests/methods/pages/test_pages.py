@@ -183,7 +183,7 @@ def test_a_random_summary_is_one_token_of_its_page() -> None:
     assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), some[1][:, [7, 30]])
 
 
-def test_of_equal_pages_the_earlier_is_opened() -> None:
+def test_among_equal_pages_the_earlier_is_opened() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 2.0, float("-inf")]).view(1, 1, 1, 6)
     assert choose(logits, 1, 2)[0, 0].tolist() == [1, 3]
     assert choose(logits, 1, 3)[0, 0].tolist() == [1, 3, 0]
@@ -382,7 +382,7 @@ def fed_whole(
 
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
-def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, of all queries, keys and values: through summaries, and not through the choice."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
@@ -412,7 +412,9 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 128])
-def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gathered_path_equals_the_masked_path(
+    chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged rows, padded on both sides, whatever the chunk."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", chunk)
     _, rollouts = sampled("qwen2")
