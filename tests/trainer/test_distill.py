@@ -345,7 +345,7 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
 
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
-    """The wrong answers are those of other rows; there are more rows than the reward scores in one call."""
+    """Rows with a falsified answer are dropped; 300 rows are more than the reward scores in one call."""
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 

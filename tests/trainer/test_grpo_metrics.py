@@ -46,7 +46,7 @@ def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None
 
 
 def test_bytes_held_follow_the_policy(metrics_of: Callable) -> None:
-    """With caches as long as the prompt and as long as the sequence, the bytes are exactly those of the shapes."""
+    """Under the policy `full` the cache holds the bytes of a full cache, a multiple of the bytes of one token."""
     (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
     assert line["cache/bytes_held"] == line["cache/bytes_full"] and line["cache/retention"] == 1
     assert line["cache/bytes_full"] % (2 * 2 * 2 * 8 * 4) == 0  # K and V x layers x kv heads x head dim x 4 bytes
