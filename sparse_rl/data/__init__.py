@@ -1,13 +1,13 @@
-"""Problems and texts to train on and to evaluate with.
+"""Problems and texts for training and evaluation.
 
-config.py       the `data:` block of a recipe: where a dataset is, and how a problem becomes a prompt
-problems.py     from that block to rows {prompt, answer, completion}
-tokens.py       from a prompt or a completion to tokens
-text.py         from a text file to pieces of equally many tokens
-rows.py         what the two commands below share
-synthetic.py    what the two tasks below share: splits, tokenizers of words, small models
+config.py       the `data:` block of a recipe: the source of a dataset, and the conversion of problems to prompts
+problems.py     loads the block's dataset as rows {prompt, answer, completion}
+tokens.py       converts prompts and completions to tokens
+text.py         cuts a text file into pieces of equal token counts
+rows.py         helpers of the two commands below
+synthetic.py    helpers of the two tasks below: splits, word tokenizers, small models
 running_sum.py  the quickstart's task: its problems, its tokenizer, and an untrained model for it
-retrieval.py    facts in a document, and questions about them: the task, its tokenizer, its model's configuration
-long_texts.py   a command that makes rows of QuALITY and LongHealth, multiple choice about long texts
+retrieval.py    a task with facts in a document and questions about them: problems, tokenizer, model configuration
+long_texts.py   a command that converts QuALITY and LongHealth to rows: multiple-choice questions about long texts
 wikisalad.py    a command that makes questions about interleaved paragraphs
 """

@@ -1,4 +1,4 @@
-"""What may be said of a dataset: the `data:` block of a recipe."""
+"""Configuration of a dataset: the `data:` block of a recipe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ TASK_KEYS = {"running_sum": ("n", "digits", "note_probability"), "retrieval": ("
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig(Configuration):
-    """Problems made on the spot. The three splits never share a problem.
+    """Problems generated on the fly. The three splits never share a problem.
 
-    task : running_sum.py, whose own keys are n, digits and note_probability; retrieval.py, whose are facts, restated
-        and filler
-    restated : how often a document states each fact
-    filler : words behind each statement
+    task : running_sum (running_sum.py) has the keys n, digits and note_probability; retrieval (retrieval.py) has the
+        keys facts, restated and filler
+    size : number of problems
+    n : number of digits in a problem
+    digits : digits are below this number
+    note_probability : probability of a note before a line of a worked answer
+    facts : number of facts in a document
+    restated : number of times that a document states each fact
+    filler : number of filler words after each statement
     """
 
     task: Literal["running_sum", "retrieval"]
@@ -44,20 +49,20 @@ class SyntheticConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Configuration):
-    """One dataset: where it is, which columns to use, and how a problem becomes a prompt.
+    """One dataset: its source, the columns to use, and the conversion of a problem to a prompt.
 
-    split : of the dataset; or a slice of it, train[:100]
+    split : split of the dataset, or a slice of it, such as train[:100]
     path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
-    synthetic : instead of a path
-    columns : our name -> theirs, for prompt, answer, completion and context, e.g. {prompt: problem}; a context is a
-        text that many problems share, and stands in front of the prompt, at the beginning of the user's message
-    answer_after : keep what follows the last such marker of the answer ("####" for GSM8K's own files)
-    prompt_template : text in which {prompt} stands for the problem; other braces, as in \\boxed{}, are left alone; a
-        context stands in front of it
-    chat : use the tokenizer's chat template; by default if it has one
-    thinking : given to the chat template as enable_thinking
-    limit : use at most so many problems, after shuffling (with shuffle_seed) and dropping
-    max_prompt_tokens : longer prompts are dropped, and counted in the log
+    synthetic : generated problems, instead of a path
+    columns : our column name -> the dataset's, for prompt, answer, completion and context, e.g. {prompt: problem}; a
+        context is a text that many problems share, and is put before the prompt, at the start of the user's message
+    answer_after : keep only the text after the last occurrence of this marker in the answer ("####" for GSM8K's files)
+    prompt_template : text in which {prompt} stands for the problem; other braces, as in \\boxed{}, are not changed; a
+        context is put before it
+    chat : use the tokenizer's chat template; by default true if it has one
+    thinking : passed to the chat template as enable_thinking
+    limit : maximum number of problems, after shuffling (with shuffle_seed) and dropping
+    max_prompt_tokens : prompts with more tokens are dropped, and their number is logged
     """
 
     path: PathText | None = None
@@ -86,7 +91,7 @@ class DataConfig(Configuration):
         if self.synthetic is not None:
             for key in ("columns", "subset", "answer_after"):
                 if getattr(self, key):
-                    raise UserError("a synthetic dataset has no use for it; remove it", key)
+                    raise UserError("has no effect on a synthetic dataset; remove it", key)
             if self.split != "train":
                 raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
         if self.local and not self.split.startswith("train"):
@@ -100,10 +105,10 @@ class DataConfig(Configuration):
 
     @property
     def has_context(self) -> bool:
-        """Whether its prompts begin with a context."""
+        """True if the dataset's prompts begin with a context."""
         return "context" in self.columns
 
     @property
     def local(self) -> bool:
-        """Whether the path is that of a file, by its suffix."""
+        """True if the path has the suffix of a local file."""
         return self.path is not None and self.path.lower().endswith(LOCAL_FILES)

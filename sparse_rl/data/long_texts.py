@@ -1,13 +1,14 @@
-"""Multiple-choice questions about long texts, from the files of QuALITY and LongHealth to rows of ours.
+"""Multiple-choice questions about long texts: converts the files of QuALITY and LongHealth to rows.
 
     python -m sparse_rl.data.long_texts quality QuALITY.v1.0.1.htmlstripped.dev --texts 50 > quality.jsonl
     python -m sparse_rl.data.long_texts longhealth benchmark_v5.json --patients 5 > longhealth.jsonl
 
-The files are those of github.com/nyu-mll/quality and github.com/kbressem/LongHealth. A row is {context, prompt, answer,
-id}: the text; a question with its options, a line and a letter each; the letter of the right one. Texts, their order
-and their groups are as in the evaluation of Attention Matching (arXiv 2602.16284): QuALITY's articles once each, with
-all their questions; LongHealth's patients in the order of their names, so many to a text, each note between tags with
-its name, and a question about one of several patients says which.
+The files come from github.com/nyu-mll/quality and github.com/kbressem/LongHealth. A row is {context, prompt, answer,
+id}. The context is the text, the prompt a question followed by its options (one per line, with letters), and the answer
+the letter of the correct option. Texts, their order and their groups are as in the evaluation of Attention Matching
+(arXiv 2602.16284). Each QuALITY article appears once, with all its questions. LongHealth's patients are sorted by name
+and grouped into texts of a fixed number of patients. Each note is enclosed in tags with its name, and a question names
+its patient if the text has several.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ OPTIONS = [f"answer_{letter}" for letter in "abcde"]
 
 
 def quality_rows(articles: Iterable[Row]) -> Iterator[Row]:
-    """A row for each question that has a right answer, article by article.
+    """Yield a row for each question, article by article.
 
-    articles : {article, article_id, questions: [{question, options, gold_label, question_unique_id}]}, gold_label from
-        1 on; an article may be there several times
+    articles : {article, article_id, questions: [{question, options, gold_label, question_unique_id}]}, with gold_label
+        counted from 1; an article may occur several times
+
+    Raises UserError for a question without a valid gold_label.
     """
-    asked_of: dict[tuple[Any, str], list[Row]] = {}
+    questions_of: dict[tuple[Any, str], list[Row]] = {}
     for number, row in enumerate(articles, start=1):
         where = f"row {number}"
-        asked = asked_of.setdefault((row.get("article_id"), held(row, "article", str, where).strip()), [])
-        asked += held(row, "questions", list, where)
-    for (name, article), asked in asked_of.items():
-        for question in asked:
+        questions = questions_of.setdefault((row.get("article_id"), held(row, "article", str, where).strip()), [])
+        questions += held(row, "questions", list, where)
+    for (name, article), questions in questions_of.items():
+        for question in questions:
             where = f"article {name}"
             options = held(question, "options", list, where)
             gold = question.get("gold_label")
             if not isinstance(gold, int) or not 1 <= gold <= len(options):
                 raise UserError(f"{where} has a question without gold_label; take the train or dev split")
-            said = with_options(held(question, "question", str, where), options)
-            yield _row(article, said, gold - 1, question.get("question_unique_id"))
+            full_question = with_options(held(question, "question", str, where), options)
+            yield _row(article, full_question, gold - 1, question.get("question_unique_id"))
 
 
 def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
-    """A row for each question whose right answer is one of its options; patients that fill no text are left out.
+    """Yield a row for each question whose correct answer is one of its options. An incomplete last group is left out.
 
     patients : name -> {texts: {name: note}, name, birthday, diagnosis, questions: [{question, answer_a, ..., correct}]}
-    together : patients of one text
+    together : number of patients per text
     """
     names = sorted(patients)
     for start in range(0, len(names) - together + 1, together):
@@ -58,30 +61,32 @@ def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
         notes = [item for name in group for item in held(patients[name], "texts", dict, name).items()]
         context = "\n\n".join(f"<{note}>\n{text}\n</{note}>" for note, text in notes).strip()
         for name in group:
-            one = patients[name]
-            whom = ", ".join(f"{key} {held(one, key, str, name)}" for key in ("name", "birthday", "diagnosis"))
-            about = f"About this patient: ID {name}, {whom}.\n\n" if together > 1 else ""
-            for number, question in enumerate(held(one, "questions", list, name), start=1):
+            patient = patients[name]
+            personal_data = ", ".join(
+                f"{key} {held(patient, key, str, name)}" for key in ("name", "birthday", "diagnosis")
+            )
+            about = f"About this patient: ID {name}, {personal_data}.\n\n" if together > 1 else ""
+            for number, question in enumerate(held(patient, "questions", list, name), start=1):
                 where = f"{name}, question {number}"
                 options = [held(question, option, str, where).strip() for option in OPTIONS]
-                said = about + with_options(held(question, "question", str, where), options)
-                right = held(question, "correct", str, where).strip()
-                if right in options:
-                    yield _row(context, said, options.index(right), f"{name}_{number}")
+                full_question = about + with_options(held(question, "question", str, where), options)
+                correct = held(question, "correct", str, where).strip()
+                if correct in options:
+                    yield _row(context, full_question, options.index(correct), f"{name}_{number}")
 
 
 def with_options(question: str, options: Sequence[str]) -> str:
-    """A question, and each option on a line with its letter."""
+    """Return a question followed by its options, each on a line with its letter."""
     lines = (f"{letter}. {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
     return "\n".join([question, "", *lines])
 
 
-def _row(context: str, prompt: str, right: int, name: Any) -> Row:
-    return {"context": context, "prompt": prompt, "answer": ascii_uppercase[right], "id": name}
+def _row(context: str, prompt: str, correct: int, name: Any) -> Row:
+    return {"context": context, "prompt": prompt, "answer": ascii_uppercase[correct], "id": name}
 
 
 def first_texts(rows: Iterable[Row], most: int | None) -> Iterator[Row]:
-    """The rows of the first texts; None: of all."""
+    """Yield the rows of the first `most` texts; None means all."""
     seen: set[str] = set()
     for row in rows:
         seen.add(row["context"])
@@ -91,19 +96,19 @@ def first_texts(rows: Iterable[Row], most: int | None) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the rows that are asked for to stdout; returns the exit status, 2 for what the user can mend."""
-    parser = Parser(prog="python -m sparse_rl.data.long_texts", description="Rows of questions about long texts.")
+    """Write the requested rows to stdout; returns the exit status, 2 for a UserError."""
+    parser = Parser(prog="python -m sparse_rl.data.long_texts", description="Write rows of questions about long texts.")
     jobs = parser.add_subparsers(dest="job", metavar="quality | longhealth", required=True)
     quality, longhealth = jobs.add_parser("quality"), jobs.add_parser("longhealth")
     for job in (quality, longhealth):
         job.add_argument("path", metavar="FILE")
-        job.add_argument("--texts", type=count_of, help="the first so many (default: all)")
-    longhealth.add_argument("--patients", type=count_of, default=5, help="of one text (default: 5)")
+        job.add_argument("--texts", type=count_of, help="number of texts, from the first (default: all)")
+    longhealth.add_argument("--patients", type=count_of, default=5, help="number of patients per text (default: 5)")
 
     def rows_of(options: argparse.Namespace) -> Iterable[Row]:
-        found = read_objects(options.path, lines=options.job == "quality")
-        made = quality_rows(found) if options.job == "quality" else longhealth_rows(found[0], options.patients)
-        return first_texts(made, options.texts)
+        objects = read_objects(options.path, lines=options.job == "quality")
+        all_rows = quality_rows(objects) if options.job == "quality" else longhealth_rows(objects[0], options.patients)
+        return first_texts(all_rows, options.texts)
 
     return write_rows(parser, arguments, rows_of)
 

@@ -1,8 +1,8 @@
-"""Datasets: from one `data:` block to rows {prompt, answer, ...}, and from a prompt to tokens.
+"""Datasets: loads a `data:` block as rows {prompt, answer, ...}.
 
-`prompt` is text, or a list of chat messages where the chat template applies; tokens.py makes tokens of either. Where
-there is a `context`, the prompt begins with it. It knows nothing about rewards, engines or trainers. Local files are
-read without touching the network.
+`prompt` is text, or a list of chat messages if a chat template is used; tokens.py tokenizes both. If a row has a
+`context`, the prompt begins with it. This module is independent of rewards, engines and trainers. Local files are read
+without network access.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
 
 logger = logging.getLogger(__name__)
-MOST_LEVELS = 64  # of JSON
+MOST_LEVELS = 64  # limit for nesting in JSON
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def load_data(
     config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
 ) -> datasets.Dataset:
-    """The rows of a dataset: shuffled (where asked), rendered, too long ones dropped, cut to the limit.
+    """Load the rows of a dataset: optionally shuffled, rendered to prompts, without too long ones, cut to the limit.
 
-    tokenizer : decides whether there is a chat template, and counts tokens for `max_prompt_tokens`
-    require : which of prompt, answer and completion must be there (SFT needs prompt and completion)
-    where : the block's dotted key in the recipe, for error messages
+    tokenizer : its chat template is used if it has one, and it counts tokens for `max_prompt_tokens`
+    require : required columns among prompt, answer and completion (SFT needs prompt and completion)
+    where : dotted key of the block in the recipe, for error messages
 
-    Returns a dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion`
-    where it is required or mapped (of prompt's form), `context` (str) where it is mapped, and the source's other
-    columns untouched. A context is in the prompt, too.
+    Returns a dataset with `prompt` (str, or a list of messages), `answer` (str) if the source has one, `completion` (in
+    the form of the prompt) if it is required or mapped, `context` (str) if it is mapped, and the source's other columns
+    unchanged. The prompt includes the context.
 
     Raises UserError: a missing or unreadable file, a missing column, a null, or no rows.
     """
@@ -67,39 +67,39 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
         if len(kept) == config.limit:
             break
         try:
-            found = picked[index]
-        except UnicodeDecodeError:  # Arrow reads what is not UTF-8, and finds out when it is asked for it
+            source_row = picked[index]
+        except UnicodeDecodeError:  # Arrow reads invalid UTF-8, and fails only on access
             raise UserError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
-        row = {name: found[column] for name, column in columns.items()}
+        row = {name: source_row[column] for name, column in columns.items()}
         for name, value in row.items():
             if value is None or value == "" or value == []:
                 raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
         prompt, context = _prompt(row["prompt"], config, chat, index), row.get("context")
         if context is not None:
-            prompt = _behind(context, prompt, index)
+            prompt = _prepend_context(context, prompt, index)
         if config.max_prompt_tokens or (chat and tokenizer is not None and not kept and not too_long):
             try:
-                length = least_tokens(prompt, tokenizer)  # of a text that is far too long it is enough
+                length = least_tokens(prompt, tokenizer)  # enough to drop a text that is far too long
                 if length <= (config.max_prompt_tokens or length):
                     length = len(prompt_ids(prompt, tokenizer, config.thinking, context))
-            except Exception as error:  # a template may raise what it likes, for example on a system role
+            except Exception as error:  # a template may raise any exception, for example on a system role
                 raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
             if config.max_prompt_tokens and length > config.max_prompt_tokens:
                 too_long += 1
                 continue
-        made = {"prompt": prompt}
+        rendered_row = {"prompt": prompt}
         if "answer" in row:
-            made["answer"] = _answer(row["answer"], config, index)
+            rendered_row["answer"] = _answer(row["answer"], config, index)
         if "completion" in row:
-            made["completion"] = _completion(row["completion"], chat, index)
+            rendered_row["completion"] = _completion(row["completion"], chat, index)
         kept.append(index)
-        rendered.append(made if context is None else {**made, "context": context})
+        rendered.append(rendered_row if context is None else {**rendered_row, "context": context})
     if too_long:
         logger.warning(
             "dropped %d prompts longer than %d tokens, kept %d", too_long, config.max_prompt_tokens, len(kept)
         )
     if not kept and too_long:
-        message = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise it"
+        message = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise the limit"
         raise UserError(message, "max_prompt_tokens")
     if not kept:
         raise UserError("the dataset has no rows", "path")
@@ -112,28 +112,32 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
 
 
 def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
-    made = config.synthetic
-    assert made is not None
-    asked = made.split, made.size, made.seed, with_response
+    synthetic = config.synthetic
+    assert synthetic is not None
+    arguments = synthetic.split, synthetic.size, synthetic.seed, with_response
     try:
-        if made.task == "retrieval":
-            found = retrieval.rows(*asked, retrieval.Retrieval(made.facts, made.restated, made.filler))
+        if synthetic.task == "retrieval":
+            made_rows = retrieval.rows(
+                *arguments, retrieval.Retrieval(synthetic.facts, synthetic.restated, synthetic.filler)
+            )
         else:
-            found = running_sum.rows(*asked, running_sum.RunningSum(made.n, made.digits, made.note_probability))
-        return datasets.Dataset.from_list(found)
+            made_rows = running_sum.rows(
+                *arguments, running_sum.RunningSum(synthetic.n, synthetic.digits, synthetic.note_probability)
+            )
+        return datasets.Dataset.from_list(made_rows)
     except UserError as error:
         raise UserError(error.message, "synthetic") from None
 
 
 def _read(config: DataConfig) -> datasets.Dataset:
-    """The source's rows as they are, from a local file or the hub."""
+    """Load the source's unchanged rows from a local file or the hub."""
     assert config.path is not None
     if not config.local:
         if Path(config.path).is_file():
-            raise UserError(f"{config.path} is none of the formats read: {', '.join(LOCAL_FILES)}", "path")
+            raise UserError(f"{config.path} has none of the supported formats: {', '.join(LOCAL_FILES)}", "path")
         try:
             return datasets.load_dataset(config.path, config.subset, split=config.split)
-        except Exception as error:  # not found, no network, no such subset or split: all the user's to mend
+        except Exception as error:  # not found, no network, no such subset or split
             raise UserError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
 
     path = Path(config.path).expanduser()
@@ -153,12 +157,12 @@ def _read(config: DataConfig) -> datasets.Dataset:
         raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
     try:
         return builder.as_dataset(config.split)
-    except Exception as error:  # the file, or a slice of it, is empty; or the split is none
+    except Exception as error:  # the file or the slice is empty, or the split does not exist
         raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
 
 
 def _refuse_deep(path: Path, suffix: str) -> None:
-    """Raise UserError for JSON that nests deeper than any data: Arrow would follow it until the process dies."""
+    """Raise UserError for JSON nested deeper than MOST_LEVELS, which can crash the process in Arrow."""
     if suffix not in (".json", ".jsonl"):
         return
     with path.open("rb") as file:
@@ -169,13 +173,13 @@ def _refuse_deep(path: Path, suffix: str) -> None:
 
 
 def _levels(text: bytes) -> int:
-    """The lists and objects of a JSON text that stand within one another, at most."""
+    """Return the maximum nesting depth of lists and objects in a JSON text."""
     brackets = re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text))
     return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def _bad_line(path: Path) -> str | None:
-    """The first line of a JSONL file that is not a JSON object, in words; None if all are."""
+    """Describe the first line of a JSONL file that is not a JSON object; None if there is none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -195,16 +199,14 @@ def _bad_line(path: Path) -> str | None:
 
 
 def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str]) -> dict[str, str]:
-    """Our name -> the source's, of the columns to render; prompt is always one of them."""
+    """Return the columns to render, always including prompt: our name -> the source's name."""
     wanted = {"prompt": "prompt"} | {name: name for name in require} | config.columns
     if "answer" in available:
         wanted.setdefault("answer", "answer")
     for name, column in wanted.items():
         if column not in available:
             mend = f"the source has {listed(available, column)}"
-            mend += (
-                "" if name in config.columns else f"; say which one it is, as in columns: {{{name}: {available[0]}}}"
-            )
+            mend += "" if name in config.columns else f"; name its column, as in columns: {{{name}: {available[0]}}}"
             raise UserError(f"no column {column!r}; {mend}", f"columns.{name}")
     return wanted
 
@@ -220,7 +222,7 @@ def _uses_chat(config: DataConfig, tokenizer: Any) -> bool:
 
 
 def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | list[dict[str, Any]]:
-    """The source's prompt (text, or messages) with template and system prompt."""
+    """Return the source's prompt (text, or messages) with template and system prompt applied."""
     if isinstance(value, str):
         text = value if config.prompt_template is None else config.prompt_template.replace("{prompt}", value)
         if not chat:
@@ -239,8 +241,8 @@ def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | lis
     return messages
 
 
-def _behind(context: Any, prompt: str | list[dict[str, Any]], index: int) -> Any:
-    """A prompt that begins with a context."""
+def _prepend_context(context: Any, prompt: str | list[dict[str, Any]], index: int) -> Any:
+    """Return a prompt with a context put before it."""
     if not isinstance(context, str):
         raise UserError(f"row {index + 1}: expected text, got {type(context).__name__}", "columns.context")
     try:

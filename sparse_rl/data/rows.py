@@ -1,4 +1,4 @@
-"""What the commands share that make rows of a data set's own files: reading these, and writing rows to stdout."""
+"""Helpers of the commands that convert a dataset's original files: reading these files, and writing rows to stdout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS: dict[type, str] = {str: "text", list: "list", dict: "mapping"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """Argument parser that raises UserError, with the message in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def count_of(text: str) -> int:
-    """The whole number from 1 to 1,000,000 that an option says; argparse tells the user where it is none."""
+    """Parse an option's whole number from 1 to 1,000,000; argparse reports any other value."""
     if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1,000,000, got {show(text)}")
     return int(text)
@@ -34,7 +34,7 @@ def count_of(text: str) -> int:
 def write_rows(
     parser: Parser, arguments: Sequence[str] | None, rows_of: Callable[[argparse.Namespace], Iterable[Row]]
 ) -> int:
-    """Write the rows that the arguments ask for to stdout; returns the exit status, 2 for what the user can mend."""
+    """Write the rows that the arguments request to stdout; returns the exit status, 2 for a UserError."""
     try:
         rows = list(rows_of(parser.parse_args(arguments)))
     except UserError as error:
@@ -46,10 +46,9 @@ def write_rows(
 
 
 def read_objects(path: str, lines: bool = False) -> list[Row]:
-    """The objects of a file of JSON lines (.jsonl, or as `lines` says), or of one of JSON, which holds a list of them
-    or one.
+    """Read the objects of a JSON Lines file (.jsonl, or any if `lines`), or of a JSON file with one object or a list.
 
-    Raises UserError where it cannot be read or holds anything else.
+    Raises UserError if the file cannot be read, or holds anything else.
     """
     try:
         text = read_text(path, MOST_TEXT)
@@ -58,19 +57,19 @@ def read_objects(path: str, lines: bool = False) -> list[Row]:
     rows: list[Any] = []
     for number, line in enumerate(text.split("\n") if lines or path.lower().endswith(".jsonl") else [text], start=1):
         try:
-            found = json.loads(line) if line.strip() else []
+            value = json.loads(line) if line.strip() else []
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON: {reason(error)}") from error
-        rows += found if isinstance(found, list) else [found]
+        rows += value if isinstance(value, list) else [value]
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} has {'rows that are no JSON objects' if rows else 'no rows'}")
+        raise UserError(f"{path} has {'rows that are not JSON objects' if rows else 'no rows'}")
     return rows
 
 
 def held(row: Any, name: str, kind: type[T], where: str) -> T:
-    """What an object has under a name, where that is a text, a list or a mapping, as `kind` says; else UserError."""
-    found = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(found, kind):
-        has = f"it has {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"it is {show(row)}"
-        raise UserError(f"{where} has no {KINDS[kind]} {name!r}; {has}")
-    return found
+    """Return the value of `row[name]`. Raises UserError if it is missing or not of type `kind` (str, list or dict)."""
+    value = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(value, kind):
+        contents = f"it has {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"it is {show(row)}"
+        raise UserError(f"{where} has no {KINDS[kind]} {name!r}; {contents}")
+    return value

@@ -1,13 +1,13 @@
-r"""Running sum: a task small enough for two CPU cores on which a cache under eviction still has something to learn.
+r"""Running sum: a task small enough for two CPU cores, on which a model still has to learn to cope with evictions.
 
-Labelled digits; write the running sum mod 10, one line per label (label, digit, previous label's sum, own sum).
-Before a line the supervised text may insert a note that restates the labels not used yet: a model that learns to
-write notes keeps what it needs inside a small cache.
+A problem is a list of labelled digits. The answer writes the running sum mod 10, one line per label (label, digit,
+previous label's sum, own sum). Before a line, the supervised text may insert a note that restates the unused labels
+and digits: a model that learns to write notes keeps the digits that it still needs in a small cache.
 
     Qa1b4c0d2e0f3g3h3?   ->   a1A1;b4A1B5;[c0d2e0f3g3h3]c0B5C5;[d2e0f3g3h3]d2C5D7;e0D7E7;f3E7F0;g3F0G3;h3G3H6;\boxed{6}
 
-The file holds the task, its tokenizer, an untrained model of 102,848 parameters for it, and its rows of data, of which
-synthetic.py makes the splits.
+This module holds the task, its tokenizer, an untrained model of 102,848 parameters, and the rows of data, whose splits
+are defined in synthetic.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 SYMBOLS = ("<pad>", "<eos>", "\\boxed{", "}", *"0123456789=+;:[]?>,QN.", *"abcdefghijkl", *"ABCDEFGHIJKL", "<unk>")
-VOCABULARY = 64  # padded: every id of the model decodes to something, and to nothing that a grader takes for an answer
+VOCABULARY = 64  # padded, so that every id of the model decodes to some text; no padding token looks like an answer
 LONGEST = 1024  # tokens of a sequence
 
 
 @dataclass(frozen=True)
 class RunningSum:
-    """`n` labelled digits below `digits`; while two or more are left, a note with probability `note_probability`."""
+    """`n` labelled digits below `digits`; while at least two remain, a note with probability `note_probability`."""
 
     n: int = 8
     digits: int = 5
@@ -44,19 +44,19 @@ class RunningSum:
             raise UserError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
-        """`n` digits drawn from `rng`."""
+        """Draw `n` digits from `rng`."""
         return tuple(rng.randrange(self.digits) for _ in range(self.n))
 
     def prompt(self, problem: Problem) -> str:
-        """The question: each digit behind its label."""
+        """Return the question: each digit after its label."""
         return f"Q{_restate(problem, 0)}?"
 
     def answer(self, problem: Problem) -> str:
-        """The last digit of the sum."""
+        """Return the last digit of the sum."""
         return str(sum(problem) % 10)
 
     def response(self, problem: Problem, rng: random.Random) -> str:
-        """A worked answer with notes drawn from `rng`, without the end-of-text token."""
+        """Return a worked answer with notes drawn from `rng`, without the end-of-text token."""
         parts, total = [], 0
         for i, digit in enumerate(problem):
             if len(problem) - i >= 2 and rng.random() < self.note_probability:
@@ -68,12 +68,12 @@ class RunningSum:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of every prompt."""
+        """Number of tokens of every prompt."""
         return 2 * self.n + 2
 
     @property
     def max_response(self) -> int:
-        """Tokens of the longest worked answer (a note before every line but the last), end-of-text included."""
+        """Number of tokens of the longest worked answer (a note before every line but the last), with end-of-text."""
         notes = sum(2 * (self.n - i) + 2 for i in range(self.n - 1))
         return notes + 5 + 7 * (self.n - 1) + 3 + 1
 
@@ -91,17 +91,17 @@ def _restate(problem: Problem, first: int) -> str:
 
 
 def grade(text: str, answer: str) -> bool:
-    r"""Whether `text` (special tokens stripped) ends in \boxed{answer}."""
-    found = re.search(r"\\boxed\{(\d)\}\Z", text)
-    return found is not None and found.group(1) == answer
+    r"""True if `text` (special tokens stripped) ends with \boxed{answer}."""
+    match = re.search(r"\\boxed\{(\d)\}\Z", text)
+    return match is not None and match.group(1) == answer
 
 
 def generate_problems(
     size: int, seed: int, exclude: Iterable[Problem] = (), *, split: str = "train", task: RunningSum | None = None
 ) -> list[Problem]:
-    """`size` distinct problems of a split, none of them in `exclude`.
+    """Draw `size` distinct problems of a split, none of them in `exclude`.
 
-    Two splits never share a problem; two seeds of one split may. Raises UserError where there are too few.
+    Two splits never share a problem; two seeds of one split may. Raises UserError if there are too few problems.
     """
     problems: list[Problem] = []
     seen, misses = set(exclude), 0
@@ -109,8 +109,8 @@ def generate_problems(
         if len(problems) == size:
             break
         if misses == 100_000:
-            found = f"only {len(problems)} distinct {split} problems found, {size} wanted"
-            raise UserError(f"running sum: {found}; raise n or digits")
+            shortage = f"found only {len(problems)} distinct {split} problems, {size} requested"
+            raise UserError(f"running sum: {shortage}; raise n or digits")
         misses += 1
         if problem is not None and problem not in seen:
             seen.add(problem)
@@ -122,13 +122,13 @@ def generate_problems(
 def rows(
     split: str, size: int, seed: int, with_response: bool = False, task: RunningSum | None = None
 ) -> list[dict[str, Any]]:
-    """Rows {prompt, answer} and, with_response, a worked `completion` without the end-of-text token.
+    """Return rows {prompt, answer}; if `with_response`, also a worked `completion` without the end-of-text token.
 
-    TRL's SFTTrainer appends that token to a completion that lacks it, so exactly one is trained on.
+    TRL's SFTTrainer appends that token to a completion that lacks it, so each completion has exactly one.
     """
     task = task or RunningSum()
     problems = generate_problems(size, seed, split=split, task=task)
-    notes = random.Random(f"running-sum/notes/{split}/{seed}")  # apart, so that responses do not change the problems
+    notes = random.Random(f"running-sum/notes/{split}/{seed}")  # separate, so that responses do not change the problems
     out: list[dict[str, Any]] = []
     for problem in problems:
         row = {"prompt": task.prompt(problem), "answer": task.answer(problem)}
@@ -139,7 +139,7 @@ def rows(
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one for `\\boxed{`; it decodes to exactly the text it read. No chat template."""
+    """Create the tokenizer: one token per character and one for `\\boxed{`, lossless decoding, no chat template."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     splitter = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
@@ -147,9 +147,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(seed: int, **shape: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 in float32, drawn from `seed` without touching the global generator.
+    """Create an untrained float32 Qwen3 from `seed`, without changing the global generator.
 
-    shape : what is other than in `small_config`: hidden, layers, heads, kv_heads, head_dim, intermediate
+    shape : values that replace the defaults of `small_config`: hidden, layers, heads, kv_heads, head_dim, intermediate
     """
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
@@ -162,7 +162,7 @@ def build_model(seed: int, **shape: int) -> Qwen3ForCausalLM:
 
 
 def save_untrained(directory: str | Path, seed: int, **shape: int) -> None:
-    """Write the untrained model, its generation config and the tokenizer as a Hugging Face directory."""
+    """Write the untrained model, its generation config and its tokenizer as a Hugging Face directory."""
     build_model(seed, **shape).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     for weights in Path(directory).glob("*.safetensors"):

@@ -1,7 +1,7 @@
-"""What the synthetic tasks share: splits that never share a problem, tokenizers of a few words, and small models.
+"""Helpers of the synthetic tasks: splits that never share a problem, small word tokenizers, and small models.
 
-Problems belong to exactly one of three splits by a hash of their numbers, so what is held out is held out whatever the
-seed. Nothing here knows about caches, rewards or training.
+A hash of a problem's numbers assigns it to exactly one of three splits, so held-out problems stay held out under every
+seed. This module is independent of caches, rewards and training.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ SPLITS = {"train": range(8), "calibration": range(8, 9), "evaluation": range(9, 
 
 
 def split_of(problem: Problem) -> str:
-    """The one split that a problem belongs to, by a stable hash of its numbers."""
+    """Return the split of a problem, by a stable hash of its numbers."""
     digest = hashlib.blake2b(bytes(problem), digest_size=8).digest()
     bucket = int.from_bytes(digest, "big") % 10
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
 def drawn(task: str, split: str, seed: int, draw: Callable[[random.Random], Problem]) -> Iterator[Problem | None]:
-    """Problems of a split, without end, and None for each that is of another; two seeds of one split may share some.
+    """Yield problems endlessly, with None for each that belongs to another split. Two seeds may share problems.
 
-    task : its name, which is part of the seed. Raises UserError where there is no such split.
+    task : name of the task, which is part of the seed
+    draw : draws a problem with the given generator
+
+    Raises UserError if there is no such split.
     """
     if split not in SPLITS:
         raise UserError(f"{task.replace('-', ' ')}: unknown split {split!r}; one of {', '.join(SPLITS)}")
@@ -45,9 +48,11 @@ def drawn(task: str, split: str, seed: int, draw: Callable[[random.Random], Prob
 def word_tokenizer(
     words: Sequence[str], size: int, splitter: Any, longest: int, decoder: Any = None
 ) -> PreTrainedTokenizerFast:
-    """One token per word, of a vocabulary padded to `size`. No chat template; it pads on the left.
+    """Create a tokenizer with one token per word, without a chat template, that pads on the left.
 
-    words : <pad>, <eos> and <unk> among them; splitter, decoder : of the library `tokenizers`
+    words : vocabulary, which includes <pad>, <eos> and <unk>; it is padded to `size` tokens
+    splitter, decoder : objects of the library `tokenizers`
+    longest : maximum number of tokens of a sequence
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -77,11 +82,11 @@ def small_config(
     layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
-    head_dim: int = 32,  # the least that vLLM's CPU attention takes
+    head_dim: int = 32,  # the minimum of vLLM's CPU attention
     intermediate: int = 128,
     **further: Any,
 ) -> Qwen3Config:
-    """The configuration of a small Qwen3 in float32."""
+    """Return the configuration of a small Qwen3 in float32."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

@@ -1,7 +1,7 @@
-"""From a prompt or a completion to tokens: the one place, so that training, evaluation and serving see the same text.
+"""Converts prompts and completions to tokens, in one place, so that training, evaluation and serving see the same text.
 
-A prompt is text, or a list of chat messages where the chat template applies. It may begin with a context, a long text
-that many prompts share: `split_prompt` cuts it there, so that what is in front of the cut can be prefilled once.
+A prompt is text, or a list of chat messages if a chat template is used. It may begin with a context, a long text that
+many prompts share. `split_prompt` cuts the prompt after the context, so that the context can be prefilled once.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from sparse_rl.errors import UserError
 
 Prompt = str | Sequence[dict[str, Any]]
-MOST_TEMPLATE = 4096  # bytes, and so tokens, that a chat template puts around its messages
-MARK = "\ue000"  # stands for a context while its place in a rendered chat is looked for
+MOST_TEMPLATE = 4096  # upper bound of the bytes, and so of the tokens, that a chat template adds
+MARK = "\ue000"  # placeholder that marks the position of the context in a rendered chat
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, context: str | None = None) -> list[int]:
-    """The tokens of a prompt: plain text as the tokenizer has it, messages through the chat template.
+    """Return the token ids of a prompt: plain text is tokenized directly, messages through the chat template.
 
-    Messages end in the header of the assistant's turn; if the last one is the assistant's, it is left open instead.
-    `thinking` reaches the template as enable_thinking. A prompt with a context has the tokens of `split_prompt`.
+    Messages end with the header of the assistant's turn, or with the open last message if it is the assistant's.
+    `thinking` is passed to the template as enable_thinking. A prompt with a context is tokenized by `split_prompt`.
     """
     if context is not None:
         split = split_prompt(prompt, context, tokenizer, thinking)
         return [*split.context, *split.rest]
     ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else _chat(prompt, tokenizer, thinking, True)
-    if hasattr(ids, "keys"):  # a tokenizer that returns its dict whatever it is asked
+    if hasattr(ids, "keys"):  # some tokenizers always return a dict
         ids = ids["input_ids"]
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
@@ -38,7 +38,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, con
 
 
 def check_room(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool | None, room: int, where: str) -> None:
-    """Raise UserError for a prompt of more than `room` tokens. Only those are tokenized of which the text may tell."""
+    """Raise UserError for a prompt of more than `room` tokens. Only prompts that are long enough are tokenized."""
     for number, prompt in enumerate(prompts, start=1):
         refuse_text(number, prompt, tokenizer, room, where)
         if sum(len(text.encode()) for text in _texts(prompt)) + MOST_TEMPLATE > room:
@@ -46,22 +46,25 @@ def check_room(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool | None,
 
 
 def refuse_text(number: int, prompt: Prompt, tokenizer: Any, room: int, where: str) -> None:
-    """Raise UserError, at once, where a prompt has more text than so many tokens hold."""
+    """Raise UserError, without tokenizing, if a prompt has more text than `room` tokens can hold."""
     refuse_long(number, least_tokens(prompt, tokenizer), room, where, "at least ")
 
 
 def refuse_long(number: int, tokens: int, room: int, where: str, about: str = "") -> None:
-    """Raise UserError where the prompt of this number has more tokens than the completion leaves to it."""
+    """Raise UserError if problem `number` has a prompt of more than `room` tokens.
+
+    about : word before the number of tokens in the message, such as "at least "
+    """
     if tokens > room:
         wrong = (
-            f"the prompt of problem {number} has {about}{tokens:,} tokens, and max_completion_length leaves {room:,}"
+            f"the prompt of problem {number} has {about}{tokens:,} tokens, but max_completion_length leaves {room:,}"
         )
-        mend = f"lower that, or drop longer prompts by max_prompt_tokens: {room}"
-        raise UserError(f"{wrong} of what the model reads; {mend}", where)
+        mend = f"lower it, or drop longer prompts with max_prompt_tokens: {room}"
+        raise UserError(f"{wrong} of the model's context length; {mend}", where)
 
 
 def least_tokens(prompt: Prompt, tokenizer: Any) -> int:
-    """Tokens that a prompt has at least, told from its characters: no token stands for more than the longest has."""
+    """Lower bound of a prompt's number of tokens: its characters divided by those of the longest token."""
     return sum(map(len, _texts(prompt))) // _longest_token(tokenizer)
 
 
@@ -76,10 +79,11 @@ def _longest_token(tokenizer: Any) -> int:
 
 @dataclass(frozen=True)
 class SplitPrompt:
-    """The tokens of a prompt, cut right behind its context.
+    """The tokens of a prompt, cut directly after its context.
 
-    context : ids up to the cut, of which `first` stand in front of the context's text (a chat template's, BOS)
-    rest : ids of what follows
+    context : ids up to the cut
+    first : number of these ids before the context's text (from the chat template, BOS)
+    rest : ids after the cut
     """
 
     context: list[int]
@@ -88,74 +92,75 @@ class SplitPrompt:
 
 
 def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | None = None) -> SplitPrompt:
-    """A prompt that begins with a context, or whose first message of the user's does.
+    """Tokenize a prompt whose text, or whose first user message, begins with a context.
 
-    What stands in front of the context, the context, and what follows are tokenized apart: no token spans a cut, so
-    prompts with the same context have its tokens in common. A tokenizer that puts a space in front of every text puts
-    one at the cuts, too.
+    The text before the context, the context, and the text after it are tokenized separately: no token spans a cut, so
+    prompts with the same context share its tokens. A tokenizer that puts a space before every text also puts one at
+    the cuts.
 
-    Raises UserError where the chat template changes the context, and where a text has special tokens at its end.
+    Raises UserError if the chat template changes the context, or if the tokenizer adds special tokens after a text.
     """
     if isinstance(prompt, str):
         header = _encoded("", tokenizer, special=True)
         if _encoded(context, tokenizer, special=True) != header + _encoded(context, tokenizer):
-            raise UserError("the tokenizer puts tokens behind a text, so that nothing can follow a context")
+            raise UserError("the tokenizer adds tokens at the end of a text, so nothing can follow a context")
         rest = prompt[len(context) :]
     else:
         text, marked = (
-            _chat(with_context(prompt, context, one), tokenizer, thinking, False) for one in (context, MARK)
+            _chat(with_context(prompt, context, replacement), tokenizer, thinking, False)
+            for replacement in (context, MARK)
         )
         before, _, rest = marked.partition(MARK)
         if text != before + context + rest:
-            raise UserError("the chat template changes the context, perhaps the white space at its ends; remove that")
+            raise UserError("the chat template changes the context; if it strips whitespace, remove that from its ends")
         header = _encoded(before, tokenizer)
     return SplitPrompt([*header, *_encoded(context, tokenizer)], len(header), list(_encoded(rest, tokenizer)))
 
 
 def with_context(prompt: Prompt, context: str, other: str, question: str | None = None) -> Prompt:
-    """A prompt with another context in the place of its own, where a question is given with that alone behind it.
+    """Return a prompt with its context replaced by `other`; if a question is given, only that follows the context.
 
-    Raises UserError for messages of which none is the user's.
+    Raises UserError if none of the messages is the user's.
     """
     if isinstance(prompt, str):
         return other + (prompt[len(context) :] if question is None else question)
     at = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
     if at is None:
-        raise UserError("a context begins a message of the user's, and there is none")
+        raise UserError("a context must begin a user message, but there is none")
     content = prompt[at]["content"][len(context) :] if question is None else question
-    asked = {**prompt[at], "content": other + content}
-    return [*prompt[:at], asked, *(prompt[at + 1 :] if question is None else ())]
+    message_with_context = {**prompt[at], "content": other + content}
+    return [*prompt[:at], message_with_context, *(prompt[at + 1 :] if question is None else ())]
 
 
 def _chat(messages: Prompt, tokenizer: Any, thinking: bool | None, tokenize: bool) -> Any:
-    """Messages through the chat template: token ids, or the text."""
+    """Apply the chat template to messages; returns token ids or, if not `tokenize`, text."""
     assert not isinstance(messages, str)
     options = {} if thinking is None else {"enable_thinking": thinking}
-    begun = messages[-1]["role"] == "assistant"
+    continues = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
         list(messages),
-        add_generation_prompt=not begun,
-        continue_final_message=begun,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
         tokenize=tokenize,
         return_dict=False,
         **options,
     )
 
 
-@lru_cache(maxsize=16)  # a context is long, and has many questions
+@lru_cache(maxsize=16)  # a context is long, and many questions share it
 def _encoded(text: str, tokenizer: Any, special: bool = False) -> tuple[int, ...]:
-    """The tokens of a piece of text; special: with those that the tokenizer puts around a text."""
+    """Return the token ids of a text; if `special`, with the special tokens that the tokenizer adds around it."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def completion_ids(completion: str | Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:
-    """The tokens that follow a prompt's: the text, or the assistant's one message, and an end of sequence.
+    """Return the token ids of a completion: the text, or the assistant's single message, and an end-of-sequence token.
 
-    As it was sampled: a chat template would rewrite an answer, and many drop its reasoning.
+    The text is tokenized as it was sampled. A chat template would rewrite it, and many templates drop the reasoning.
     """
     if not isinstance(completion, str):
         if len(completion) != 1:
-            raise UserError(f"a completion is one message, got {len(completion)}")
+            raise UserError(f"a completion must be one message, got {len(completion)}")
         completion = str(completion[0]["content"])
     ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]

@@ -1,16 +1,17 @@
-"""WikiSalad: questions about interleaved Wikipedia paragraphs, as LuKA is evaluated on them.
+"""WikiSalad: questions about interleaved Wikipedia paragraphs, the benchmark of LuKA.
 
     python -m sparse_rl.data.wikisalad make SQUAD --pattern AABBAABB --count 100 > salad.jsonl
     python -m sparse_rl.data.wikisalad questions salad.jsonl > questions.jsonl
 
-`make` writes salads: rows {example_id, prompt, questions, metadata}, in the form of the authors' own files. Each letter
-of a pattern is an article, and each place a segment: a paragraph of that article with one of its questions. The
-questions of an article are consecutive ones, from a random one on. `questions` writes a row for each question of such a
-file: {prompt, question, answers, pattern, segment, topic}, whose prompt ends in the question, as the authors ask it.
+`make` writes salads: rows {example_id, prompt, questions, metadata} in the format of the authors' files. Each letter
+of a pattern stands for an article, and each position for a segment: a paragraph of that article with one of its
+questions. The questions of an article are consecutive, starting at a random one. `questions` writes a row for each
+question of such a file: {prompt, question, answers, pattern, segment, topic}. The prompt ends with the question, in the
+authors' wording.
 
-Other than theirs: paragraphs are whole (theirs end after three sentences, which leaves many an answer out), an
-article's questions are not always its first ones, and topics have letters in the order of the pattern (theirs come from
-an unordered set).
+Differences from the authors' files: paragraphs are complete (theirs end after three sentences, which cuts off many
+answers), an article's questions are not always its first ones, and letters are assigned to topics in the order of the
+pattern (theirs come from an unordered set).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ASKED = (
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a paragraph of an article; `answers` is empty where the paragraph does not answer it."""
+    """A question about a paragraph of an article; `answers` is empty if the paragraph does not answer it."""
 
     title: str
     context: str
@@ -43,7 +44,7 @@ class Question:
 
 
 def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: int = 0) -> Iterator[Row]:
-    """So many salads of a pattern such as ABAB. Raises UserError where the articles or their questions do not do."""
+    """Yield `count` salads of a pattern such as ABAB. Raises UserError if there are too few articles or questions."""
     if not re.fullmatch("[A-Z]+", pattern):
         raise UserError(f"expected capital letters, one for each article, such as ABAB, got {show(pattern)}", "pattern")
     of_article: dict[str, list[Question]] = {}
@@ -51,21 +52,21 @@ def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: i
         of_article.setdefault(question.title, []).append(question)
     topics = list(dict.fromkeys(pattern))
     most = max(map(pattern.count, topics))
-    titles = [title for title, asked in of_article.items() if len(asked) >= most]
+    titles = [title for title, qas in of_article.items() if len(qas) >= most]
     if len(titles) < len(topics):
-        need = f"{pattern} needs {len(topics)} articles with at least {most} questions each"
-        raise UserError(f"{need}, and of {len(of_article)} articles {len(titles)} have them", "pattern")
+        requirement = f"{pattern} needs {len(topics)} articles with at least {most} questions each"
+        raise UserError(f"{requirement}, but only {len(titles)} of {len(of_article)} articles have them", "pattern")
     rng = random.Random(seed)
     for number in range(count):
         articles = rng.sample(titles, len(topics))
-        taken = {}
+        questions_of_topic = {}
         for topic, title in zip(topics, articles, strict=True):
             start = rng.randrange(len(of_article[title]) - most + 1)
-            taken[topic] = iter(of_article[title][start : start + most])
-        asked = [(topic, next(taken[topic])) for topic in pattern]
+            questions_of_topic[topic] = iter(of_article[title][start : start + most])
+        qas = [(topic, next(questions_of_topic[topic])) for topic in pattern]
         yield {
             "example_id": number,
-            "prompt": salad_prompt(question for _, question in asked),
+            "prompt": salad_prompt(question for _, question in qas),
             "questions": [
                 {
                     "question": question.question,
@@ -74,14 +75,14 @@ def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: i
                     "topic": topic,
                     "article": question.title,
                 }
-                for segment, (topic, question) in enumerate(asked)
+                for segment, (topic, question) in enumerate(qas)
             ],
             "metadata": {"pattern": pattern, "articles": articles},
         }
 
 
 def salad_prompt(segments: Iterable[Question]) -> str:
-    """The segments of a salad, each with its question."""
+    """Return the text of a salad: its segments, each with its question."""
     return "\n".join(
         f"# Segment {number}: {segment.title}\n\n{segment.context}\n\n\nQuestion {number}: {segment.question}\n"
         for number, segment in enumerate(segments, start=1)
@@ -89,72 +90,78 @@ def salad_prompt(segments: Iterable[Question]) -> str:
 
 
 def read_squad(path: str) -> list[Question]:
-    """The questions of a data set in the form of SQuAD v2: one row each, or the one object of SQuAD's own files.
+    """Read the questions of a dataset in SQuAD v2 format: one row per question, or the single object of SQuAD's files.
 
-    Raises UserError where it cannot be read, or holds anything else.
+    Raises UserError if the file cannot be read or has another format.
     """
     rows = read_objects(path)
     if isinstance(rows[0].get("data"), list):
         try:
             rows = [
-                {"title": article["title"], "context": paragraph["context"], **asked}
+                {"title": article["title"], "context": paragraph["context"], **qas}
                 for row in rows
                 for article in row["data"]
                 for paragraph in article["paragraphs"]
-                for asked in paragraph["qas"]
+                for qas in paragraph["qas"]
             ]
         except (KeyError, TypeError) as error:
-            raise UserError(f"{path} is not in the form of SQuAD's own files, {{data: [...]}}: {error!r}") from error
-    found = []
+            raise UserError(
+                f"{path} does not have the format of SQuAD's own files, {{data: [...]}}: {error!r}"
+            ) from error
+    entries = []
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         title, context, question = (held(row, name, str, where) for name in ("title", "context", "question"))
-        found.append(Question(title, context, question, _answers(row, where)))
-    return found
+        entries.append(Question(title, context, question, _answers(row, where)))
+    return entries
 
 
 def flatten(salads: Iterable[Row], where: str = "salads") -> Iterator[Row]:
-    """A row for each question of each salad, ours or the authors'. Raises UserError for a row that is no salad."""
+    """Yield a row for each question of each salad, ours or the authors'. Raises UserError if a row is not a salad."""
     for number, salad in enumerate(salads, start=1):
         place = f"{where}, row {number}"
-        prompt, asked = held(salad, "prompt", str, place), salad.get("questions")
-        if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+        prompt, qas = held(salad, "prompt", str, place), salad.get("questions")
+        if not isinstance(qas, list) or not all(isinstance(item, dict) for item in qas):
             raise UserError(f"{place} has no list of 'questions'; is it a file of salads?")
         metadata = salad.get("metadata") or {}
         if not isinstance(metadata, dict):
-            raise UserError(f"{place} has metadata that is no mapping")
-        for one in asked:
-            question = held(one, "question", str, place)
+            raise UserError(f"{place}: metadata is not a mapping")
+        for item in qas:
+            question = held(item, "question", str, place)
             yield {
                 "prompt": ASKED.format(prompt=prompt, question=question),
                 "question": question,
-                "answers": list(_answers(one, place)),
+                "answers": list(_answers(item, place)),
                 "pattern": metadata.get("pattern"),
-                "segment": one.get("segment_id"),
-                "topic": one.get("topic"),
+                "segment": item.get("segment_id"),
+                "topic": item.get("topic"),
             }
 
 
 def _answers(row: Row, where: str) -> tuple[str, ...]:
-    """The true answers of a question, each once: {text: [...]}, or SQuAD's own [{text: ...}, ...]."""
-    found = row.get("answers")
-    found = [one.get("text") if isinstance(one, dict) else one for one in found] if isinstance(found, list) else found
-    found = found.get("text") if isinstance(found, dict) else found
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    """Return the distinct correct answers of a question, given as {text: [...]} or as SQuAD's [{text: ...}, ...]."""
+    entries = row.get("answers")
+    entries = (
+        [item.get("text") if isinstance(item, dict) else item for item in entries]
+        if isinstance(entries, list)
+        else entries
+    )
+    entries = entries.get("text") if isinstance(entries, dict) else entries
+    if not isinstance(entries, list) or not all(isinstance(text, str) for text in entries):
         raise UserError(f"{where}: expected answers {{text: [...]}}, got {show(row.get('answers'))}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(entries))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the rows that are asked for to stdout; returns the exit status, 2 for what the user can mend."""
-    parser = Parser(prog="python -m sparse_rl.data.wikisalad", description="Make salads, and rows of their questions.")
+    """Write the requested rows to stdout; returns the exit status, 2 for a UserError."""
+    parser = Parser(prog="python -m sparse_rl.data.wikisalad", description="Make salads, or rows of their questions.")
     jobs = parser.add_subparsers(dest="job", metavar="make | questions", required=True)
-    make = jobs.add_parser("make", help="salads of a data set in the form of SQuAD v2")
+    make = jobs.add_parser("make", help="make salads from a dataset in SQuAD v2 format")
     make.add_argument("path", metavar="SQUAD", help="rows {title, context, question, answers: {text: [...]}}")
-    make.add_argument("--pattern", required=True, help="such as ABAB: a letter for each article")
-    make.add_argument("--count", type=count_of, default=100, help="of salads (default: 100)")
+    make.add_argument("--pattern", required=True, help="pattern with one letter per article, such as ABAB")
+    make.add_argument("--count", type=count_of, default=100, help="number of salads (default: 100)")
     make.add_argument("--seed", type=int, default=0)
-    questions = jobs.add_parser("questions", help="a row for each question of a file of salads")
+    questions = jobs.add_parser("questions", help="write a row for each question in a file of salads")
     questions.add_argument("path", metavar="SALADS")
 
     def rows_of(options: argparse.Namespace) -> Iterable[Row]:

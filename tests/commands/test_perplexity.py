@@ -142,7 +142,7 @@ def test_pieces_are_the_text_in_order(tmp_path: Path) -> None:
     assert [len(piece) for piece in pieces] == [32] * 3
     assert [token for piece in pieces for token in piece] == tokenizer(text)["input_ids"][:96]
     assert len(read_pieces(str(tmp_path / "t.txt"), tokenizer, 100)) == 1
-    with pytest.raises(UserError, match="has 100 tokens, and a piece takes 101"):
+    with pytest.raises(UserError, match="has 100 tokens, but a piece needs 101"):
         read_pieces(str(tmp_path / "t.txt"), tokenizer, 101)
 
 
@@ -173,7 +173,7 @@ def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["perplexity", "text.yaml", "prompt_tokens=400"], "text: book.txt has 150 tokens, and a piece takes 420"),
+        (["perplexity", "text.yaml", "prompt_tokens=400"], "text: book.txt has 150 tokens, but a piece needs 420"),
         (["perplexity", "text.yaml", "text=empty.txt"], "text: empty.txt has 0 tokens"),
         (["perplexity", "text.yaml", "text=nothing.txt"], "text: nothing.txt cannot be read: No such file"),
         (["perplexity", "text.yaml", "text=."], "text: . cannot be read: Is a directory\n"),

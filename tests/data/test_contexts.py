@@ -135,7 +135,7 @@ def test_messages_have_their_context_in_the_first_of_the_user(tmp_path: Path) ->
         ([{"prompt": "a", "text": "b"}, {"prompt": "a"}], {"context": "text"}, "row 2 of the source has no 'text'"),
         ([{"prompt": "a", "text": 3}], {"context": "text"}, r"columns\.context: row 1: expected text, got int"),
         ([{"prompt": "a"}], {"context": "text"}, r"columns\.context: no column 'text'"),
-        ([{"prompt": [{"role": "system", "content": "b"}], "text": "b"}], {"context": "text"}, "and there is none"),
+        ([{"prompt": [{"role": "system", "content": "b"}], "text": "b"}], {"context": "text"}, "but there is none"),
         ([{"prompt": "a", "text": " b"}], {"context": "text"}, "refuses the prompt of row 1: the chat template"),
     ],
 )

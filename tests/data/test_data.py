@@ -201,7 +201,7 @@ def test_synthetic_rows(tokenizer):
     assert worked["completion"][:] == [row["completion"] for row in rows("evaluation", 20, 3, True)]
     assert {split_of(tuple(map(int, prompt[2:-1:2]))) for prompt in data["prompt"]} == {"evaluation"}
     small = SyntheticConfig(task="running_sum", size=99, n=2, digits=2)
-    assert "data.synthetic: running sum: only" in refused(DataConfig(synthetic=small))
+    assert "data.synthetic: running sum: found only" in refused(DataConfig(synthetic=small))
 
 
 # ---- mistakes ----------------------------------------------------------------------------------------------
