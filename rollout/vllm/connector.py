@@ -1,7 +1,7 @@
 """Messages from scheduler to workers in every step, over vLLM's KV connector interface. No cache is transferred.
 
-The workers learn which requests begin, which end, and which are due to compact after this forward pass. They keep the
-record of dropped entries until the engine asks for it (record.py).
+The workers receive the requests that begin, that end, and that are due to compact after this forward pass. They record
+the dropped entries, and keep this record until the engine asks for it (record.py).
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class VLLMEngine:
         beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         options: dict[str, Any] = {
             "dtype": dtype,
-            "enable_sleep_mode": self.can_sleep,  # it releases the cache's memory, but not that of our own buffers
+            "enable_sleep_mode": self.can_sleep,  # releases the memory of the cache, but not of our own buffers
             "max_model_len": max_model_len,
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,

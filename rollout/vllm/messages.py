@@ -39,7 +39,7 @@ class Begun:
     """A request that was admitted, for the first time or after a preemption: all its tokens are prefilled densely.
 
     block : its first block, by which workers identify it from now on
-    prompt : number of tokens to prefill, those of its context included
+    prompt : number of tokens to prefill, including its context
     behind : compacted context, if any, whose tokens need no forward pass (contexts.py)
     """
 

@@ -21,7 +21,7 @@ STEPS = 64  # maximum number of decoding steps whose evictions are held on the d
 class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are sent as bytes: vLLM sends no arrays without a type.
 
-    preempted : True if the request lost its cache in between; the record then does not show what it attended to
+    preempted : True if the request lost its cache in between; the record then does not match its attention
     evict_at : int32 [L, Hkv of this rank, tokens]; None means that nothing was dropped
     logprobs : float32 [tokens sampled, 2], under the sampling distribution, and before top-k and top-p
     """
@@ -100,7 +100,7 @@ class RunRecord:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Move the recorded evictions to host memory: those of a long run would fill a GPU's memory."""
+        """Move the recorded evictions to host memory, because a long run's evictions would fill a GPU's memory."""
         self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._arrived, strict=True)))
         self._arrived.clear()
 

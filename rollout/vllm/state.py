@@ -253,7 +253,7 @@ class CacheState:
         self._remember(group, entries.state)
 
     def failed_rows(self, count: int) -> Tensor:
-        """True for those of the first `count` requests of this step whose scores have NaN: bool [count]."""
+        """True for requests in which a score was NaN, among the first `count` requests of this step: bool [count]."""
         assert self.plan is not None
         return self.failed[self.row[self.plan.first[:count]]]
 

@@ -97,7 +97,7 @@ class EngineWorker(Worker):
 
 
 def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of vLLM's model. Those of our scorers are put into `scorers` instead, by their stored names."""
+    """Yield the weights of vLLM's model. Our scorers' weights are put into `scorers` instead, by their stored names."""
     for name, tensor in weights:
         if name.startswith(f"{SCORERS}."):
             scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
