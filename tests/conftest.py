@@ -1,8 +1,8 @@
 """Shared fixtures: tiny random models of every family, trained ones, and policies.
 
-Trained are the quickstart's model, which is shipped, and stories260K where it is present.
+The trained models are the quickstart's model, which is shipped, and stories260K if it is present.
 
-`new_model` builds a model that the test may change; `model_of` lends one that it must leave as it is.
+`new_model` builds a model that the test may change; `model_of` returns a shared model that it must not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored, by what tests start too
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # nohup ignores the signal, also in the processes that tests start
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
@@ -55,14 +57,14 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 4096,
-    "initializer_range": 0.1,  # moderate logits: neither flat (nothing would bite) nor so steep that rounding shows
+    "initializer_range": 0.1,  # moderate logits: neither flat (no eviction matters) nor so steep that rounding shows
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 
 
 def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny random model, its biases and norms random too; `overrides` replace entries of TINY."""
+    """A tiny random model, with random biases and norms too; `overrides` replace entries of TINY."""
     config, model_class = FAMILIES[family]
     settings = {"attention_bias": True, **TINY} if family == "llama" else TINY
     with torch.random.fork_rng(devices=[]):
@@ -109,7 +111,7 @@ def policy_of() -> Callable[..., Policy]:
 
 @pytest.fixture(scope="session")
 def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list[list[int]]]:
-    """prompts_of(name, lengths, seed=0) -> prompts: random tokens, or texts told by the trained model itself."""
+    """prompts_of(name, lengths, seed=0) -> prompts: random tokens, or texts sampled from the trained model itself."""
 
     def make(name: str, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
@@ -129,7 +131,7 @@ def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list
 def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses.
 
-    Returns for each call of it through a view whether keys were sorted.
+    Returns one bool for each call through a view: True if the keys were sorted.
     """
     calls: list[bool] = []
 
@@ -144,7 +146,7 @@ def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def batch_visits(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
-    """int32 [B, most visits], -1 behind a row's last."""
+    """int32 [B, maximum number of visits], -1 after a row's last visit."""
     moved = [values + start for values, start in zip(rows, starts, strict=True)]
     return torch.nn.utils.rnn.pad_sequence(moved, batch_first=True, padding_value=-1)
 
@@ -171,9 +173,9 @@ GAINS = Section(
 
 @pytest.fixture
 def with_visits(monkeypatch: pytest.MonkeyPatch) -> Callable[[EvictionTrace, Sequence[int]], EvictionTrace]:
-    """with_visits(trace, positions) -> the trace with two more sections, which no view replays.
+    """with_visits(trace, positions) -> the trace with two extra sections, which no view replays.
 
-    visits : positions that something happened at, int32 [V]; gains : a number of each in each layer, float32 [V, L]
+    visits : positions of visits, int32 [V]; gains : one number per visit and layer, float32 [V, L]
     """
     for section in (VISITS, GAINS):
         monkeypatch.setitem(SECTIONS, section.name, section)
@@ -188,7 +190,7 @@ def with_visits(monkeypatch: pytest.MonkeyPatch) -> Callable[[EvictionTrace, Seq
 
 @pytest.fixture
 def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engine "vllm" is hf with weights of its own, under vllm's options; returns what is opened and closed."""
+    """Replace the engine "vllm" by hf with its own weights and vllm's options; returns the log of opens and closes."""
     events: list[str] = []
 
     class Separate(HFEngine):
@@ -223,17 +225,17 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-# ---- what was compared with plain references, for docs/numerics.md --------------------------------------------------
+# ---- table of the comparisons with plain references, for docs/numerics.md -------------------------------------------
 
 TALLY = "tally"
 
 
 @pytest.fixture
 def tally(record_property: Callable) -> Callable[..., None]:
-    """tally(policy, compared=, ties=, gap=): counts for the table that is printed at the end of a run.
+    """tally(policy, compared=, ties=, gap=) adds counts to the table that is printed at the end of a run.
 
     compared : evictions, page choices or fitted numbers that were compared with a plain reference in tests/
-    ties : those that differ, where the reference says that the choice hangs on less than 1e-5
+    ties : differing choices that the reference decides by less than 1e-5
     gap : the largest |log p_trainer - log p_sampler|
     """
 
@@ -244,7 +246,7 @@ def tally(record_property: Callable) -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table: policy, what was compared, ties, and the largest gap, over all tests that passed."""
+    """Print the table: policy, comparisons, ties and the largest gap, over all tests that passed."""
     totals: dict[str, list[float]] = {}
     for report in terminalreporter.stats.get("passed", []):
         for name, value in getattr(report, "user_properties", []):

@@ -1,4 +1,4 @@
-"""Reference of both engines for decoding behind a compacted context, entry by entry."""
+"""Reference for both engines that decodes after a compacted context, entry by entry."""
 
 from __future__ import annotations
 

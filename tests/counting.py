@@ -1,7 +1,7 @@
-"""Counts, without a GPU, the operators (an upper proxy for launches) and waits of a worker's state.
+"""Count the operators (an upper proxy for launches) and waits of a worker's state, without a GPU.
 
-`Device` is torch's `meta` device with numbers: tensors there compute on the CPU, but what runs on the host and what on
-the device is told apart as on a GPU, and so is what waits for the device: reading a number, indexing by a mask,
+`Device` is torch's `meta` device with numbers: its tensors compute on the CPU, but work of the host and of the device
+is told apart as on a GPU, and so are operations that wait for the device: reading a number, indexing by a mask,
 copying to the host, and copying from it without `non_blocking`.
 """
 
@@ -52,7 +52,7 @@ class OnDevice(torch.Tensor):
 
 
 class Counted(TorchDispatchMode):
-    """Within it the device is there; what has run on it, by name."""
+    """Provides the device within the block, and records the operators that run on it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Counted(TorchDispatchMode):
         self.patches.undo()
 
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        """torch's own leaves nothing but the shape on the meta device; on a GPU it is this blocking copy."""
+        """Blocking copy, as on a GPU; torch's own function would keep only the shape on the meta device."""
         made = self.tensor(data, **kwargs)
         return made if device is None else made.to(device)
 
@@ -122,7 +122,7 @@ def state_of(
 ) -> Any:
     """A worker's state over random caches of one allocation, on the device: (state, blocks of each request).
 
-    The requests have prompts of a block; what they hold lies there in order of position. shape : (layers, head dim)
+    Each request has a prompt of one block; its entries are stored in order of position. shape : (layers, head dim)
     """
     from rollout.vllm.arrivals import ArrivalState
     from rollout.vllm.compat import paged

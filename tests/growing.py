@@ -1,4 +1,4 @@
-"""A policy for the tests alone, in no registry, whose budget grows with what was seen: two methods of its schedule."""
+"""A policy for tests only, in no registry, with a budget that grows with the tokens seen: two schedule methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparse_rl.policies.schedule import Schedule
 
 @dataclass(frozen=True)
 class GrowingSchedule(Schedule):
-    """Leaves `budget`, and one entry more for every `share` tokens seen."""
+    """Keeps `budget` entries, and one more for every `share` tokens seen."""
 
     share: int = 4
 
@@ -37,7 +37,7 @@ class GrowingConfig(EvictingConfig):
 
 
 class Growing(Policy):
-    """Keeps what the last query attends to most, as MorphKV does."""
+    """Keeps the entries that the last query attends to most, as MorphKV does."""
 
     @property
     def last_queries(self) -> int:

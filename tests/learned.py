@@ -1,7 +1,7 @@
-"""Learned policies for the suite: scorers far from where they start, and the law: decoding decides as training does.
+"""Learned policies for the tests: scorers far from their start, and the check that decoding decides as in training.
 
-The scores that training computes of a whole text at once are those that decoding computed token by token, but for
-rounding. So what was recorded must be the plain `running_topk_reference` of the former, unless two priorities tie.
+The scores that training computes for a whole text at once equal those that decoding computed token by token, up to
+rounding. So the record must be the plain `running_topk_reference` of the training scores, unless two priorities tie.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def learned_policy(scorer: str | dict[str, Any], budget: int = 20, **parameters:
 
 
 def with_scorers(model: PreTrainedModel, policy: Policy, seed: int = 0, scale: float = 0.5) -> PreTrainedModel:
-    """A copy of a model with scorers that rank by more than recency, and differ between heads and layers."""
+    """A copy of a model with scorers that do not rank by recency alone, and differ between heads and layers."""
     model = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -48,14 +48,14 @@ def with_scorers(model: PreTrainedModel, policy: Policy, seed: int = 0, scale: f
 
 
 def save_learned(model: PreTrainedModel, policy: Policy, folder: Any) -> None:
-    """A retrofitted model directory: the model, its scorers and its policy."""
+    """Write a retrofitted model directory: the model, its scorers and its policy."""
     model.save_pretrained(folder)
     write_scorers(folder, model.state_dict())
     save_policy(folder, policy)
 
 
 class Listening(ReplayView):
-    """Replays, and notes each layer's queries, keys and values."""
+    """Replays, and records each layer's queries, keys and values."""
 
     heard: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -99,7 +99,7 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
 def overshoot(recorded: torch.Tensor, priority: torch.Tensor, config: Any, prompt: int) -> float:
     """Relative distance of one head's recorded evictions from dropping the worst competing token.
 
-    inf: another count of entries than the policy says.
+    inf means that the number of entries differs from the policy's.
     """
     worst = 0.0
     for q in sorted(set(recorded[recorded < NEVER].tolist())):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes alive at once among the tensors that operators made; what was there before is not counted."""
+    """Peak bytes alive among the tensors that operators made; tensors that existed before are not counted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sparse_rl.methods.config import CONFIGS, accepted_parameters
 
-LEARNED = ["kvpop", "dms"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, test_gated.py
+LEARNED = ["kvpop", "dms"]  # they need a model with scorers: tests/rollout/test_learned_decoding.py, test_gated.py
 PAGED = ["clustered", "layered"]  # tests/methods/pages
 SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED)]
-ON_VLLM = [name for name in SAMPLED if name != "lined"]  # which holds ever more entries
+ON_VLLM = [name for name in SAMPLED if name != "lined"]  # its number of entries keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
 EVICTING = [name for name in SAMPLED if name != "full"]

@@ -1,4 +1,4 @@
-"""A control of the fits: the solver that Attention Matching must not have where a trainer follows."""
+"""A control of the fits: a solver that Attention Matching must not use if a trainer replays the fits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def least_squares(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
-    """argmin |kept w - mass|^2 by its normal equations, without a ridge, clamped: rounding decides it where queries are
-    hardly more than entries.
+    """argmin |kept w - mass|^2 by its normal equations, without a ridge, clamped. Rounding decides it if queries are
+    hardly more numerous than entries.
     """
     gram = kept.mT @ kept
     jitter = torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) * 1e-13)

@@ -1,4 +1,4 @@
-"""Terminals for tests: one that only looks like one, a pseudo-terminal for a command, and what a screen shows."""
+"""Terminals for tests: a fake terminal, a pseudo-terminal for a command, and the contents of a screen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Seen(io.StringIO):
 
 @contextmanager
 def terminal(columns: int = 100, kind: str = "xterm", file: type[io.StringIO] = Seen) -> Iterator[Any]:
-    """In this block stdout and stderr are a terminal."""
+    """Make stdout and stderr a terminal within this block."""
     seen = file()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(seen), redirect_stderr(seen):
         patch.setenv("TERM", kind)
@@ -42,7 +42,7 @@ def terminal(columns: int = 100, kind: str = "xterm", file: type[io.StringIO] = 
 
 
 class Screen:
-    """The lines of a terminal, enough of one for what rich writes. None of them scrolls away."""
+    """The lines of a terminal that handles the output of rich. No line scrolls away."""
 
     def __init__(self, columns: int = COLUMNS) -> None:
         self.columns, self.lines, self.row, self.column = columns, [""], 0, 0
@@ -94,7 +94,7 @@ def environment() -> dict[str, str]:
 
 
 def watched(arguments: list[str], folder: Path) -> tuple[int, list[tuple[float, list[str]]]]:
-    """The exit status of `sparse-rl ARGUMENTS`, and its screen after everything that it wrote: (seconds, lines)."""
+    """The exit status of `sparse-rl ARGUMENTS`, and its screen after each write: (seconds, lines)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]

@@ -1,4 +1,4 @@
-"""Every benchmark starts as its documentation says, from any folder: none of them hides a package of ours."""
+"""Every benchmark starts as documented, from any folder: none of them shadows one of our packages."""
 
 from __future__ import annotations
 

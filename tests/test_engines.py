@@ -83,7 +83,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto_takes_vllm_where_it_can(
     installed: str | None, cuda: bool, head_size: int, refusal: str | None, machine: Callable
 ) -> None:
-    """Else hf, and says why; asked for by name, vllm is refused with the same reason and the mend."""
+    """Otherwise `auto` takes hf and gives the reason; vllm by name is refused with the same reason and the fix."""
     machine(installed)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
     assert choose_engine(RolloutConfig(), config(head_size), (), cuda) == expected
@@ -117,7 +117,7 @@ def test_policies_that_only_hf_supports_use_hf(machine: Callable) -> None:
 
 
 def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
-    """Of the same cache, on which hf (the control) has a remark."""
+    """For the same cache, hf (the control) prints a warning."""
     machine("cpu")
     vllm, hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
@@ -127,7 +127,7 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
 
 
 def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine itself and `serve` refuse it, too."""
+    """The vllm engine itself and `serve` also refuse the family."""
     machine("cpu")
     assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
     monkeypatch.setitem(FAMILIES, "llama", "vllm has no code for it")
@@ -159,7 +159,7 @@ def test_the_choice_is_made_once(machine: Callable) -> None:
 
 @pytest.mark.parametrize(("queries", "warned"), [(9, True), (10, False)])
 def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine: Callable) -> None:
-    """Two query heads to a kv head: each reference query is two equations, for 20 entries that are fitted."""
+    """With two query heads per kv head, each reference query gives two equations for 20 fitted entries."""
     machine(None)
     cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
     warnings = resolve(grpo(cache=cache), config()).remarks
@@ -276,7 +276,7 @@ def test_an_engine_is_given_only_its_parameters() -> None:
     ],
 )
 def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prompt: Any, length: Any) -> None:
-    """As the prompts are bounded, those of the validation too; the model's own where they are not."""
+    """It follows the bounds on prompts, also those of the validation; without bounds it is the model's maximum."""
     keys: dict[str, Any] = {"data": {**SYNTHETIC, **({"max_prompt_tokens": data} if data else {})}}
     if held_out is not None:
         bound = {} if held_out == "unknown" else {"max_prompt_tokens": held_out}
@@ -298,7 +298,7 @@ def test_memory_counts_the_engines_copy_of_the_weights(machine: Callable) -> Non
 
     own = items(rollout={"kv_cache_gb": 0.5})
     assert own["vllm: weights"].device == 4 * 102_848 and own["vllm: weights"].when == "always"
-    assert own["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # what 64 x 1024 tokens can fill
+    assert own["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # the blocks of 64 x 1024 tokens
     cache = next(item for name, item in own.items() if name.startswith("KV cache"))
     assert cache.when == "avoided"
     assert items(rollout={"max_batch": 10_000})["vllm: KV pool"].device == 2**30

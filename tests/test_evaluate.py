@@ -210,7 +210,7 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """Repeated problems (even far apart) are sampled separately for any batch size; another seed gives other results."""
+    """Repeated problems (even far apart) are sampled anew for any batch size; another seed gives other results."""
     rows = rows_of(5) + rows_of(1)
 
     def texts(**keys):

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvalRecipe]:
-    """recipe_of(prompt_cache, **keys) -> a recipe of five questions about two alternating contexts; answers are greedy."""
+    """recipe_of(prompt_cache, **keys) -> a recipe: five questions about two alternating contexts; greedy answers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
     rows = [{"text": CONTEXTS[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]

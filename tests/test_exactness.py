@@ -1,4 +1,4 @@
-"""The invariant (docs/architecture.md): replayed, every sampled token has the log-prob that the sampler saw.
+"""The invariant (docs/architecture.md): in replay, every sampled token has the sampler's log-prob.
 
 One matrix over policies, periods and models. Wrong traces are the controls: each must be far from the sampler.
 """
@@ -88,14 +88,14 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """A policy of no registry; a compaction leaves one entry more for every 4 tokens seen: rows of a batch differ."""
+    """An unregistered policy; a compaction keeps one more entry for every 4 tokens seen, so rows of a batch differ."""
     policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
     prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
     check_cell(model_of(model_name), policy, prompts, least, record_property, tally)
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """The control "heads swapped" is not idle: a method that scores per kv head differs between them."""
+    """The control "heads swapped" has an effect: the evictions of a method that scores per kv head differ by head."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=BUDGET, window=4, period=8))
     rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True))
     assert "heads swapped" in wrong_traces(rollouts)

@@ -1,4 +1,4 @@
-"""Where a user prefers speed: attention in float32 on a CPU, in engine and trainer, instead of float64."""
+"""The option of faster attention on a CPU: float32 instead of float64, in engine and trainer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_the_gap_stays_small(
     prompts_of: Callable,
     record_property: Callable,
 ) -> None:
-    """On trained models, which amplify rounding: not the 1e-5 of float64 on all, but near it. Controls: the bits are
-    others than those of float64, whose gap is below 1e-5.
+    """On trained models, which amplify rounding, the gap is not always below 1e-5, but near it. Controls: the bits
+    differ from those of float64, and the gap of float64 is below 1e-5.
     """
     model, cache, results = model_of(name), policy_of(policy, budget=24, window=8, period=8), {}
     prompts, sampling = prompts_of(name, (3, 20, 41)), SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""metrics.jsonl is read whatever it holds: what is a line of a run is a line, and all else is left out."""
+"""metrics.jsonl is read for any contents: valid lines of a run are returned, all others are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/replay.ipynb: the file is whole, and its code does what it claims. Neither needs Jupyter."""
+"""docs/tutorials/replay.ipynb: the file is complete, and its claims hold. The tests do not need Jupyter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sources(kind: str) -> list[str]:
 
 
 def texts(cell: dict[str, Any]) -> list[str]:
-    """All that the outputs of a code cell say in words."""
+    """All text in the outputs of a code cell."""
     outputs = cell["outputs"]
     return ["".join(o.get("text", ())) + "".join(o.get("data", {}).get("text/plain", ())) for o in outputs]
 
@@ -89,7 +89,7 @@ def test_its_code_is_plain_python() -> None:
 
 @pytest.mark.slow
 def test_its_claims_hold(tmp_path: Path) -> None:
-    """The cells' own assertions, and the gaps: nothing for the record, much for each that is spoiled."""
+    """The cells' own assertions hold; the gap is at most 1e-5 for the record, and large for each damaged record."""
     (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]

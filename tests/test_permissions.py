@@ -1,4 +1,4 @@
-"""Files of ours have the permissions that the umask leaves to a new file; those of safetensors are for their owner."""
+"""Our files have the permissions that the umask gives a new file; safetensors' own files are for their owner only."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_pat
         write_teacher_cache(tmp_path / "teacher", teacher, [Example([3, 4], [5, 6])], facts)
         save_file({"a": torch.zeros(1)}, tmp_path / "plain/a.safetensors")
     finally:
-        assert os.umask(before) == umask  # asking for it has not changed it
+        assert os.umask(before) == umask  # reading the umask has not changed it
     assert [modes(tmp_path / name) for name in ("traces", "model", "teacher")] == 3 * [{0o666 & ~umask}]
     assert modes(tmp_path / "plain") == {0o600}  # the control: what safetensors leaves

@@ -1,4 +1,4 @@
-"""The rows of stages on a terminal, and the lines where there is none."""
+"""The progress rows of stages on a terminal, and the progress lines without a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_row_shows_its_stage_count_time_left_and_message(monkeypatch):
 
 
 def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
-    """A resumed run begins at a later step; the mean of its own steps counts."""
+    """A resumed run begins at a later step; the estimate uses the mean over its own steps only."""
     time = clock(monkeypatch)
     row = Stage("training", "", 10, "step", 6)
     time.now += 3600
@@ -69,7 +69,7 @@ def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
 
 
 def test_printed_lines_appear_above_the_rows():
-    """Whole lines, longer than the terminal is wide too; of a bar that a library draws, its last state."""
+    """Whole lines, even if longer than the terminal is wide; for a library's progress bar, only its last state."""
     long = "next:  sparse-rl " + 30 * "a_path/"
     with terminal() as seen, stage("loading", "quickstart/model"):
         print("rollouts: ", end="")

@@ -228,7 +228,7 @@ def test_gradients_equal_finite_differences(name: str, asked: int) -> None:
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("asked", [10, 21, 48])
 def test_rounding_of_the_queries_stays_small(name: str, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of 1e-6 in queries, keys, values moves biases by at most 1e-3: with fewer queries than the 20 entries that
+    """Changes of 1e-6 in queries, keys, values move biases by at most 1e-3: with fewer queries than the 20 entries that
     are fitted, with a few more, and with many. Controls: the paper's solvers, and least squares without a ridge.
     """
     block = block_of()
