@@ -1,4 +1,4 @@
-"""An endless file, or one larger than any file of its kind, is refused in one line before it is read."""
+"""An endless file, or a file larger than any of its kind can be, is refused in one line before it is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The public API is said: what each package offers has a docstring that tells a reader fields, shapes and dtypes.
+"""The public API is documented: each public name has a docstring that gives fields, shapes and dtypes.
 
-Public is what the `__all__` of a package in PACKAGES names; of a class also its methods, properties and dataclass
-fields, its own and those of the classes of ours that it extends. An override is covered by the docstring of what it
-overrides.
+Public are the names in the `__all__` of a package in PACKAGES; for a class also its methods, properties and dataclass
+fields, including those inherited from our own classes. The docstring of an overridden method also covers the
+override.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = (
     "rewards",
 )
 ENTRY = re.compile(r"^(\w+(?:, \w+)*) : ", re.M)
-OURS = ("sparse_rl", "rollout", "trainer", "rewards", __name__)  # the last for the control
+OURS = ("sparse_rl", "rollout", "trainer", "rewards", __name__)  # the last one is for the control
 
 
 def ours(module: str | None) -> bool:
@@ -59,12 +59,12 @@ def public_classes() -> dict[str, type]:
 
 
 def said_of(cls: type, name: str) -> str:
-    """The docstring of a member, or the nearest one of what it overrides."""
+    """The docstring of a member, or the nearest docstring among the members that it overrides."""
     return next((doc for base in cls.__mro__ if name in vars(base) and (doc := vars(base)[name].__doc__)), "")
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """(name, what the nearest class has under it) of public methods and properties of ours."""
+    """(name, attribute of the nearest class) of our public methods and properties."""
     results = {}
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for base in cls.__mro__:
@@ -79,22 +79,22 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
     yield from results.items()
 
 
-# ---- everything is said ------------------------------------------------------------------------------------
+# ---- everything is documented ------------------------------------------------------------------------------
 
 
 def unsaid(cls: type) -> list[str]:
-    """The methods and properties of a class that nothing is said of."""
+    """Methods and properties of a class that have no docstring."""
     return [name for name, _ in members(cls) if not said_of(cls, name).strip()]
 
 
 def own_docstring(cls: type) -> str:
-    """A class's own docstring, or nothing where dataclasses have written the signature instead."""
+    """A class's own docstring, or nothing if dataclasses generated the signature instead."""
     text = vars(cls).get("__doc__") or ""
     return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
 
 
 def entries(cls: type) -> set[str]:
-    """The names that a class's own docstring has an entry `name : text`, or `a, b : text`, for."""
+    """Names with an entry `name : text` or `a, b : text` in the class's own docstring."""
     return {name for names in ENTRY.findall(own_docstring(cls)) for name in names.split(", ")}
 
 
@@ -104,10 +104,10 @@ def has_prose(cls: type) -> bool:
 
 
 def without_words(cls: type) -> list[str]:
-    """The fields of a dataclass that neither its docstring nor that of a class that it extends has an entry for.
+    """Fields of a dataclass that have no entry in its docstring or in the docstring of a base class.
 
-    Three kinds of fields need none: one that is held flat is no key of its own, one that holds a configuration is said
-    by that one's docstring, and one that YAML does not set has a text right below it.
+    Three kinds of fields need no entry: a flattened field is not a key itself, a field that holds a configuration is
+    documented by that configuration's docstring, and a field that YAML does not set has a text right below it.
     """
     if not dataclasses.is_dataclass(cls):
         return []
@@ -136,7 +136,7 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
 
 
 def test_every_public_constant_has_a_docstring() -> None:
-    """A text right below its assignment, as documentation tools read it."""
+    """The docstring is a text right below the assignment, as documentation tools read it."""
     missing = []
     for package, name, item in offered():
         if inspect.isclass(item) or inspect.isfunction(item):
@@ -160,7 +160,7 @@ def test_every_public_field_has_an_entry_in_its_class_docstring() -> None:
 
 
 def without_shapes(function: Callable[..., Any], text: str) -> list[str]:
-    """The tensors that a function takes or returns whose shape its docstring does not say: NAME ... [."""
+    """Tensor parameters and results of a function for which its docstring gives no shape: NAME ... [."""
     missing = []
     for name, parameter in inspect.signature(function).parameters.items():
         if "Tensor" in str(parameter.annotation) and not re.search(rf"\b{name}\b.*?\[", text, re.S):
@@ -202,7 +202,7 @@ def tree(module: str) -> ast.Module:
 
 
 def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that a module or a class assigns with a text right below."""
+    """Names that a module or a class assigns with a text right below."""
     names = set()
     for node, below in pairwise(body):
         targets = (
@@ -214,13 +214,13 @@ def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
 
 
 def said_below(cls: type) -> set[str]:
-    """The fields that a class says by a text right below them."""
+    """Fields that a class documents by a text right below them."""
     classes = [node for node in tree(cls.__module__).body if isinstance(node, ast.ClassDef)]
     return {name for node in classes if node.name == cls.__name__ for name in with_text_below(node.body)}
 
 
 def homes(package: str, name: str) -> Iterator[str]:
-    """The package, and the module that it has a name from."""
+    """The package, and the module from which it imports a name."""
     yield package
     for node in ast.walk(tree(package)):
         if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
@@ -245,7 +245,7 @@ def offers(package: str) -> set[str]:
     return {name for name in result if not name.startswith("_")}
 
 
-# What the package takes from its own modules, and does not offer.
+# Names that the package imports from its own modules and does not offer.
 INNER = {
     "rewards": {
         *("BoxedReward", "FormatReward", "MathReward", "RepetitionReward", "ShortAnswerReward", "SoftOverlongReward"),
@@ -260,7 +260,7 @@ def sorting(name: str) -> tuple[int, str]:
 
 
 def lazy(package: str) -> set[str] | None:
-    """The names that a package imports when they are first asked for; None: it imports all at once."""
+    """Names that a package imports on first access; None means that it imports all names at once."""
     load = vars(importlib.import_module(package)).get("__getattr__")
     return None if load is None else set(inspect.getclosurevars(load).nonlocals["homes"]())
 

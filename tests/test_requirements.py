@@ -1,6 +1,6 @@
-"""The constraints for CUDA machines contradict nothing: not what vLLM for CUDA asks for, not us, not one another.
+"""The constraints for CUDA machines agree with the requirements of vLLM for CUDA, with ours, and with each other.
 
-A pin that does makes `pip install -c requirements/cuda-constraints.txt` find no solution.
+With a contradictory pin, `pip install -c requirements/cuda-constraints.txt` finds no solution.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def lines(name: str) -> list[str]:
 
 
 def pinned(requirements: Iterable[str]) -> dict[str, Version]:
-    """Name -> its one version."""
+    """Package name -> its pinned version."""
     pins = {}
     for requirement in map(Requirement, requirements):
         (one,) = requirement.specifier
@@ -47,7 +47,7 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
 
 
 def contradictions(pins: dict[str, Version], asked: Iterable[str]) -> Iterator[str]:
-    """Requirements of some machine that are pinned to a version that does not satisfy them."""
+    """Requirements of a machine that the pinned version does not satisfy."""
     for requirement in map(Requirement, asked):
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is None or requirement.specifier.contains(pin, prereleases=True):
@@ -73,7 +73,7 @@ def test_the_pins_satisfy_this_project() -> None:
 
 
 def test_the_pins_satisfy_each_other() -> None:
-    """As far as the packages are installed here, in the very version that is pinned."""
+    """Checked for packages that are installed on this machine in exactly the pinned version."""
     asked = {}
     for package in distributions():
         name = canonicalize_name(package.metadata["Name"])
@@ -90,7 +90,7 @@ def test_the_pins_satisfy_each_other() -> None:
         ({"transformers": "5.18.0", "torch": "2.12.0"}, 2),
         ({"protobuf": "6.33.1"}, 1),
         ({"protobuf": "7.36.2"}, 0),  # another is pinned on s390x, which has no CUDA
-        ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras, which nobody asks for
+        ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras that are not requested
     ],
 )
 def test_a_contradiction_is_seen(pins: dict[str, str], wrong: int) -> None:
@@ -121,7 +121,7 @@ def test_the_install_command_needs_no_package_index(
 @pytest.mark.slow
 def test_a_wheel_works_where_there_is_no_checkout(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    sources = tmp_path / "sources"  # a copy: a wheel is built among its sources
+    sources = tmp_path / "sources"  # a copy, since building a wheel writes files among its sources
     for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):
         shutil.copytree(ROOT / package, sources / package)
     for file in ("pyproject.toml", "README.md"):

@@ -1,6 +1,6 @@
-"""The house: which part may import which, that no two files import each other, and that files stay small.
+"""Structure of the code: the allowed imports between parts, no circular imports, and small files.
 
-An import counts wherever it stands: at the top of a file, inside a function, or for type checkers alone.
+Every import counts: at the top of a file, inside a function, or for type checkers only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The modules that a file names in its imports: for `from a import b`, a.b where that is a module, else a."""
+    """Modules that a file imports: for `from a import b`, a.b if that is a module, else a."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -77,7 +77,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def part_of(module: str) -> str:
-    """The part of the house that a module belongs to."""
+    """The part of the code that a module belongs to."""
     package, *rest = module.split(".")
     if package == "sparse_rl" and rest and rest[0] in BASE:
         return "base"
@@ -89,7 +89,7 @@ def part_of(module: str) -> str:
 
 
 def arrows() -> Iterator[tuple[str, str]]:
-    """(module, module that it imports), of ours."""
+    """(module, imported module) for our own modules."""
     for module, file in sources().items():
         for name in imported(file):
             if name in sources() and name != module:
@@ -118,7 +118,7 @@ def test_libraries_are_imported_only_where_they_belong() -> None:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected parts of a graph that hold more than one node."""
+    """Strongly connected components of a graph with more than one node."""
     reach: dict[str, set[str]] = {}
     for node in edges:
         seen, waiting = set(), [node]
@@ -135,7 +135,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 def test_no_two_files_import_each_other() -> None:
     edges: dict[str, set[str]] = {module: set() for module in sources()}
     for module, name in arrows():
-        # A package's face only hands names on; to a module inside it, it is one more file of the circle.
+        # A package's __init__ only re-exports names; for a module inside the package it is one more file of the circle.
         if sources()[name].name != "__init__.py" or module.startswith(f"{name}."):
             edges[module].add(name)
     assert not circles(edges)
@@ -143,7 +143,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def test_files_stay_small() -> None:
-    """None is longer than 400 lines without saying why at its top."""
+    """No file is longer than 400 lines unless its top gives the reason."""
     for module, file in sources().items():
         text = file.read_text()
         if len(text.splitlines()) > LONGEST:

@@ -1,4 +1,4 @@
-"""A command's temporary files lie in one folder, which goes with it; what a killed one leaves, the next one removes."""
+"""A command's temporary files are in one folder, which it deletes; the next command deletes those of killed ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_next_start_removes_folders_of_killed_commands(tmp_path: Path) -> No
 def test_a_process_that_outlives_its_command_keeps_the_folder(tmp_path: Path) -> None:
     parent = start(tmp_path, PARENT, WAITS)
     folder = said(parent)
-    assert said(parent) == folder  # the child's word
+    assert said(parent) == folder  # the child's output
     parent.kill()
     parent.wait()
     start(tmp_path, SAYS).communicate()

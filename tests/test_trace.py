@@ -1,4 +1,4 @@
-"""EvictionTrace: one integer per layer, kv head and token says what every query sees, in memory, batches and files."""
+"""EvictionTrace in memory, batches and files: one integer per layer, kv head and token gives every query's view."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 def random_trace(seed: int, layers: int = 2, kv_heads: int = 2, length: int = 9) -> EvictionTrace:
-    """About half of the tokens evicted, at any later position whose eviction can be observed."""
+    """About half of the tokens are evicted, at any later position at which a query can observe the eviction."""
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, kv_heads, length)
     at = torch.arange(length) + 1 + torch.randint(0, length, shape, generator=generator)
@@ -57,7 +57,7 @@ def same(one: list[EvictionTrace], other: list[EvictionTrace]) -> bool:
 
 @LAW
 @given(traces())
-def test_visible_is_the_definition(trace: EvictionTrace) -> None:
+def test_visible_equals_the_definition(trace: EvictionTrace) -> None:
     for layer in range(trace.layers):
         visible = trace.visible(layer)
         assert visible.dtype == torch.bool and visible.shape == (trace.kv_heads, len(trace), len(trace))
@@ -72,7 +72,7 @@ def test_visible_is_the_definition(trace: EvictionTrace) -> None:
 @LAW
 @given(traces())
 def test_eviction_is_monotone(trace: EvictionTrace) -> None:
-    """A token that a later query sees has been seen by all queries from its own position on."""
+    """A token that a later query sees is also seen by all earlier queries from its own position on."""
     visible = trace.visible(0)
     for token in range(len(trace)):
         column = visible[:, token:, token].int()
@@ -92,7 +92,7 @@ def test_events_round_trip(trace: EvictionTrace) -> None:
     shuffled = events[torch.randperm(len(events), generator=torch.Generator().manual_seed(0))]
     again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), shuffled)
     assert torch.equal(again.evict_at, trace.evict_at)
-    if len(events):  # control: one event less is another trace
+    if len(events):  # control: with one event less the trace differs
         again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events[1:])
         assert not torch.equal(again.evict_at, trace.evict_at)
 
@@ -154,7 +154,7 @@ def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
 def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
     trace: EvictionTrace, data: st.DataObject
 ) -> None:
-    """Of S tokens the last query stands at S - 2: nobody misses what leaves after it, and that is written as NEVER."""
+    """With S tokens the last query is at S - 2; a later eviction cannot be observed and is written as NEVER."""
     token = data.draw(st.integers(0, len(trace) - 1))
     beyond = st.sampled_from([len(trace) - 1, len(trace), NEVER - 1, NEVER + 1, 2**31 - 1, -(2**31)])
     at = data.draw(st.one_of(st.integers(-1, len(trace)), st.integers(-(2**31), 2**31 - 1), beyond))
@@ -204,7 +204,7 @@ def test_statistics_equal_counting(trace: EvictionTrace) -> None:
 
 
 def test_statistics_of_a_known_trace() -> None:
-    """Ten fed tokens; one head has lost the first half by the end, the other holds everything."""
+    """Ten fed tokens; one head has evicted the first half by the end, the other holds all tokens."""
     evict_at = torch.full((1, 2, 11), NEVER, dtype=torch.int32)
     evict_at[0, 0, :5] = 7
     trace = EvictionTrace(evict_at)
@@ -326,14 +326,14 @@ def test_a_file_is_named_sections_with_a_version(tmp_path: Path) -> None:
 def test_another_fingerprint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     random_trace(0).save(path, FINGERPRINT)
-    EvictionTrace.load(path, {"model": "tiny"})  # only what is asked for is compared
+    EvictionTrace.load(path, {"model": "tiny"})  # only the requested fields are compared
     for wrong in ({"model": "other"}, {**FINGERPRINT, "policy": "{}"}, {"revision": "1"}):
         with pytest.raises(TraceError, match=r"t\.safetensors was recorded with (model|policy|revision) .*, not '"):
             EvictionTrace.load(path, wrong)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], object]) -> None:
-    """Save two traces, and again with changed sections or metadata."""
+    """Save two traces, then save them again with changed sections or metadata."""
     save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
     with safe_open(str(path), framework="pt") as file:
         sections = {name: file.get_tensor(name) for name in ("evict_at", "evict_at.lengths")}
@@ -385,7 +385,7 @@ def test_a_damaged_file_is_refused_with_its_path(kind: str, tmp_path: Path) -> N
     path = tmp_path / "damaged.safetensors"
     change, says = DAMAGE[kind]
     rewrite(path, lambda sections, metadata: None)
-    assert len(load_traces(path)) == 2  # control: rewriting alone is no damage
+    assert len(load_traces(path)) == 2  # control: rewriting alone does no damage
     rewrite(path, change)
     with pytest.raises(TraceError, match=says) as caught:
         load_traces(path)
@@ -421,7 +421,7 @@ def test_paths_that_are_not_trace_files_are_refused(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-# ---- known gaps: these want a TraceError and get another exception; strict, so that a mend shows up here ------------
+# ---- known gaps: these should raise a TraceError and raise another exception; strict, so that a fix shows here ------
 
 GAPS = {
     "negative length": put("evict_at.lengths", torch.tensor([-1, 11])),

@@ -1,6 +1,6 @@
-"""A trace is taken if and only if a sampler can have recorded it: when it is made, loaded and replayed.
+"""A trace is accepted if and only if a sampler can have recorded it: when it is created, loaded and replayed.
 
-`possible` says it number by number, from the definitions in docs/traces.md.
+`possible` checks this number by number, from the definitions in docs/traces.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DOCS = Path(__file__).parents[1] / "docs/traces.md"
 Sections = dict[str, torch.Tensor]
 
 
-# ---- records that can be, drawn by following a sampler query by query ------------------------------------------------
+# ---- possible records, drawn at random by following a sampler query by query ----------------------------------------
 
 
 def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -55,7 +55,7 @@ def compacted(luck: random.Random, prompt: int, length: int) -> Sections:
 
 
 def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
-    """Attention Matching: the number of entries between sinks and window that stay at each compaction."""
+    """Attention Matching: the number of entries between sinks and window that each compaction keeps."""
     sinks, window, stay, period = luck.randint(0, 2), luck.randint(0, 3), luck.randint(1, 3), luck.randint(1, 4)
     budget = sinks + window + stay
     times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
@@ -111,11 +111,11 @@ def drawn(kind: str, seed: int) -> tuple[Sections, int]:
     return KINDS[kind](luck, prompt, length), prompt
 
 
-# ---- the definitions -------------------------------------------------------------------------------------------------
+# ---- the definitions ------------------------------------------------------------------------------------------------
 
 
 def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
-    """True if a sampler can have recorded it; checked one number at a time."""
+    """True if a sampler can have recorded these sections; checked one number at a time."""
     have, further = set(sections), {name: values.tolist() for name, values in sections.items()}
     evict_at = further["evict_at"]
     length = len(evict_at[0][0])
@@ -206,7 +206,7 @@ def taken(sections: Sections, prompt: int | None) -> bool:
     return True
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- laws -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,7 +222,7 @@ def test_valid_records_are_accepted(kind: str, tmp_path: Path) -> None:
 
 
 def changed(sections: Sections, luck: random.Random) -> Sections:
-    """One section with another number, with two that are exchanged or traded by 1, longer, shorter, or gone."""
+    """Change one section: another number, two numbers swapped or shifted by +1 and -1, longer, shorter, or missing."""
     name = luck.choice([name for name, values in sections.items() if values.numel()])
     values = sections[name].clone()
     kind = luck.choice(["set", "set", "set", "swap", "trade", "longer", "shorter", "gone"])
@@ -269,7 +269,7 @@ def test_impossible_records_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
-    """A trace alone, or in a file, is taken if and only if it is possible behind a prompt of some length."""
+    """A trace alone or in a file is accepted if and only if it is possible for some prompt length."""
     outcomes: Counter[bool] = Counter()
     for seed in range(300):
         other = changed(drawn(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
@@ -282,7 +282,7 @@ def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
 
 
 def possible_or_not(sections: Sections, prompt: int) -> bool:
-    """`possible`, of settings that have another length, too."""
+    """`possible`, also for settings of another length."""
     numbers = {"refit_with": 7, "paged_with": 8, "compacted_at": 1}
     if any(name in sections and len(sections[name]) != count for name, count in numbers.items()):
         return False
@@ -293,11 +293,11 @@ def drawn_names(kind: str) -> set[str]:
     return {name for seed in range(250) for name in drawn(kind, seed)[0]}
 
 
-# ---- those that were taken once -------------------------------------------------------------------------------------
+# ---- traces that an earlier version accepted ------------------------------------------------------------------------
 
 
 def example(**settings: int) -> tuple[Sections, int]:
-    """Pages of 2 tokens behind a sink, closing 2 later: at 5, 7, 9 and 11, behind a prompt of 4 of 14 tokens."""
+    """14 tokens with a prompt of 4: pages of 2 tokens after a sink, closing 2 tokens later, at 5, 7, 9 and 11."""
     opened = torch.full((LAYERS, HEADS, 14, 2), -1, dtype=torch.int16)
     opened[..., 9:13, 0] = 1
     pi = torch.zeros(LAYERS, HEADS, 14)
@@ -346,7 +346,7 @@ def split(sections: Sections) -> tuple[torch.Tensor, Sections]:
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Callable) -> None:
-    """When the trace is made, when it is loaded, and when it is replayed after its tensors were written to."""
+    """When the trace is created, when it is loaded, and when it is replayed after its tensors were changed in place."""
     change, says = IMPOSSIBLE[name]
     sections, prompt = example()
     before = EvictionTrace(*split(sections))
@@ -376,7 +376,7 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
 
 
 def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
-    """A trace does not say where its prompt ends; its sequence does."""
+    """A trace does not record the end of its prompt; its sequence does."""
     sections, prompt = example()
     trace = EvictionTrace(*split(sections))
     for tokens, refused in ((prompt, False), (5, False), (6, True), (9, True)):
@@ -411,7 +411,7 @@ def test_every_section_is_generated() -> None:
     assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
-# ---- files that somebody else writes --------------------------------------------------------------------------------
+# ---- files from other writers ---------------------------------------------------------------------------------------
 
 
 def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch
 
 
 def test_files_of_the_version_before_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 had no closed_at: with pages it is refused in one line, else it is the same."""
+    """Version 2 had no closed_at: files with pages are refused in one line, other files load unchanged."""
     path, (plain, _), (pages, _) = tmp_path / "t.safetensors", drawn("refitted", 3), example()
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 2)
     write_sections(path, [plain], None)

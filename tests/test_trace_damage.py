@@ -1,4 +1,4 @@
-"""Damaged and hostile trace files: each is refused in one line, or says what was written. Nothing is silently else."""
+"""Damaged and hostile trace files are refused in one line, or load as written. None loads with other contents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
 def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
-    """Of the header's length, of the header, of the values: all of a small file, or every eleventh."""
+    """Bits of the header's length, of the header and of the values: all bits of a small file, or every eleventh."""
     path, rows = tmp_path / "t.safetensors", [random_trace(0, length=5), random_trace(1, length=3)]
     save_traces(path, rows, MADE_BY)
     whole = path.read_bytes()
@@ -51,7 +51,7 @@ def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
     for bit in range(0, 8 * len(whole), every):
         path.write_bytes(flipped(whole, bit))
         assert says(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
-    path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a value, which the hash alone protects
+    path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a value, which only the hash protects
     with pytest.raises(TraceError, match=r"is damaged: its content does not match the stored sha256"):
         load_traces(path)
 
@@ -64,7 +64,7 @@ def flipped(whole: bytes, bit: int) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[list[EvictionTrace], bytes]:
-    """Traces, and their file after some bits flipped, bytes lost, doubled or put in, or two places exchanged."""
+    """Traces, and their file after bit flips, lost, doubled or inserted bytes, or two exchanged places."""
     seeds = draw(st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
     rows = [random_trace(seed, length=draw(st.integers(1, 30))) for seed in seeds]
     whole = file_of(rows)
@@ -95,7 +95,7 @@ def file_of(rows: list[EvictionTrace]) -> bytes:
 
 
 def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """A file whose hash is that of what it holds."""
+    """A file with the correct hash of its contents."""
     return save(tensors, metadata={**metadata, "sha256": content_hash(tensors, metadata)})
 
 
@@ -118,7 +118,7 @@ def test_damage_is_seen_at_length(case: Any, tmp_path_factory: pytest.TempPathFa
     check_damage(tmp_path_factory.getbasetemp(), case)
 
 
-# ---- what somebody wrote on purpose, with the right hash ------------------------------------------------------------
+# ---- hostile files with the right hash ------------------------------------------------------------------------------
 
 DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.complex64]
 DEEP = 20_000
@@ -142,7 +142,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def crafted(draw: st.DrawFn) -> bytes:
-    """Some names, dtypes, shapes, values and texts, those of a trace more often than others."""
+    """Random names, dtypes, shapes, values and texts; valid ones of a trace are more frequent."""
     name = st.one_of(st.sampled_from(["evict_at", "evict_at.lengths"]), st.text(max_size=5), st.just("x" * 10_000))
     held = draw(st.dictionaries(name, tensors(), max_size=3))
     if draw(st.booleans()):
@@ -156,7 +156,7 @@ def crafted(draw: st.DrawFn) -> bytes:
 
 
 def check_crafted(folder: Path, whole: bytes) -> None:
-    """Refused, or a trace that can be shown, drawn from and written again."""
+    """Check that the file is refused, or loads as a trace that `inspect` shows and that can be saved again."""
     path = folder / "crafted.safetensors"
     path.write_bytes(whole)
     result = read(path)

@@ -1,4 +1,4 @@
-"""The sections of a trace go wherever the trace goes, or are refused by name; with made-up sections."""
+"""Every operation on a trace keeps its sections or refuses them by name; tested with made-up sections."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from sparse_rl.trace import (
 )
 from sparse_rl.trace.sealed import content_hash
 
-PLACES = ([1, 4], [], [0, 2, 3])  # of each trace's visits; one has none
+PLACES = ([1, 4], [], [0, 2, 3])  # positions of each trace's visits; one trace has none
 LENGTHS = (6, 3, 5)
 
 
 def equal(one: EvictionTrace, other: EvictionTrace) -> bool:
-    """All sections, bit for bit."""
+    """True if all sections are equal bit for bit."""
     ours, theirs = one.sections, other.sections
     return list(ours) == list(theirs) and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
@@ -67,7 +67,7 @@ def test_files_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
 
 
 def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
-    """As torch.load reads them with weights_only."""
+    """torch.load reads them with weights_only."""
     torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(equal(EvictionTrace.from_state(s), trace) for s, trace in zip(states, traces, strict=True))
@@ -136,7 +136,7 @@ def test_traces_with_different_sections_cannot_be_mixed(traces: list[EvictionTra
 def test_a_file_with_an_unknown_section_is_refused(
     traces: list[EvictionTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that another version knows."""
+    """A section that only another version knows."""
     path = tmp_path / "t.safetensors"
     save_traces(path, traces)
     monkeypatch.delitem(SECTIONS, "gains")

@@ -1,4 +1,4 @@
-"""Names of transformers that we rely on outside trainer/: docs/internals.md says where and why."""
+"""Names of transformers that we rely on outside trainer/; docs/internals.md gives the places and reasons."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_names_exist() -> None:
 
 
 def test_the_table_lists_every_name() -> None:
-    """And nothing that is not held here."""
+    """The table names no others."""
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

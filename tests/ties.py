@@ -1,8 +1,8 @@
 """Two samplers of the same tokens may differ only in decisions that depend on less than 1e-5.
 
 Rounding differs with the shape of a batch, and with the kernel. So at most one sequence may differ, and then the first
-decisions that differ must be ties. That is checked, not assumed: the sequence is sampled again, alone, by the reference
-engine, which writes down what it compared.
+decisions that differ must be ties. To check this, the sequence is sampled again, alone, by the reference
+engine, which records the scores that it compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Decisions:
 
 
 def listening(policy: Policy, decisions: Decisions) -> Policy:
-    """The same policy, writing down what it scored: per head, positions and scores [Hkv, N]."""
+    """The same policy, recording its scores: per head, positions and scores [Hkv, N]."""
 
     class Listening(type(policy)):  # type: ignore[misc]
         def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -45,7 +45,7 @@ def listening(policy: Policy, decisions: Decisions) -> Policy:
 def sample_alone(
     monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, policy: Policy, prompt: list[int], sampling: SamplingConfig
 ) -> tuple[Rollout, Decisions]:
-    """One rollout of the reference engine, and what it decided on."""
+    """One rollout of the reference engine, and the inputs of its decisions."""
     decisions = Decisions()
 
     def listen(logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None, forced: None) -> tuple:
@@ -70,8 +70,8 @@ def relative(a: float, b: float) -> float:
 def first_difference(alone: Rollout, other: Rollout, decisions: Decisions, temperature: float) -> float:
     """Relative distance from a tie of the first decisions that differ.
 
-    A layer compacts after it has attended. So what is decided once the same number of tokens has been seen, the
-    evictions of every layer and the next token, is decided on the same grounds, and all of it is judged.
+    A layer compacts after it has attended. So all decisions after the same number of seen tokens (the
+    evictions of every layer and the next token) have the same inputs, and all of them are judged.
     """
     length = min(len(alone.trace), len(other.trace))
     ours, theirs = (
@@ -107,7 +107,7 @@ def check_same(
     temperature: float,
     what: str,
 ) -> int:
-    """At most one sequence differs, by a tie. `alone(i)`: `sample_alone` of sequence i. Returns how many differ."""
+    """Check that at most one sequence differs, by a tie; return their number. `alone(i)`: `sample_alone` of i."""
     differing = [i for i, (a, b) in enumerate(zip(wanted, others, strict=True)) if not same_decisions(a, b)]
     assert len(differing) <= 1, f"{what}: sequences {differing} differ"
     for i in differing:
