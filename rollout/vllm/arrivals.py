@@ -212,7 +212,7 @@ class ArrivalState(CacheState):
         return True
 
     def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
-        """Score the token that leaves the window, given the layer's new key and value, and choose the token to evict."""
+        """Score the token that leaves the window, given the layer's new key and value, and choose the evicted token."""
         leaving = singles.leaving
         assert leaving is not None
         if leaving.rows is None:

@@ -82,9 +82,9 @@ def test_a_configuration_that_cannot_be_served_is_refused_before_a_process_is_st
 @pytest.mark.parametrize(
     ("request_line", "says"),
     [
-        ("/pause?mode=keep", "mode=keep with clear_cache: where the cache evicts, running requests cannot be"),
-        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests: where the cache evicts"),
-        ("/sleep?mode=keep", "mode=keep: where the cache evicts"),
+        ("/pause?mode=keep", "mode=keep with clear_cache: if the cache evicts, running requests cannot be"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests: if the cache evicts"),
+        ("/sleep?mode=keep", "mode=keep: if the cache evicts"),
         ("/pause?mode=abort", None),
         ("/pause?mode=keep&clear_cache=false", None),
         ("/reset_prefix_cache", None),
