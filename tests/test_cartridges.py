@@ -75,7 +75,7 @@ def test_training_lowers_the_divergence(start: str, trial: Callable, cartridges:
         assert begun.fitted or not bool(after.bias.any())
 
 
-def test_the_first_entries_are_those_of_the_first_tokens(trial: Callable) -> None:
+def test_the_first_entries_belong_to_the_first_tokens(trial: Callable) -> None:
     _, begun, *_ = trial("first")
     for layer in begun.layers:
         assert layer.positions.unique(dim=1).tolist() == [[[0, 38, 39, 1, 2, 3, 4, 5, 6]]]

@@ -64,7 +64,7 @@ def test_cells_were_executed_once_in_order() -> None:
             assert output.get("name", "stdout") == "stdout", f"code cell {number} has a warning"
 
 
-def test_its_outputs_name_no_place_of_a_machine() -> None:
+def test_outputs_contain_no_local_paths() -> None:
     path = re.compile(r"(?:^|[\s'\"=(])(?:/|~/|[A-Z]:\\)\w")
     assert path.search("saved to /tmp/x") and path.search("'~/x'") and not path.search("a/b and 1 / 2")
     for number, cell in enumerate(cells("code"), 1):
@@ -82,13 +82,13 @@ def test_every_link_leads_somewhere() -> None:
             assert wanted in map(anchor, headings), f"{link}#{wanted}"
 
 
-def test_its_code_is_plain_python() -> None:
+def test_code_cells_are_plain_python() -> None:
     for source in sources("code"):
         compile(source, "a cell", "exec")  # no magics, no shell lines
 
 
 @pytest.mark.slow
-def test_its_claims_hold(tmp_path: Path) -> None:
+def test_the_claims_of_the_notebook_hold(tmp_path: Path) -> None:
     """The cells' own assertions hold; the gap is at most 1e-5 for the record, and large for each damaged record."""
     (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}

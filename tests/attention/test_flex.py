@@ -136,7 +136,7 @@ def another_order(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
-def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
+def test_damaged_tiles_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
     """Control of the compiled forward pass."""
     make = flex.make_tiles
 

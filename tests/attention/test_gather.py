@@ -81,7 +81,7 @@ def other_keys(chunk: QueryChunk) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
-def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_chunks_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the comparison."""
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
@@ -93,7 +93,7 @@ def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
+def test_every_visible_pair_is_computed_once(layout: str, trace_of: Callable) -> None:
     """No other pair, except each query itself. A chunk gathers its tokens and at most its fullest row's entries."""
     evict_at = batched(layout, trace_of).flatten(0, 1)
     wanted = visible_mask(evict_at[:, None])[:, 0]
@@ -108,7 +108,9 @@ def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
 
 
 @pytest.mark.parametrize(("length", "budget", "most"), [(16384, 2048, 0.14), (4096, 256, 0.08), (1056, 256, 0.27)])
-def test_how_much_is_computed(length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computed_pairs_are_close_to_the_visible_pairs(
+    length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With chunks of about a quarter of the budget, the computed pairs are close to the visible ones."""
     monkeypatch.undo()
     evict_at = best(length, budget)[0]

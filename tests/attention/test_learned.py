@@ -84,7 +84,7 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
     assert ((decided == 0) == (torch.arange(S) >= LENGTHS[:, None])[:, None]).all()  # nobody sees padding
 
 
-def test_a_budget_that_is_never_reached_evicts_nothing() -> None:
+def test_a_budget_that_is_never_reached_evicts_no_entry() -> None:
     query, key, value = tensors()
     view = LearnedView([lambda *_: (torch.zeros(B, HKV, S), torch.zeros(HKV))], policy(budget=400), LENGTHS)
     out = view.attend(0, query, key, value, SCALE)

@@ -31,7 +31,7 @@ def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_mask_is_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
+def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
     """Real queries see exactly the keys of the definition and no pad key; of all pads, a pad query sees only itself."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     batch = batch_traces(traces, starts, WIDTH)["evict_at"]

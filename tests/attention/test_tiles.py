@@ -182,7 +182,7 @@ def test_padding_visits_no_tile(trace_of: Callable) -> None:
     assert nobody.visited == 0
 
 
-def test_packed_documents_meet_in_no_tile(trace_of: Callable) -> None:
+def test_no_tile_mixes_packed_documents(trace_of: Callable) -> None:
     """Documents of whole tiles: the number of tiles is the same packed as apart."""
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
@@ -202,7 +202,9 @@ def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
 @pytest.mark.parametrize(("length", "most"), [(16384, 0.19), (32768, 0.12)])
-def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_property: Callable) -> None:
+def test_sorted_tiles_are_close_to_the_visible_pairs(
+    scores: str, length: int, most: float, record_property: Callable
+) -> None:
     """Sorted in segments, near the share of visible pairs; in natural order, far above it."""
     evict_at = scattered(scores, length, 2048)
     natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))

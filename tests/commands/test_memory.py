@@ -135,7 +135,7 @@ def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
     assert counted / 2 < peak.bytes <= counted
 
 
-def test_rows_beyond_a_bound_are_fitted_one_after_another(new_model, monkeypatch):
+def test_rows_beyond_a_bound_are_fitted_in_sequence(new_model, monkeypatch):
     """The results are equal to the last bit."""
     policy = make_policy("am", budget=16, window=4, period=8)
     engine, prompts = HFEngine(new_model("qwen2"), policy), [[i + 1] * 5 for i in range(4)]

@@ -111,7 +111,7 @@ def test_eval_without_problems_prints_the_key_to_set(trained, capsys):
         assert f"sparse-rl eval RECIPE model={place}" in says and "which problems" in says
 
 
-def test_a_run_is_no_recipe(trained, capsys):
+def test_a_run_directory_is_not_a_recipe(trained, capsys):
     assert "its recipe is run/recipe.yaml" in answer(capsys, "train", "run", status=2)
 
 

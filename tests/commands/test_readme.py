@@ -69,7 +69,7 @@ def test_every_link_leads_to_a_file() -> None:
     assert not missing
 
 
-def test_every_command_is_tried_below() -> None:
+def test_every_command_has_a_test() -> None:
     beginnings = [word for word in INSTEAD if any(command.startswith(word) for command in commands())]
     assert beginnings == list(INSTEAD), "a command that the README no longer names"
     unknown = [command for command in commands() if not any(command.startswith(word) for word in INSTEAD)]
@@ -81,7 +81,7 @@ def test_the_recipe_in_the_readme_is_valid() -> None:
     assert make_recipe(yaml.safe_load(text), ["rewards=[math]"]).cache.budget == 128
 
 
-def test_recipes_on_pages_are_recipes(tmp_path: Path) -> None:
+def test_recipes_in_the_docs_are_valid(tmp_path: Path) -> None:
     results = [
         (page, text)
         for page in PAGES
@@ -96,7 +96,7 @@ def test_recipes_on_pages_are_recipes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
+def test_commands_work_in_the_readmes_order(tmp_path: Path) -> None:
     recipe = "kind: grpo\n" + "\n".join(word.replace("=", ": ", 1) for word in TRAINED)
     recipe += f"\noutput_dir: {RUN}\ncache: {{policy: streaming, budget: 40}}\ngradient_checkpointing: false\n"
     (tmp_path / "mine.yaml").write_text(recipe.replace("rollout.engine: hf", "rollout: {engine: hf}"))

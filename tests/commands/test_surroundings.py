@@ -90,7 +90,7 @@ def test_other_exceptions_that_end_a_command(
 
 @pytest.mark.parametrize("name", PROCESS_NUMBERS)
 @pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "²", "9" * 30])
-def test_an_environment_variable_that_is_no_number(
+def test_an_environment_variable_that_is_not_a_number(
     name: str, value: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -113,7 +113,7 @@ def test_numbers_that_cannot_be(
     assert says in fails(capsys, "doctor")
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+def test_a_deleted_working_directory(tmp_path: Path) -> None:
     removed = tmp_path / "gone"
     removed.mkdir()
     done = as_a_process(removed, "doctor", code="import os; os.rmdir(os.getcwd()); ")

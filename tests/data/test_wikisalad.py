@@ -199,7 +199,7 @@ SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"
         (["mix"], [], "invalid choice"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_user_errors_are_one_line(
     words: list[str], content: Any, message: str, file: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     assert main([words[0], file(content, "it.jsonl"), *words[1:]]) == 2

@@ -96,7 +96,7 @@ def test_the_scorers_target(dtype: torch.dtype, shape: tuple[int, int, int], len
     assert check_target.__wrapped__(torch.device("cuda", 0), dtype, shape, length).failure is None
 
 
-def test_the_target_is_taken_by_flex_and_of_one_graph() -> None:
+def test_flex_computes_the_target_with_one_graph() -> None:
     """Under autocast of what the attention has; other lengths of a size, windows and ends compile nothing more."""
     generator = torch.Generator().manual_seed(0)
     assert target_kernel(torch.device("cuda", 0), torch.bfloat16, (4, 2, 64)) == "flex"

@@ -128,7 +128,7 @@ def test_a_correct_kernel_is_chosen(form: Callable, kernel: str, finding: str, d
 
 
 @pytest.mark.parametrize("under", [0.4, 0.5, 0.6])
-def test_another_threshold_shows(under: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_threshold_is_detected(under: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5 itself is similar."""
     right = total_similarity
 
@@ -142,7 +142,7 @@ def test_another_threshold_shows(under: float, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_no_cosine_of_the_check_is_near_a_decision(dim: int) -> None:
+def test_no_cosine_in_the_check_is_near_the_threshold(dim: int) -> None:
     """The only exception is exactly 0.5, which occurs often."""
     keys, _, lengths = drawn_entries(torch.bfloat16, dim)
     for row, length in enumerate(lengths.tolist()):
@@ -152,5 +152,5 @@ def test_no_cosine_of_the_check_is_near_a_decision(dim: int) -> None:
         assert torch.equal(near[0], exact[0]) and exact[0].sum() > 500 and not near[1].any()
 
 
-def test_other_keys_are_torchs() -> None:
+def test_float32_keys_use_torch() -> None:
     assert str(redundancy.redundancy_choice(torch.float32, 128)) == "torch (the keys are float32)"

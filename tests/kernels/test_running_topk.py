@@ -66,7 +66,7 @@ def test_equals_the_heap_on_long_rows(case: dict[str, Any]) -> None:
     ("length", "sinks", "window", "k"),
     [(64, 4, 8, 8), (100, 0, 1, 5), (90, 3, 16, 1), (80, 4, 8, 400), (80, 4, 8, 68), (80, 4, 8, 67), (40, 4, 36, 1)],
 )
-def test_the_mask_is_the_papers(length: int, sinks: int, window: int, k: int, ties: bool) -> None:
+def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k: int, ties: bool) -> None:
     """t < s, or q - t < w, or t is among the k best of E(q) by its priority at q."""
     scores = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length + k), dtype=torch.float64)
     if ties:

@@ -47,7 +47,7 @@ def test_a_cache_block_is_checked_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_registries_name_the_same() -> None:
+def test_the_registries_have_the_same_names() -> None:
     assert list(SCORER_CONFIGS) == list(SCORERS)
     assert all(config.name == name for name, config in [*CONFIGS.items(), *SCORER_CONFIGS.items()])
 

@@ -77,7 +77,7 @@ def test_evicting_before_attending_never_exceeds_the_budget() -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, EvictsBeforeAttending(9)], ids=str)
 @pytest.mark.parametrize("name", ["due", "held", "attended", "most_held", "most_decoding"])
-def test_tensors_are_counted_as_ints_are(schedule: Schedule, name: str) -> None:
+def test_counting_tensors_equals_counting_ints(schedule: Schedule, name: str) -> None:
     count = getattr(schedule, name)
     grid = torch.cartesian_prod(torch.arange(1, 30), torch.arange(1, 60))
     prompt, seen = grid[grid[:, 1] >= grid[:, 0]].unbind(1)

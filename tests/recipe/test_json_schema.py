@@ -68,7 +68,7 @@ def test_the_schema_is_valid(kind: str | None) -> None:
     assert referred == schema["$defs"].keys()
 
 
-def test_a_definition_is_of_one_dataclass() -> None:
+def test_dataclass_names_are_unique() -> None:
     names: set[type] = set(POLICIES.values()) | set(SCORERS.values())
     waiting = [*KINDS.values(), *names]
     while waiting:

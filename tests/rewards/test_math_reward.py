@@ -134,7 +134,7 @@ def processor_time_of_children():
     return used.ru_utime + used.ru_stime
 
 
-def test_a_worker_that_is_shot_is_replaced():
+def test_a_killed_worker_is_replaced():
     reward = MathReward(workers=1)
     pids = []
     for _ in range(3):

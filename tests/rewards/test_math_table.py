@@ -27,14 +27,14 @@ def math_reward() -> MathReward:
 
 
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
-def test_the_verdict_is_a_mathematicians(math_reward: MathReward, table: str, reward: float) -> None:
+def test_verdicts_agree_with_the_table(math_reward: MathReward, table: str, reward: float) -> None:
     golds, completions = zip(*rows(table), strict=True)
     rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
 
 
-def test_the_tables_are_large_and_do_not_repeat_themselves() -> None:
+def test_the_tables_are_large_and_have_no_duplicates() -> None:
     accepted, rejected = rows("accepted"), rows("rejected")
     assert min(len(accepted), len(rejected)) >= 500
     assert max(Counter(accepted + rejected).values()) == 1

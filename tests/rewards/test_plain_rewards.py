@@ -78,13 +78,13 @@ def test_format_boxed(text, reward):
     assert FormatReward()([text, [{"role": "assistant", "content": text}]]) == [reward, reward]
 
 
-def test_format_think_is_trls():
+def test_format_think_equals_the_reward_of_trl():
     texts = ["<think>hm</think> 1", "hm</think> 1", "<think>hm", "<think><think>hm</think> 1"]
     assert FormatReward(style="think")(texts) == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("length", "reward"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
-def test_soft_overlong_is_dapos_ramp(length, reward):
+def test_soft_overlong_equals_the_ramp_of_dapo(length, reward):
     function = SoftOverlongReward(max_completion_len=100, soft_punish_cache=20)
     assert function(["text"], completion_ids=[[1] * length]) == [pytest.approx(reward)]
 
@@ -98,7 +98,7 @@ def test_repetition_counts_repeated_ngrams():
 
 
 @pytest.mark.parametrize("name", ["soft_overlong", "repetition"])
-def test_token_rewards_ask_for_their_column(name):
+def test_token_rewards_require_their_column(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     with pytest.raises(ValueError, match="completion_ids"):
         function(["text"])

@@ -53,7 +53,7 @@ def test_normalisation(text: str, left: str) -> None:
     assert normalised(text) == left
 
 
-def test_normalisation_is_that_of_squads_official_evaluation() -> None:
+def test_normalisation_equals_squads_official_evaluation() -> None:
     """Normalisation equals SQuAD's steps on random texts of the characters and words that the steps change."""
     draw = random.Random(0)
     for _ in range(2000):

@@ -210,7 +210,7 @@ def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, promp
         rollouts_of(model, policy, prompts_of("qwen3", [9]))
 
 
-def test_a_last_eviction_that_is_left_out_shows(model_of: Callable, prompts_of: Callable) -> None:
+def test_a_missing_last_eviction_is_detected(model_of: Callable, prompts_of: Callable) -> None:
     """It is decided before the last token is sampled: an engine that returns its record too early loses it."""
     policy = learned_policy("mlp", B)
     model = with_scorers(model_of("quickstart"), policy)

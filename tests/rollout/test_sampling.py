@@ -66,7 +66,7 @@ def test_tokens_follow_the_distribution(setting: dict) -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_no_draw_falls_outside(uniform: float) -> None:
+def test_a_sampled_token_has_a_positive_probability(uniform: float) -> None:
     """Also at the ends of the unit interval, the sampled token has a positive probability."""
     logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
     draw = torch.tensor([uniform], dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_uniforms_depend_only_on_the_seed() -> None:
     assert [other.at(step) for step in range(100)] != ours[:100]
 
 
-def test_seeds_are_of_seed_prompt_and_sample() -> None:
+def test_seeds_depend_on_seed_prompt_and_sample() -> None:
     cases = [
         (seed, tuple(prompt), i) for seed in (0, 1) for prompt in ([1, 23], [12, 3], [123], [1, 2, 3]) for i in (0, 1)
     ]

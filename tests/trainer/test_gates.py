@@ -48,7 +48,7 @@ def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> None:
+def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> None:
     """The share of open gates rises from near 0 to the half that compression 2 requires, but not at a weight near 0."""
     problems = {"data": {"synthetic": {"task": "running_sum", "size": 8, "split": "evaluation"}}, "every": 30}
     final = train(recipe(validation=problems))

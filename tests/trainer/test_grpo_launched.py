@@ -146,7 +146,7 @@ def test_vllm(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> 
     assert [(line["reward"], line["grad_norm"]) for line in own] == [(x["reward"], x["grad_norm"]) for x in live]
 
 
-def test_stages_agree(command: Callable, tmp_path: Path) -> None:
+def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) -> None:
     """Partitioning the optimizer changes only rounding: the first step's loss and gradient are equal."""
     first = {}
     for stage in (0, 2):

@@ -82,7 +82,7 @@ def test_every_route_requires_the_api_key(
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], []])
-def test_the_key_may_stand_in_the_environment(
+def test_the_key_may_come_from_the_environment(
     words: list[str], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -119,7 +119,7 @@ MINE = socket.gethostname()
         ("127.0.0.1", ["*"], [*LOOPBACK, *FOREIGN], []),
     ],
 )
-def test_a_name_that_is_not_the_servers_is_refused(
+def test_requests_for_another_host_name_are_refused(
     host: str, hosts: list[str], ours: list[str], foreign: list[str], app_of: Callable
 ) -> None:
     """A foreign page can make a name of its own lead to this address, and would read the answers as its own."""
@@ -173,7 +173,7 @@ def test_our_options_must_come_before_the_dashes(words: list[str], app_of: Calla
 
 
 @pytest.mark.parametrize("depth", [90, 3_000, 300_000])
-def test_a_request_that_is_nested_deeply_is_no_error_of_the_server(depth: int, app_of: Callable) -> None:
+def test_a_deeply_nested_request_is_a_client_error(depth: int, app_of: Callable) -> None:
     app, paths = app_of(), ("/invocations", "/v1/completions", "/v1/chat/completions", "/tokenize")
     for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
         request = f'{{"model": "m", "prompt": "1", "structured_outputs": {{"json": {value}}}}}'
@@ -183,7 +183,7 @@ def test_a_request_that_is_nested_deeply_is_no_error_of_the_server(depth: int, a
 
 
 @pytest.mark.parametrize("value", [True, -1, 0.5, "x", [], [1], [{"type": "x"}]])
-def test_a_field_of_a_wrong_type_is_no_error_of_the_server(value: Any, app_of: Callable) -> None:
+def test_a_field_of_a_wrong_type_is_a_client_error(value: Any, app_of: Callable) -> None:
     """vLLM takes this field for a mapping before it is checked, and would answer with status 500."""
     app = app_of()
     for path, text in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": []})):
@@ -197,7 +197,7 @@ VALUES = st.recursive(st.none() | TEXTS, lambda v: st.lists(v, max_size=3) | st.
 
 @given(VALUES)
 @settings(derandomize=True, max_examples=100, deadline=None)
-def test_the_depth_of_a_schema_is_that_of_its_text(value: Any) -> None:
+def test_the_depth_of_a_schema_equals_the_depth_of_its_text(value: Any) -> None:
     from rollout.vllm.compat.clients import _depth
 
     def depth(value: Any) -> int:

@@ -76,7 +76,7 @@ def test_a_stream_ends_with_the_error(server: Server) -> None:
     assert tokens_of(server, GOOD[0])[0]
 
 
-def test_other_mistakes_are_still_the_clients(server: Server) -> None:
+def test_other_errors_are_still_client_errors(server: Server) -> None:
     """The control: a structure that no text fits."""
     answer = failed(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
     assert answer.status_code == 400 and "no text fits the structure" in answer.text

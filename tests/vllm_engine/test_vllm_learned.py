@@ -107,7 +107,7 @@ def test_blocks_of_exactly_b_and_no_preemption(
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-def test_scorers_come_along_with_the_weights(
+def test_scorers_are_updated_with_the_weights(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     """Those of another seed: what is sampled is what a directory that has them gives; and a digest says so."""
@@ -130,7 +130,7 @@ def test_scorers_come_along_with_the_weights(
         engine.load_weights(without)
 
 
-def test_a_directory_with_scorers_is_a_model_as_any_other(
+def test_vllm_loads_a_directory_with_scorers(
     learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     """Under another policy; plain vLLM and transformers do not see the scorers."""
@@ -168,7 +168,7 @@ def test_unsupported_learned_policies_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"multiprocess": True}, {"tensor_parallel": 2}], ids=str)
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
-def test_the_same_from_afar(
+def test_an_engine_in_another_process_gives_the_same_results(
     scorer: str,
     options: dict,
     learned: Callable,

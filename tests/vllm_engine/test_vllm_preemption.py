@@ -65,7 +65,7 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_when_blocks_run_out(
+def test_preemption_without_free_blocks_does_not_change_results(
     exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
     """Blocks vanish while sequences grow, so vLLM preempts them, early and late; in the end nothing is different."""
@@ -94,7 +94,7 @@ def test_when_blocks_run_out(
     [("gkv", (3,)), ("gkv", (100,)), ("tova", (100, 101, 102, 110)), ("h2o", range(20, 120, 10))],
     ids=str,
 )
-def test_after_evictions(
+def test_preemption_around_evictions_does_not_change_results(
     policy_name: str,
     steps: Sequence[int],
     policy_of: Callable,
@@ -142,7 +142,9 @@ def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, 
     assert same(engine.generate(prompts, SAMPLING), wanted)
 
 
-def test_all_at_once(policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable) -> None:
+def test_preemption_of_all_requests_does_not_change_results(
+    policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
+) -> None:
     """vLLM's own reset of running requests: preempted and admitted again in one step."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)

@@ -50,7 +50,7 @@ def served(engine: Any, prompts: Sequence[list[int]], asked: Sequence[dict[str, 
     return [results[i] for i in range(len(prompts))]
 
 
-def test_rows_with_a_seed_are_drawn_without_a_wait() -> None:
+def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
     """As on a GPU: each by its own step, even before its tokens are back; other rows are vLLM's."""
     pytest.importorskip("vllm")
     from rollout.vllm.compat.arguments import KEY
@@ -122,7 +122,7 @@ def test_a_seed_gives_the_tokens_of_a_rollout(
 
 
 @pytest.mark.usefixtures("as_a_server")
-def test_preempted_requests_go_on_with_their_numbers(
+def test_preempted_requests_keep_their_random_numbers(
     policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Callable
 ) -> None:
     """Under a full cache, where what is recomputed is what there was."""

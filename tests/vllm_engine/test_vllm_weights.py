@@ -198,7 +198,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
 
 
-def test_an_engine_apart_gets_all_weights(
+def test_an_engine_in_a_separate_process_gets_all_weights(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
 ) -> None:
     """By the way that engines in processes of their own get them, within this one: as if they were handed over here."""
