@@ -334,7 +334,9 @@ class VLLMEngine:
             missing.discard(name)
             yield name, tensor
         if missing:
-            raise UserError(f"the engine cannot take the weights: not handed over: {', '.join(sorted(missing)[:3])}")
+            raise UserError(
+                f"the engine cannot take the weights: these were not handed over: {', '.join(sorted(missing)[:3])}"
+            )
 
     @cached_property
     def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:

@@ -47,7 +47,7 @@ class Record:
         """
         sinks, window, refitted, queries, ridge, pursuit, paper = settings.tolist()
         if paper:
-            raise TraceError("fit: paper is for comparison only and cannot be replayed; use fit: ridge")
+            raise TraceError("`fit: paper` is only for comparison and cannot be replayed; use `fit: ridge`")
         return cls(int(sinks), int(window), int(refitted), int(queries), ridge, bool(pursuit), False)
 
     @property

@@ -126,7 +126,7 @@ def test_scorers_are_updated_with_the_weights(
         next(iter(own.values())).view(-1)[0].add_(1e-6)
     assert engine.scorer_digests() != head_digests(own)
     without = [(name, weight) for name, weight in other.named_parameters() if "scorers.1" not in name]
-    with pytest.raises(UserError, match=r"not handed over: cache_scorers\.1"):
+    with pytest.raises(UserError, match=r"were not handed over: cache_scorers\.1"):
         engine.load_weights(without)
 
 

@@ -121,7 +121,7 @@ def test_weights_reach_an_engine_in_another_process(
             for name, wrong in wrong_traces(rollouts).items():
                 assert gap(replay_logprobs(model, wrong), rollouts) >= 1e-3, name
     weights = dict(model.named_parameters())
-    with pytest.raises(ValueError, match="not handed over"):
+    with pytest.raises(ValueError, match="were not handed over"):
         engine.load_weights((n, w) for n, w in weights.items() if n != "model.norm.weight")
     with pytest.raises(ValueError, match="nothing"):
         engine.load_weights({**weights, "model.nothing": torch.zeros(1)}.items())

@@ -132,7 +132,7 @@ def test_weights_that_are_refused(
         engine.load_weights((n, w[:-1] if n == missing else w) for n, w in good.items())
     with pytest.raises(ValueError, match="nothing"):
         engine.load_weights([*good.items(), (f"{missing}.nothing", torch.zeros(1))])
-    with pytest.raises(ValueError, match="not handed over"):
+    with pytest.raises(ValueError, match="were not handed over"):
         engine.load_weights((n, w) for n, w in good.items() if n != missing)
     engine.load_weights(good.items())
     assert same(engine.generate(prompts, SAMPLING), wanted)
