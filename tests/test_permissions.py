@@ -36,4 +36,4 @@ def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_pat
     finally:
         assert os.umask(before) == umask  # reading the umask has not changed it
     assert [modes(tmp_path / name) for name in ("traces", "model", "teacher")] == 3 * [{0o666 & ~umask}]
-    assert modes(tmp_path / "plain") == {0o600}  # the control: what safetensors leaves
+    assert modes(tmp_path / "plain") == {0o600}  # the control: the permissions that safetensors sets

@@ -26,7 +26,7 @@ def shown(seen: io.StringIO, columns: int = 100) -> list[str]:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock of the rows, which stands still."""
+    """The clock of the rows; it advances only when a test changes it."""
     time = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: time.now))
     return time

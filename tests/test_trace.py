@@ -182,7 +182,7 @@ def test_statistics_equal_counting(trace: EvictionTrace) -> None:
             for head in range(trace.kv_heads):
                 assert counts[layer, head] == sum(sees(trace, layer, head, at, t) for t in range(at + 1))
     for prompt in range(len(trace) + 1):
-        peaks = [trace.kept_counts(query) for query in range(prompt, len(trace) - 1)]  # of queries of decoding
+        peaks = [trace.kept_counts(query) for query in range(prompt, len(trace) - 1)]  # for decoding queries
         wanted = torch.stack(peaks).amax(0) if peaks else torch.zeros(trace.shape[:2], dtype=torch.int64)
         assert torch.equal(trace.peak_counts(prompt), wanted)
     mean = float(trace.kept_counts().double().mean()) / fed

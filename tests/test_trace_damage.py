@@ -34,7 +34,7 @@ def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
 
 
 def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
-    """True if a file is refused, or holds the data that were written."""
+    """True if a file is refused, or holds the original data."""
     if (computed := read(path)) is None:
         return True
     same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(computed[0], rows, strict=True))

@@ -162,7 +162,7 @@ def test_a_damaged_section_is_refused_with_its_path(
     with safe_open(str(path), framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(tensors, str(path), metadata=metadata)
-    assert len(load_traces(path)) == 3  # control: rewriting alone is no damage
+    assert len(load_traces(path)) == 3  # control: rewriting alone does no damage
     change(tensors)
     save_file(tensors, str(path), metadata={**metadata, "sha256": content_hash(tensors, metadata)})
     with pytest.raises(TraceError, match=says) as caught:

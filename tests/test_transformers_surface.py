@@ -52,7 +52,7 @@ def test_other_names_exist() -> None:
 
 
 def test_the_table_lists_every_name() -> None:
-    """The table names no others."""
+    """The table lists no other names."""
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every tensor that an operator makes, in forward, recomputation and backward, and knows which of
 their storages are still alive. On the CPU the device is the host: the batch of traces, whose place is host memory, is
-told to the mode and not counted.
+passed to the mode as `host` and not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWNED = (torch.bool, torch.int32)  # the dtypes of masks and traces; no other te
 class Alive(TorchDispatchMode):
     """The storages alive of tensors that operators made, by kind.
 
-    `kind` names a new tensor, or says None to ignore it; views of `host` are ignored.
+    `kind` returns the kind of a new tensor, or None to ignore it; views of `host` are ignored.
     """
 
     def __init__(self, kind: Callable[[torch.Tensor], str | None], host: torch.Tensor) -> None:

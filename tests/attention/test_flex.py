@@ -26,7 +26,7 @@ from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
 LENGTHS = (300, 1, 197)
-DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # of packed rows
+DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # lengths of the documents in each packed row
 WIDTH = 300
 ORDERS = pytest.mark.parametrize("in_segments", [False, True], ids=["natural", "sorted"])
 

@@ -128,7 +128,7 @@ def test_short_sequences(length: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operator made."""
+    """Number of elements of the largest tensor that an operator made."""
 
     elements = 0
 

@@ -81,7 +81,7 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
         seen = float(mask[row, :, length - 2].sum(-1).float().mean()) / (length - 1)
         trace = EvictionTrace.recorded(decided[row, None, :, :length])
         assert float(view.retained[0][row]) == pytest.approx(seen) == pytest.approx(trace.retention())
-    assert ((decided == 0) == (torch.arange(S) >= LENGTHS[:, None])[:, None]).all()  # nobody sees padding
+    assert ((decided == 0) == (torch.arange(S) >= LENGTHS[:, None])[:, None]).all()  # no query sees padding
 
 
 def test_a_budget_that_is_never_reached_evicts_no_entry() -> None:

@@ -166,7 +166,7 @@ def test_only_exact_kernels_are_chosen_on_a_gpu(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "3")  # of one visible GPU each
+    monkeypatch.setenv("LOCAL_RANK", "3")  # one visible GPU per process
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
     if chosen is None:
         with pytest.raises(UserError, match=r"^attention_kernel: flex_sorted is not used: .*; use gather$"):

@@ -46,7 +46,7 @@ def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of
             pads = torch.ones(WIDTH, dtype=torch.bool)
             pads[real] = False
             assert not mask[row, :, real][..., pads].any()
-            assert mask[row][:, pads].any(-1).all()  # no empty softmax
+            assert mask[row][:, pads].any(-1).all()  # no softmax over zero keys
     assert not torch.equal(visible_mask(batch[0]), visible_mask(batch[1]))
 
 

@@ -16,7 +16,7 @@ from sparse_rl.kernels import running_topk
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LAYOUTS = ("alone", "right", "left", "packed")
-SEEDS = 45  # of each layout: 180 random cases, and 4 of each policy
+SEEDS = 45  # per layout: 180 random cases in total, and 4 per policy
 BY_QUERY = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 BY_KEY = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
@@ -69,8 +69,8 @@ def check_natural(evict_at: torch.Tensor) -> None:
 
 
 def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
-    """Every visible pair is in a tile that is visited, full ones hold nothing else; what is visited for nothing is of
-    the query's own segment."""
+    """Every visible pair is in a visited tile, and full tiles hold only visible pairs; unnecessary visits are only to
+    tiles of the query's own segment."""
     width = padded(evict_at.shape[-1])
     tiles, truth = make_tiles(evict_at, width, segment), visible(evict_at, width)
     assert torch.equal(tiles.order.sort(-1).values, torch.arange(width).expand_as(tiles.order))

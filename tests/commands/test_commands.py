@@ -149,7 +149,7 @@ def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
     assert main(arguments) == 0
     config, words = started[0]
     assert config.processes == 2 and words == arguments
-    monkeypatch.setenv("RANK", "0")  # a process of the launch trains itself
+    monkeypatch.setenv("RANK", "0")  # a process of the launch runs the training
     monkeypatch.setattr("sparse_rl.commands.train.run_training", lambda prepared, show: "model")
     assert main(arguments) == 0 and len(started) == 1
 
@@ -275,7 +275,7 @@ def test_only_usererror_is_reported_as_the_users_error():
     assert not asked_of_ours(lambda: b"\xff".decode())
     refused = partial(transformers.TrainingArguments, output_dir="out", logging_strategy="never")
     assert not asked_of_ours(refused)
-    assert asked_of_ours(refusals()(refused))  # where the options that it is given are the user's
+    assert asked_of_ours(refusals()(refused))  # in a block in which the user chose the options
 
 
 def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
@@ -414,7 +414,7 @@ def test_the_parts_of_pictures(tmp_path):
 def test_trackio_is_used_only_if_installed(here, capsys, monkeypatch):
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    monkeypatch.setitem(sys.modules, "trackio", None)  # not installed, whatever this machine has
+    monkeypatch.setitem(sys.modules, "trackio", None)  # not installed, even if this machine has it
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "report_to: trackio is not installed; pip install trackio" in fails(
         capsys, "train", "sft.yaml", "--dry-run", "report_to=[trackio]"
@@ -516,8 +516,8 @@ def test_an_interrupted_run_reports_the_interrupt(here, processes):
     pipes = {"stdout": -1, "stderr": -1, "text": True}
     with subprocess.Popen(command, cwd=here, env=environment, start_new_session=True, **pipes) as running:
         assert any(line.startswith("step 1/100000") for line in running.stdout)
-        for _ in range(3):  # C code drops the interrupt now and then, and one presses again
-            os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the launcher and its processes
+        for _ in range(3):  # C code sometimes drops the interrupt, and users press again
+            os.killpg(running.pid, signal.SIGINT)  # to the launcher and its processes, as a terminal does
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _, err = running.communicate(timeout=40)
                 break
@@ -535,7 +535,9 @@ def test_an_option_that_trl_refuses_is_a_user_error(here):
 def test_a_run_is_readable_and_quiet(here):
     (here / "my_rewards.py").write_text(REWARD)
     done = run(here, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
-    lines = [line for line in done.stdout.splitlines() if not line.endswith(" s after the start")]  # of a slow machine
+    lines = [
+        line for line in done.stdout.splitlines() if not line.endswith(" s after the start")
+    ]  # printed on a slow machine
     assert done.returncode == 0, done.stderr
     first_words = ["rollouts:", "attention", "step", "step", "2", "model:", "next:", "next:", "next:"]
     assert [line.split()[0] for line in lines] == first_words, done.stdout

@@ -71,7 +71,7 @@ def test_the_plan_of_contexts(new_model: Callable) -> None:
     items = {item.name: item for item in made.items}
     assert items["context"].device == context_bytes(300, 2, 2, 8, 4)
     assert items["compacted context"].device == context_bytes(150, 2, 2, 8, 4)
-    assert items["reference queries"].device == 600 * 2 * 2 * 8 * 4  # of two query heads to a kv head
+    assert items["reference queries"].device == 600 * 2 * 2 * 8 * 4  # two query heads per kv head
     few = plan(recipe_of({"most_queries": 50}), config, cuda=False).items
     assert next(item.device for item in few if item.name == "reference queries") == 50 * 2 * 2 * 8 * 4
     assert items["compacted context"].note.startswith("evict 0.1 ") and "none " in items["compacted context"].note

@@ -40,7 +40,7 @@ def nothing_is_loaded(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) 
     (here / "long.jsonl").write_text(json.dumps({"prompt": "1" * 1020, "answer": "1"}) + "\n")
     monkeypatch.setattr(load, "load_plain_model", refuse)
     shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # as the command has it, where nobody has imported the library before
+    datasets.disable_progress_bars()  # as in the command, if the library was not imported before
     yield
     if shown:
         datasets.enable_progress_bars()

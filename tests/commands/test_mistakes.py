@@ -76,7 +76,7 @@ def mistakes() -> list[tuple[list[str], str]]:
 
 def test_a_mistake_in_a_shipped_recipe_is_answered_without_the_heavy_libraries(tmp_path: Path) -> None:
     cases = mistakes()
-    control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # nothing is wrong in the recipe itself
+    control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # the recipe itself has no mistake
     done = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)
     assert done.returncode == 0, done.stderr
     *answers, (status, err, heavy, _) = json.loads(done.stdout)

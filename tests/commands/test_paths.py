@@ -60,7 +60,7 @@ def test_every_model_of_a_recipe_may_be_a_run(trained, recipe):
     teacher = ["teacher=run"] if recipe == "distill.yaml" else []
     read = read_recipe(parse(["train", recipe, "model=run", *teacher]))
     assert read.model == "run/model" and (not teacher or read.teacher_model == "run/model")
-    assert read.resolved() | {"model": "run"} != read.resolved()  # what is saved, and compared as it is resumed
+    assert read.resolved() | {"model": "run"} != read.resolved()  # the saved settings, compared when a run is resumed
 
 
 def test_commands_take_a_run_for_a_model(trained, capsys):
@@ -95,7 +95,7 @@ def test_eval_of_a_run_takes_its_held_out_problems(trained, capsys):
     assert (recipe["model"], recipe["accuracy"], recipe["temperature"]) == ("run/model", "boxed", 1.0)
     assert (recipe["max_completion_length"], recipe["dtype"]) == (24, "float32")
     assert "full" in answer(capsys, "eval", "run", "cache=full", "output_dir=full", "samples=1", HF, PATIENT)
-    again = answer(capsys, "eval", "run/eval", "--overwrite", PATIENT)  # what an evaluation was asked, once more
+    again = answer(capsys, "eval", "run/eval", "--overwrite", PATIENT)  # repeat an evaluation with the same settings
     assert again.endswith("run/eval/eval.json\n")
     rows = json.loads((trained / "eval" / "eval.json").read_text())["rows"]
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in report["rows"]]
@@ -207,7 +207,7 @@ def test_plot_of_a_folder_draws_the_runs_below_it(here, capsys):
         (here / place).mkdir(parents=True)
         (here / place / "metrics.jsonl").write_text(logged)
     assert runs_below(Path("many")) == [Path("many/one"), Path("many/two"), Path("many/two/inner")]
-    assert runs_below(Path("many/two")) == [Path("many/two")]  # a run stands for itself
+    assert runs_below(Path("many/two")) == [Path("many/two")]  # a run directory is its own result
     drawn = answer(capsys, "plot", "many", "other/one", "--out", "all.svg").split()
     assert drawn == ["all.svg", "all_gap.svg"]
     assert all(label in Path("all.svg").read_text() for label in ("many/one", "many/two", "two/inner", "other/one"))

@@ -81,7 +81,7 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets are drawn like ratios: rows that differ only in the budget form one line."""
     swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
     swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
-    swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # what h2o makes of no window
+    swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # h2o's default window
     axes = drawn_of(swept, monkeypatch)
     drawn = lines(axes)
     assert [(32, 0.1), (64, 0.4)] in drawn and [(40, 0.3)] in drawn

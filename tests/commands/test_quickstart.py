@@ -113,7 +113,7 @@ def test_a_terminal_shows_all_stages_and_each(tmp_path: Path, monkeypatch: pytes
     assert re.search(r"[\r\n]quickstart +━+ +0:0\d +0/1 stages", text)
     assert re.search(r"\nseed 0: RL-Sparse ━*[╺╸]?━+ 1/2 steps +0:0\d left reward 0.25", text)
     assert "  start  seed 0: RL-Sparse\n" in text and "  done   seed 0: RL-Sparse  step 2  reward 0.50" in text
-    assert text.count("RL-Sparse  step 1") == 0  # no news in lines
+    assert text.count("RL-Sparse  step 1") == 0  # no progress lines on a terminal
 
 
 def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_recipes_in_the_docs_are_valid(tmp_path: Path) -> None:
         (page, text)
         for page in PAGES
         for text in re.findall(r"```yaml\n(kind: .*?)```", page.read_text(encoding="utf-8"), re.S)
-        if "output_dir:" in text  # else it is a part of one
+        if "output_dir:" in text  # without it the block is only part of a recipe
     ]
     assert len(results) >= 5
     for page, text in results:

@@ -129,7 +129,7 @@ def test_a_correct_kernel_is_chosen(form: Callable, kernel: str, finding: str, d
 
 @pytest.mark.parametrize("under", [0.4, 0.5, 0.6])
 def test_another_threshold_is_detected(under: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5 itself is similar."""
+    """A cosine of exactly 0.5 counts as similar."""
     right = total_similarity
 
     def wrong(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Life:
         self.flips += 1
         return recorded
 
-    # ---- what a policy writes -------------------------------------------------------------------------------------
+    # ---- methods that a policy defines --------------------------------------------------------------------------
 
     def scores(self) -> list[dict[int, float]]:
         """Per kv head: competing position -> score."""
@@ -180,7 +180,7 @@ class Life:
             similar = {j: self.cosine(kv, i, j) for j in held if j != i}
             similar = {j: value for j, value in similar.items() if value >= 0.5}
             if similar:
-                del similar[max(similar)]  # the most recent one stands for the others
+                del similar[max(similar)]  # the most recent one represents the others
             for j, value in similar.items():
                 total[j] += value
         weights = {j: math.exp(value / len(held)) for j, value in total.items()}
@@ -273,7 +273,7 @@ class Tova(Life):
 
 
 class MorphKV(Life):
-    """MorphKV: the local score alone."""
+    """MorphKV: only the local score."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128}
 

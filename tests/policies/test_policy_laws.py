@@ -273,7 +273,7 @@ def test_any_policy_at_any_size_equals_its_reference(data: st.DataObject) -> Non
     compare(name, parameters, batch, feed(make_policy(name, **parameters), batch))
 
 
-# ---- what -----------------------------------------------------------------------------------------------------------
+# ---- which entries --------------------------------------------------------------------------------------------------
 
 
 def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:

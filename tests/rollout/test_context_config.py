@@ -277,7 +277,7 @@ def test_heads_in_sequence_equal_heads_at_once(changed: dict, stories: tuple, mo
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
     together = studied.compacted(config)
-    monkeypatch.setattr(compact, "MOST_LOGITS", 2 * TOKENS * min(TOKENS, config.chunk))  # of one head
+    monkeypatch.setattr(compact, "MOST_LOGITS", 2 * TOKENS * min(TOKENS, config.chunk))  # the size for one head
     alone: list[int] = []
     monkeypatch.setattr(Studied, "head", lambda *args, of=Studied.head: alone.append(args[3]) or of(*args))
     for ours, theirs in zip(studied.compacted(config).layers, together.layers, strict=True):

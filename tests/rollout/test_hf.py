@@ -216,7 +216,7 @@ def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) ->
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 17], [9, 3, 30, 5, 12, 7]])
-def test_every_product_has_at_least_least_rows_rows(
+def test_every_product_has_at_least_the_minimum_number_of_rows(
     lengths: list[int], model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     """A single prompt or last row is decoded among at least LEAST_ROWS rows: fewer round differently on a CPU."""

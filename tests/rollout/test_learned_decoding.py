@@ -21,7 +21,7 @@ from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.trace import NEVER, batch_traces
 
 B = 20
-LENGTHS = (1, 7, 20, 21, 70)  # of prompts: one token, within the budget, the budget, one more, and far longer
+LENGTHS = (1, 7, 20, 21, 70)  # prompt lengths: one token, below the budget, the budget, one more, and far longer
 
 
 def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int = 40, **sampling: Any) -> list[Rollout]:

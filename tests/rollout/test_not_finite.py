@@ -51,7 +51,7 @@ def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_mo
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
-    where = 1 if place == "embedding" else 0  # of one token: it spoils the rows that have this token
+    where = 1 if place == "embedding" else 0  # the embedding of one token spoils only the rows with this token
     ways = {
         "sampled": SAMPLING,
         "greedy": replace(SAMPLING, temperature=0),

@@ -1,4 +1,4 @@
-"""The scorers: the chunkwise memory against the recurrent one, what a score may depend on, and how they start."""
+"""The scorers: chunkwise against recurrent memory, the tokens that a score may depend on, and initial values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MLSTMS: list[dict[str, Any]] = [
 
 
 def scorer(**options: Any) -> Any:
-    """With parameters that are far from where they start."""
+    """A scorer with parameters far from their initial values."""
     torch.manual_seed(1)
     made = make_scorer(options, heads=H, dim=D)
     for weight in made.parameters():
@@ -39,7 +39,7 @@ def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
-    """Token by token, with a state of one size."""
+    """Compute the scores token by token, with a state of constant size."""
     x = torch.cat([key, value], dim=-1)
     parts, asks, computed = model.parts(x), model.asks(x), torch.zeros(x.shape[:3])
     state = State.empty((B, H), parts.key.shape[-1], parts.value.shape[-1])
@@ -96,7 +96,7 @@ def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: l
 @torch.no_grad()
 @pytest.mark.parametrize("options", EVERY, ids=str)
 def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
-    """Rows of 20 and 9 tokens in one batch, of which the second goes on as if it had been alone."""
+    """In a batch of rows with 20 and 9 tokens, the second row continues as if it were alone."""
     model = scorer(**({"chunk": 4} if options["name"] == "mlstm" else {}), **options)
     x = torch.cat(tokens(30), dim=-1)
     at = torch.arange(20).expand(B, -1)
@@ -117,7 +117,7 @@ def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("options", MLSTMS, ids=str)
 def test_a_score_follows_the_equations(options: dict) -> None:
-    """Token by token over all before it, in float64 and without a state. Without `norm` no norm is in it."""
+    """Computed per token over all earlier tokens, in float64 and without a state; `norm` false leaves out the norm."""
     model, length, window = scorer(name="mlstm", **options), 24, 5
     x = torch.cat(tokens(length), dim=-1).double()
     query, key, gates, out = (weight.double() for weight in (model.query, model.key, model.gates, model.out))
@@ -154,7 +154,7 @@ def test_a_score_follows_the_equations(options: dict) -> None:
 
 
 def test_the_softcap_bounds_the_gates() -> None:
-    """null leaves them as they are; with the same weights the scores are others."""
+    """null leaves the gates unchanged; the same weights then give different scores."""
     key, value = tokens(40)
     capped, free = scorer(name="mlstm", softcap=1.0), scorer(name="mlstm", softcap=None)
     x = torch.cat([key, value], dim=-1)
@@ -166,7 +166,7 @@ def test_the_softcap_bounds_the_gates() -> None:
 
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
-    """A memory that forgets all at once, or nothing over 3,000 tokens; inputs from e^-15 to e^15, or of any size."""
+    """The memory forgets everything at once, or nothing over 3,000 tokens; inputs of e^-15 to e^15, or of any size."""
     model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
     key, value = tokens(3000)
@@ -178,7 +178,7 @@ def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
-    """Token u is scored at q = u + w. The delayed readout sees all of these, an immediate one nothing after u."""
+    """Token u is scored at q = u + w. The delayed readout sees tokens up to q, an immediate readout none after u."""
     window, length, changed = 5, 40, 22
     key, value = tokens(length)
     others = key.clone()

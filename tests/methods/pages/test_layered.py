@@ -1,4 +1,4 @@
-"""Layers under policies of their own, in the hf engine and the trainer: exact in replay, and what is refused."""
+"""Layers with their own policies, in the hf engine and the trainer: exact replay, and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
 
 
 def changed(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
-    """The rollouts, some sections of their traces changed."""
+    """The rollouts with some sections of their traces changed."""
 
     def make(trace: EvictionTrace) -> EvictionTrace:
         further = {name: sections[name](x) if name in sections else x for name, x in trace.further.items()}
@@ -95,7 +95,7 @@ def test_controls(name: str, sampled: Callable) -> None:
         "nothing opened": changed(rollouts, opened=lambda x: torch.full_like(x, -1)),
         "all layers paged": changed(rollouts, paged_layers=lambda _: torch.arange(layers, dtype=torch.int32)),
     }
-    if layers == 2:  # both of which are paged
+    if layers == 2:  # both layers are paged
         del wrong["all layers paged"]
     with torch.no_grad():
         for control, traces in wrong.items():
@@ -127,7 +127,7 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
         torch.cat(replay_logprobs(model, rollouts)).sum().backward()
         results.append([weight.grad.clone() for weight in model.parameters()])
         assert model.is_gradient_checkpointing is checkpointing
-    assert len(calls) == 5 + 2 * 5  # each layer again, as its gradients are computed
+    assert len(calls) == 5 + 2 * 5  # each layer runs again when its gradients are computed
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].abs().sum() > 0
 
 

@@ -1,4 +1,4 @@
-"""Clustered attention in the hf engine and the trainer: held to its equations, exact in replay, and what is refused."""
+"""Clustered attention in the hf engine and the trainer: equal to its equations, exact in replay; refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def naive(
 ) -> tuple:
     """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, closed_at [P], pi [S].
 
-    given : pi, where it is not to be found: the random one, or one that was rounded
+    given : pi if it is not to be computed: the random pi, or a rounded one
     """
     pages, config = policy.pages, policy.config
     group, length, dim = query.shape
@@ -249,7 +249,7 @@ def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Cal
 def test_replay_of_long_stories_is_exact(
     changed: dict, threads: int, model_of: Callable, record_property: Callable
 ) -> None:
-    """Of 500 tokens, near the most that the trained model reads: its gap is larger than on short texts."""
+    """500 tokens, near the trained model's maximum length; its gap is larger than on short texts."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -274,7 +274,7 @@ def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
 
 
 def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
-    """Each page closes for a query later than it did."""
+    """Copies of the rollouts in which each page closes one query later."""
 
     def late(trace: EvictionTrace) -> EvictionTrace:
         closed_at = trace.further["closed_at"] + 1
@@ -321,7 +321,7 @@ def test_choices_that_rounding_would_change_are_replayed(
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
         mixed = [replace(r, trace=c.trace) for r, c in zip(rollouts, clean, strict=True)]
-        assert gap(replay_logprobs(model, mixed), rollouts) > 1e-3  # what choosing again would cost
+        assert gap(replay_logprobs(model, mixed), rollouts) > 1e-3  # the gap if the trainer chose the pages again
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
@@ -383,7 +383,7 @@ def fed_whole(
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, of all queries, keys and values: through summaries, and not through the choice."""
+    """In float64, for all queries, keys and values: gradients pass through summaries, not through the choice."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
     prompt, total, group, dim = 9, 34, 2, 8
@@ -415,7 +415,7 @@ def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: 
 def test_the_gathered_path_equals_the_masked_path(
     chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged rows, padded on both sides, whatever the chunk."""
+    """For ragged rows, padding on either side, and any chunk size."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", chunk)
     _, rollouts = sampled("qwen2")
     width, generator = 230, torch.Generator().manual_seed(0)
