@@ -35,7 +35,7 @@ def says_what_waits() -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @torch.no_grad()
-def test_only_expected_operations_wait_for_the_device(
+def test_decoding_does_not_wait_and_compactions_wait_a_few_times(
     policy: dict, policy_of: Callable[..., Policy], says_what_waits: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")

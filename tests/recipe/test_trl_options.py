@@ -26,7 +26,7 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), mend
 
 
-def test_every_option_is_the_same_or_ours_or_refused() -> None:
+def test_every_option_of_trl_is_passed_through_replaced_or_refused() -> None:
     from trl import GRPOConfig
 
     theirs = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}

@@ -96,7 +96,7 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
-def test_two_processes_do_the_work_of_one(kind: str, zero: int, seen: Callable) -> None:
+def test_two_processes_do_shared_work_once(kind: str, zero: int, seen: Callable) -> None:
     """Texts are tokenised as often as with one process; resumed checkpoints are hashed once; drops are logged once."""
     alone, without_words, _ = seen(kind, 1, zero=zero)
     together, none, given_words = seen(kind, 2, zero=zero)

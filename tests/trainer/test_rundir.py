@@ -311,7 +311,7 @@ def test_a_default_that_is_written_out_is_no_difference(tmp_path: Path) -> None:
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
-def test_these_keys_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
+def test_keys_that_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
