@@ -256,7 +256,7 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
             assert gap([ours[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_other_views_refuse_refitted_traces(sampled: Callable) -> None:

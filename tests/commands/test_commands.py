@@ -302,7 +302,7 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
         console._report(NotWrittenError(what, why), session)
         messages.append(capsys.readouterr().err.strip().removeprefix("sparse-rl: stopped: "))
     assert messages == ["checkpoint-10 could not be written: a", "", "checkpoint-1 could not be written: a"]
-    session.folder = tmp_path / "error.log"  # a file: nothing can be written into it
+    session.folder = tmp_path / "error.log"  # a file instead of a folder, so writes into it fail
     for error, says in ((NotWrittenError("it", "a"), True), (ReplayGapError("a"), False)):
         console._report(error, session)
         assert bool(capsys.readouterr().err) == says
@@ -471,7 +471,7 @@ def test_a_training_log_is_a_line_to_read():
     assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s"
 
 
-# ---- as a user runs it ---------------------------------------------------------------------------------------------
+# ---- commands in real processes ------------------------------------------------------------------------------------
 
 
 def run(here, *arguments):

@@ -66,7 +66,7 @@ def mistakes() -> list[tuple[list[str], str]]:
             values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
-            if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # there the sweep's budgets count
+            if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # in this recipe the sweep's budgets apply
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
         command = "train" if isinstance(recipe, TrainRecipe) else recipe.kind
         for override, says in (keys[number % len(keys)], values[number % len(values)]):
@@ -74,7 +74,7 @@ def mistakes() -> list[tuple[list[str], str]]:
     return made
 
 
-def test_a_mistake_in_a_shipped_recipe_is_answered_without_the_heavy_libraries(tmp_path: Path) -> None:
+def test_errors_in_shipped_recipes_import_no_heavy_library(tmp_path: Path) -> None:
     cases = mistakes()
     control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # the recipe itself has no mistake
     done = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)

@@ -41,7 +41,7 @@ def trained(here, model, capsys):
     return Path("run")
 
 
-# ---- a run where a model is wanted ---------------------------------------------------------------------------------
+# ---- a run directory as a model ------------------------------------------------------------------------------------
 
 
 def test_a_run_directory_resolves_to_its_model(trained, model, tmp_path):
@@ -115,7 +115,7 @@ def test_a_run_directory_is_not_a_recipe(trained, capsys):
     assert "its recipe is run/recipe.yaml" in answer(capsys, "train", "run", status=2)
 
 
-# ---- nothing is destroyed ------------------------------------------------------------------------------------------
+# ---- no file is overwritten ----------------------------------------------------------------------------------------
 
 
 def contents(folder):
@@ -159,7 +159,7 @@ def test_the_directory_of_a_training_is_never_overwritten(trained, capsys):
     assert contents(trained) == before
 
 
-# ---- what is there -------------------------------------------------------------------------------------------------
+# ---- types of files and folders ------------------------------------------------------------------------------------
 
 
 def test_inspect_describes_runs_models_checkpoints_and_results(trained, here, capsys):

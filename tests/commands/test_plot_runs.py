@@ -55,7 +55,7 @@ def test_pictures_of_several_runs_are_saved_in_the_first_runs_folder(
         written += plot(capsys, *words).split()
     assert len(set(written)) == len(written) == 6 and all(Path(file).is_file() for file in written)
     assert str(one / "plots" / "learning_with_two_grpo.png") in written
-    assert plot(capsys, one, one).split() == written[:2]  # one run, however often it is named
+    assert plot(capsys, one, one).split() == written[:2]  # a run that is named twice counts once
     many = [f"a run with a long name {i}" for i in range(20)]
     whole, but_one = others(many), others(many[:-1])
     assert whole != but_one and len(whole) < 150

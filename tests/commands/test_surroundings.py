@@ -40,7 +40,7 @@ def as_a_process(here: Path, *words: str, code: str = "", **environment: str) ->
     return subprocess.run(command, cwd=here, env=merged, capture_output=True, text=True, timeout=300, errors="replace")
 
 
-# ---- code of the user's --------------------------------------------------------------------------------------------
+# ---- user code -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", RAISED)
@@ -174,7 +174,7 @@ def test_a_run_with_a_closed_output_pipe(here: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "sparse-rl: stopped: the reader of the output has exited\n"
 
 
-# ---- amounts -------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machines", [1, 2])

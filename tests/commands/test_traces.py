@@ -126,7 +126,7 @@ def test_the_line_steps_up_where_pages_close() -> None:
     assert closing_line(torch.tensor([5, 8]), PAGES, 11) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
 
 
-# ---- as commands ----------------------------------------------------------------------------------------------------
+# ---- commands -------------------------------------------------------------------------------------------------------
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
@@ -146,7 +146,7 @@ def test_inspect_shows_pages_of_clustered_traces(here: Path, capsys: pytest.Capt
     assert report["sections"]["opened"]["bytes"] == report["traces"] * report["length"]["mean"] * 2 * 2 * 2 * 2
     assert report["retention"] == {"min": 1, "mean": 1, "max": 1}
     fed = [len(trace) - 1 for trace in load_traces(file)]
-    read = [n - (n - 10) // 4 * 4 for n in fed]  # all but the pages that have closed for the last query
+    read = [n - (n - 10) // 4 * 4 for n in fed]  # except the pages that are closed for the last query
     assert report["unpaged"]["mean"] == pytest.approx(sum(r / n for r, n in zip(read, fed, strict=True)) / len(fed))
     assert report["unpaged_per_head"] == [[round(sum(read) / len(read), 2)] * 2] * 2
     assert report["unpaged_density"][10] == 0 and report["unpaged_density"][-1] == 1

@@ -26,7 +26,7 @@ from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_t
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
 GKV = "cache={policy: gkv, budget: 20, window: 4, period: 8}"
 PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
-OWN: dict[str, dict[str, Any]] = {  # settings that the usual ones do not fit
+OWN: dict[str, dict[str, Any]] = {  # policies that the usual settings do not fit
     "clustered": PAGES,
     "layered": {
         "policy": "layered",
@@ -118,7 +118,7 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
     return EvictionTrace(trace.evict_at.flip(1), further)
 
 
-# ---- the law --------------------------------------------------------------------------------------------------------
+# ---- exact replay ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -225,7 +225,7 @@ def test_attention_in_float32_has_a_wider_bound(
     rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float32 attention is replayed as it was sampled."""
-    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that it is put back
+    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that monkeypatch restores it
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
     assert status == 0 and report["bound"] == 1e-4 and report["largest"] <= 1e-4

@@ -61,7 +61,7 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
     return rows
 
 
-# ---- when and how much ----------------------------------------------------------------------------------------------
+# ---- times and sizes of compactions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 2, 8])

@@ -84,7 +84,7 @@ def test_each_compaction_reports_its_seconds(stories: tuple) -> None:
     assert studied.seconds == contexts[2].seconds
 
 
-# ---- by which queries and scores ------------------------------------------------------------------------------------
+# ---- queries and scores ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [7, TOKENS, 1000])
@@ -141,7 +141,7 @@ def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
     return ((place >= first) & (place < tokens - last)).expand(1, 1, -1)
 
 
-# ---- how many in each layer and head --------------------------------------------------------------------------------
+# ---- number of entries in each layer and head -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

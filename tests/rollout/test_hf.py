@@ -38,7 +38,7 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
     return prompts_of("qwen3", LENGTHS)
 
 
-# ---- how a sequence ends ---------------------------------------------------------------------------------------------
+# ---- ends of sequences -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)

@@ -97,7 +97,7 @@ def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompt
     """For any order of rows, with several samples of one prompt, and after rows have left the batch."""
     policy = learned_policy(scorer, B)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
-    sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at their own times
+    sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at different times
     together = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
     assert len({len(r.completion_ids) for r in together}) > 2
     for place, prompt in enumerate(prompts):

@@ -128,7 +128,7 @@ def test_truncated_support() -> None:
 def test_an_engine_reports_the_distribution_that_it_sampled_from(
     setting: dict, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """logprobs: after temperature, top-k, top-p; model_logprobs: after temperature. Checked with the dense reference."""
+    """logprobs: after temperature, top-k, top-p; model_logprobs: after temperature. Checked by dense reference."""
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=policy_of("morphkv", budget=12, window=4, period=3))
     rollouts = engine.generate(prompts_of("qwen3", [17, 3]), SamplingConfig(20, seed=3, ignore_eos=True, **setting))
