@@ -19,14 +19,14 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head siz
 
 
 def default_engine() -> EngineName:
-    """Engine that `auto` stands for unless the model or the machine rules it out: vllm if it is installed, else hf."""
+    """Return the engine that `auto` means unless the model or the machine rules it out: vllm if installed, else hf."""
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
 def choose_engine(
     rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
 ) -> tuple[EngineName, str]:
-    """Choose the sampling engine. Returns (its name for `make_engine`, the reason for the choice, in words).
+    """Choose the sampling engine. Returns (the engine's name for `make_engine`, the reason for the choice in words).
 
     config : configuration of the model; None means that the engine samples from a live module
     caches : policies under which the engine will sample
@@ -46,7 +46,7 @@ def choose_engine(
 
 
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
-    """Reason why vllm cannot sample here from this model under these policies; None if it can."""
+    """Return why vllm cannot sample on this machine from this model under these policies; None if it can."""
     from sparse_rl.attention.families import cache_shape, family_only_hf
 
     if config is None:

@@ -1,4 +1,4 @@
-"""Configurations of sampling and of the sampling engine. They are read without importing torch."""
+"""Configurations of sampling and of the sampling engine. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeIn
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-"""Names of the engines. In recipes, `auto` stands for one of them."""
+"""Names of the engines. In a recipe, the engine may also be `auto`, which chooses one of these."""
 MOST_GIB = 1_000_000  # upper limit of kv_cache_gb
 ALONE = 0.9  # share of a GPU's memory for an engine that does not share the GPU with training
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights

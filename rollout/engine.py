@@ -27,7 +27,7 @@ LEAST_ROWS = 4
 
 
 def sampling_stage(requests: Sequence[Request], shown: bool) -> AbstractContextManager[Stage]:
-    """Progress stage in which an engine samples these requests, or decodes their given completions."""
+    """Return the progress stage in which an engine samples these requests, or decodes their given completions."""
     name = "decoding" if requests and requests[0].forced is not None else "sampling"
     return stage(name, total=len(requests), unit="sequence", shown=shown)
 
@@ -38,7 +38,7 @@ class Rollout:
 
     prompt_ids, completion_ids : token ids
     logprobs : log-prob of each completion token under the sampling distribution (after temperature, top-p, top-k)
-    model_logprobs : the same before top-p and top-k; replay is compared with these
+    model_logprobs : log-prob of each completion token before top-p and top-k; replay is compared with these log-probs
     trace : eviction trace; len(trace) = prompt + completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (truncated)
 
@@ -60,13 +60,15 @@ class Prefilled(Protocol):
     """Prompts in an engine's cache, one row each, after the evictions at the end of prefill."""
 
     def fork(self, rows: Sequence[int]) -> Prefilled:
-        """Copy these rows, in this order, into a new cache. A row may occur several times."""
+        """Return a copy of the prompts in these rows, in the order of `rows`. A row may occur several times."""
         ...
 
     def queries(self, layer: int) -> Tensor:
-        """Last queries of each row, oldest first: [B, Hq, W, D], where W is the number that the policy scores with.
+        """Return the last W queries of each row in one layer, oldest first: [B, Hq, W, D].
 
-        Raises UserError if the policy does not score with queries.
+        layer : index of the layer
+
+        W is the number of queries that the policy scores with. Raises UserError if it does not score with queries.
         """
         ...
 
@@ -89,8 +91,8 @@ class Engine(Protocol):
         """Sample `sampling.n` completions of each prompt. Returns len(prompts) * n rollouts, prompt-major.
 
         prompts : token ids
-        context : a context compacted by `HFEngine.compact`, which the prompts follow; the rollouts' prompts begin with
-            its tokens. Nothing is evicted after it.
+        context : a context compacted by `HFEngine.compact`; each prompt continues it, and `prompt_ids` of each rollout
+            begins with its tokens. Tokens after the context are never evicted.
 
         Raises UserError on an empty prompt, and NotFiniteError at the first step whose log-prob is not finite.
         """
@@ -112,11 +114,14 @@ class Engine(Protocol):
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Prefill the prompts and return their cache, one row each. Raises UserError if the engine cannot return it."""
+        """Prefill the prompts and return them in a cache with one row per prompt.
+
+        Raises UserError if the engine cannot return its cache.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights in the engine's copy.
+        """Replace weights in the engine's copy of the model.
 
         weights : (name in a Hugging Face checkpoint, tensor [...] of the weight's shape)
 
@@ -125,7 +130,10 @@ class Engine(Protocol):
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Digests of the scorers that the engine samples with, by stored name (kvpop/scorers/base.py); {} if none."""
+        """Return digests of the weights of learned scorers that the engine samples with.
+
+        Keys are the stored names (kvpop/scorers/base.py). Empty if the policy has no scorers.
+        """
         ...
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """Rollouts as files: a folder that holds sampled rollouts, with everything needed to replay them.
 
-    rollouts.json              record of how they were sampled (origin.py)
+    rollouts.json              record of how the rollouts were sampled (origin.py)
     completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
                                if top-p or top-k cut the distribution (else they equal logprobs), and the caller's keys
-    traces-00000.safetensors   the traces of the first lines, and so on; absent if nothing can be evicted
+    traces-00000.safetensors   the traces of the first lines; further files hold those of the next lines. There are no
+                               such files if nothing can be evicted
 
 Log-probs are float32, written with enough digits to be read back bit for bit.
 """
@@ -31,9 +32,9 @@ PART = 64  # number of lines read at a time when there are no trace files
 
 @dataclass(frozen=True)
 class Part:
-    """Some rollouts of a folder.
+    """Some of the rollouts of a folder, on consecutive lines of completions.jsonl.
 
-    file : the file of their traces, or completions.jsonl if there are no trace files
+    file : the file of these rollouts' traces, or completions.jsonl if there are no trace files
     line : line of the first rollout in completions.jsonl, counted from 1
     """
 
@@ -47,8 +48,10 @@ Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
 
 @contextmanager
 def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
-    """Write the files of a folder, replacing those of an earlier call. Yields a function that adds one part: it takes
-    the part's rollouts and, for each, further keys for its line.
+    """Write the files of a folder, replacing the files of an earlier call.
+
+    Yields a function `add(rollouts, further)` that writes one part: the rollouts, and for each rollout a mapping of
+    further keys and values for its line of completions.jsonl.
     """
     for earlier_file in folder.glob(TRACES):
         earlier_file.unlink()
@@ -96,7 +99,8 @@ class RolloutFiles:
     def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
         """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads : numbers of the model, to build the traces of a full cache, which has no trace files
+        layers, kv_heads : the model's numbers of layers and of kv heads; needed to build traces if the folder has no
+            trace files, because nothing could be evicted
 
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
@@ -135,7 +139,9 @@ class RolloutFiles:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
     def _rollout(self, number: int, text: str, trace: EvictionTrace | tuple[int, int], file: Path) -> Rollout:
-        """Rollout of a line. trace : its trace, or (layers, kv heads) under a full cache; file : the trace file"""
+        """Return the rollout of a line. trace : its trace, or (layers, kv heads) if there are no trace files; file :
+        the trace file, for messages
+        """
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:

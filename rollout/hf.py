@@ -1,8 +1,8 @@
 """The reference engine, which other engines must match: plain transformers forward passes over caches that shrink.
 
 Prompts of different lengths are batched; a prompt that is sampled n times is prefilled once. Finished rows are frozen,
-and leave the batch once they make up half of it. All counts are per sequence, so the same prompts give the same tokens
-and traces if they are sampled alone, in a batch or in another order.
+and are removed from the batch once they make up half of it. All counts are per sequence, so a prompt gives the same
+tokens and traces if it is sampled alone, in a batch or in another order.
 
 The engine does not handle text, rewards or training.
 """
@@ -50,7 +50,7 @@ from sparse_rl.trace import EvictionTrace
 
 @dataclass
 class PrefilledPrompts:
-    """Prompts in the cache of this engine; see `Prefilled` in engine.py.
+    """Prefilled prompts in a cache of `HFEngine`; implements `Prefilled` (engine.py).
 
     cache : the cache, one row per prompt
     hidden : [B, hidden size], the decoder's last hidden state at each prompt's last token
@@ -79,7 +79,7 @@ class Row:
 
 
 class HFEngine:
-    """Samples with any policy from any model of the supported families.
+    """Samples from any model of the supported families, under any policy.
 
     Parameters
     ----------
@@ -116,12 +116,12 @@ class HFEngine:
         self.policy = policy.bound_to(self.model)
         self.max_batch = max_batch
         self.progress = progress
-        self.peak_cache_bytes = 0  # most bytes of keys and values during the last run
+        self.peak_cache_bytes = 0  # maximum number of bytes of keys and values during the last run
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """See `Engine.generate`. After a context nothing is evicted, whatever the policy."""
+        """Implement `Engine.generate`. After a context nothing is evicted, under any policy."""
         return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size, context), sampling)
 
     def simulate(
@@ -131,7 +131,7 @@ class HFEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """See `Engine.simulate`."""
+        """Implement `Engine.simulate`."""
         return self._run(
             *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
         )
@@ -144,13 +144,16 @@ class HFEngine:
         counts: Sequence[Sequence[int]] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Context:
-        """Prefill a context and compact it. `generate` and `simulate` can continue the result any number of times.
+        """Prefill a context and return it compacted. `generate` and `simulate` can continue it any number of times.
 
+        tokens : token ids of the context
         study_prompts : prompts about the context, for reference queries of the kind self_study
-        counts : number of entries that each kv head of each layer keeps (budgets.py); None means as in `config`
+        counts : number of entries that each kv head keeps, [layer][kv head] (budgets.py); None means that `config`
+            determines the numbers
         on_stage : called with the name of each stage when it begins
 
-        Raises UserError in the same cases as `study`, and if the head budgets are of another model.
+        Raises UserError if the context is no longer than `first` + `last`, if `config` has the query kind self_study
+        but `study_prompts` is empty, and if the file of head budgets was made for a model of another shape.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
@@ -166,11 +169,14 @@ class HFEngine:
         study_prompts: Sequence[Sequence[int]] = (),
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Studied:
-        """Prefill a context and compute its reference queries.
+        """Prefill a context and compute its reference queries. Returns both, to make compactions of any size from them.
 
-        study_prompts, on_stage : as in `compact`
+        tokens : token ids of the context
+        study_prompts : prompts about the context, for reference queries of the kind self_study
+        on_stage : called with the name of each stage when it begins
 
-        Raises UserError if the context is no longer than `first` + `last`, and for self_study without prompts.
+        Raises UserError if the context is no longer than `first` + `last`, and if `config` has the query kind
+        self_study but `study_prompts` is empty.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         study_ids = token_ids(study_prompts, self.model.config.vocab_size)
@@ -188,7 +194,10 @@ class HFEngine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Put the module in evaluation mode without gradients, and restore its mode afterwards (it may be training)."""
+        """Put the model in evaluation mode and disable gradients in the block, then restore the model's mode.
+
+        A live module may be in training mode.
+        """
         training = self.model.training
         self.model.eval()
         try:
@@ -198,7 +207,10 @@ class HFEngine:
             self.model.train(training)
 
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
-        """See `Engine.prefill`. All prompts form one batch, whatever their number. context : as in `generate`"""
+        """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch.
+
+        context : a compacted context that the prompts continue
+        """
         prompts = token_ids(prompts, self.model.config.vocab_size)
         return self._read(prompts, make_cache(self.policy) if context is None else ContextCache(context))
 
@@ -208,7 +220,7 @@ class HFEngine:
         lengths = [len(p) for p in prompts]
         whole = max(LEAST_ROWS, *lengths)
         piece = cache.piece or whole
-        width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # the last piece too has LEAST_ROWS
+        width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # so that the last piece also has LEAST_ROWS
         # Padded with the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
         last = torch.tensor(lengths, device=device) - 1
@@ -245,7 +257,7 @@ class HFEngine:
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_weights`."""
+        """Implement `Engine.load_weights`."""
         own_weights = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in weights:
@@ -258,7 +270,7 @@ class HFEngine:
                 own_weights[name].copy_(tensor)
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """See `Engine.scorer_digests`."""
+        """Implement `Engine.scorer_digests`."""
         scorers = getattr(self.model, SCORERS, None)
         return {} if scorers is None else head_digests(dict(scorers.named_parameters()))
 
@@ -332,13 +344,13 @@ class HFEngine:
         return prefilled.cache, self._logits(prefilled.hidden)
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
+        """Return the decoder's last hidden states [B, T, hidden size] for token ids [B, T]."""
         decoder = self.model.get_decoder()
         with padded_layers(ids.numel(), ids.device):
             out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
         return out.last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of one position per row."""
+        """Return the logits [B, V] for hidden states [B, hidden size], one position per row."""
         with padded_layers(len(hidden), hidden.device):
             return self.model.get_output_embeddings()(hidden)

@@ -25,7 +25,7 @@ class Origin(Configuration):
     engine, dtype, exact : as in a recipe
     sampling : settings of sampling
     evicts : true if entries can be evicted, so that there are trace files
-    made_by : fingerprint in the traces, by name (`model`, `policy`, ...)
+    made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
     """
 
     model: Text

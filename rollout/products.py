@@ -1,10 +1,9 @@
-"""Layers whose rounding does not depend on the number of rows: on a CPU, in float32.
-
+"""Layers whose rounding does not depend on the number of input rows. This matters only on a CPU, in float32.
 A CPU library sums a matrix product over few rows in a different order than one over many. "Few" depends on the
 processor and the inner size: below 4 rows on some processors, below 8 to 16 on others if the inner size is 172 or more.
 Activations also take a different code path for the last few numbers. An engine decodes few rows, a trainer reads many,
 and a trained model amplifies the difference. So engines pad their inputs with rows of zeros, to a multiple of ROWS. A
-trainer does not need to: only a sequence's last token, which no query sees, stands at the end of its batch.
+trainer need not pad: the last rows of its inputs belong to a sequence's last token, which no later query attends to.
 """
 
 from __future__ import annotations
@@ -23,9 +22,12 @@ ROW_WISE = (F.linear, F.silu)  # a decoder's row-wise functions whose rounding d
 
 
 def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply `function` to x [..., K], padded to a multiple of ROWS rows if x is float32 on a CPU. Returns [..., N].
+    """Apply a row-wise function to the rows of x, padded to a multiple of ROWS rows if x is float32 on a CPU.
 
-    function : a row-wise function from [rows, K] to [rows, N]
+    function : function [rows, K] -> [rows, N], where K and N are its input and output sizes
+    x : [..., K]
+
+    Returns the output for the rows of x without the padding, [..., N].
     """
     rows = x.shape[:-1].numel()
     if x.dtype != torch.float32 or x.device.type != "cpu" or not rows % ROWS:
@@ -35,7 +37,10 @@ def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def padded_layers(rows: int, device: torch.device) -> AbstractContextManager[Any]:
-    """Context manager in which Linear modules and activations over `rows` rows are `padded`."""
+    """Return a context manager in which linear layers and activations use `padded`; no effect if nothing needs padding.
+
+    rows : number of rows of each layer's input in the block
+    """
     return _PaddedLayers() if rows % ROWS and device.type == "cpu" else nullcontext()
 
 

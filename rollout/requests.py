@@ -27,7 +27,7 @@ class Request:
     place : index in the list of rollouts that the engine returns
     prompt : token ids of the prompt, without the context
     max_tokens : maximum length of the completion
-    seed : seed of its uniform numbers
+    seed : seed of the uniform numbers that its tokens are sampled with
     forced : the given completion if the sequence is simulated; None if it is sampled
     context : compacted context that the prompt follows; None if there is none
     """
@@ -41,14 +41,16 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the context and the prompt."""
+        """Token ids of the context, followed by those of the prompt."""
         return self.prompt if self.context is None else [*self.context.tokens, *self.prompt]
 
 
 def requests_to_sample(
     prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int, context: Context | None = None
 ) -> list[Request]:
-    """Requests of `Engine.generate`, prompt-major. A prompt that occurs twice gets different seeds each time.
+    """Return the requests of a call of `Engine.generate`: n per prompt, prompt by prompt.
+
+    A prompt that occurs twice gets different seeds each time.
 
     vocabulary : size of the vocabulary
     """
@@ -71,7 +73,10 @@ def requests_to_simulate(
     vocabulary: int,
     context: Context | None = None,
 ) -> tuple[list[Request], SamplingConfig]:
-    """Requests of `Engine.simulate`, and sampling settings that run to the last token of the longest completion."""
+    """Return the requests of a call of `Engine.simulate`, and settings for decoding their given completions.
+
+    In these settings max_tokens is the length of the longest completion, and no token ends a completion earlier.
+    """
     if len(prompts) != len(completions):
         raise UserError(f"{len(prompts)} prompts but {len(completions)} completions; give one for each prompt")
     forced = token_ids(completions, vocabulary, "completion")
@@ -100,7 +105,7 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
 
 
 def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
-    """Token that a sequence must take at a step, whatever the model predicts; -1 if the token is sampled.
+    """Return the token that a sequence must take at a step, whatever the model predicts; -1 if the token is sampled.
 
     completion : the given completion if the sequence is simulated; after its end the sequence only fills the batch, and
         its token does not matter
@@ -134,15 +139,17 @@ class NotFiniteLogprobError(NotFiniteError):
 
 
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
-    """Seed of one sequence, computed from (seed, prompt, sample index) and not from its place in a batch."""
+    """Return the seed of one sequence, computed from (seed, prompt, sample index), not from its place in a batch."""
     digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def stop_tokens(sampling: SamplingConfig, generation_config: Any, config: Any) -> list[int]:
-    """Tokens that end a completion: `sampling.stop_token_ids`, or else the model's end-of-sequence tokens.
+    """Return the ids of tokens that end a completion: `sampling.stop_token_ids`, or else the model's end-of-sequence
+    tokens, or none if `sampling.ignore_eos`.
 
-    generation_config : the model's generation config, preferred to its `config`; None if it has none
+    generation_config : the model's generation config; None if the model has none
+    config : the model's configuration, used if `generation_config` names no end-of-sequence token
     """
     if sampling.stop_token_ids is not None:
         return list(sampling.stop_token_ids)

@@ -28,7 +28,9 @@ class Uniforms:
         self.number, self.block = -1, [0.0]
 
     def at(self, step: int) -> float:
-        """Uniform number of a step. Steps may repeat; a step of an earlier block restarts the generator."""
+        """Return the uniform number of a step. A step may be asked for again; one in an earlier block of BLOCK numbers
+        restarts the generator.
+        """
         number, place = divmod(step, BLOCK)
         if number < self.number:
             self._begin()
@@ -41,14 +43,14 @@ class Uniforms:
 def sample(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token for each of B rows.
+    """Sample one token for each of B rows.
 
     logits : [B, V]
-    uniform : float64 [B]; None means that each row takes its most likely token
-    forced : int64 [B]; an entry other than -1 replaces the drawn token
+    uniform : float64 [B], one uniform number per row; None means that each row takes its most likely token
+    forced : int64 [B]; a value other than -1 replaces the sampled token
 
-    Returns tokens int64 [B], their log-probs float32 [B] under the sampling distribution, and their log-probs before
-    top-p and top-k. Never waits for the device.
+    Returns the tokens int64 [B], their log-probs float32 [B] under the sampling distribution, and their log-probs
+    float32 [B] before top-p and top-k. Never waits for the device.
     """
     rows = max(1, AT_ONCE // logits.shape[-1]) if logits.is_cpu else len(logits)
     if len(logits) > rows:
@@ -67,7 +69,11 @@ def sample(
 def drawn(
     logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens and return the result of `sample`, given the log-probs [B, V] before and after top-p and top-k."""
+    """Sample tokens from given log-probs, and return the three tensors that `sample` returns.
+
+    logprobs, processed : float32 [B, V], log-probs before and after top-p and top-k
+    uniform, forced : as in `sample`
+    """
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
@@ -81,10 +87,11 @@ def drawn(
 
 
 def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside.
+    """Return log-probs [B, V] restricted by top-k, then by top-p, and renormalised; -inf for all other tokens.
 
-    With top-k, only the best tokens are ranked. The others would only add zeros to the sums, so on a CPU every sum has
-    the same bits as over the whole vocabulary, provided that at least LANES tokens are ranked.
+    Top-p keeps the smallest set of tokens with total probability >= top_p. With top-k, only the best tokens are ranked.
+    The other tokens would only add zeros to the sums, so on a CPU every sum has the same bits as over the whole
+    vocabulary, provided that at least LANES tokens are ranked.
     """
     size = logprobs.shape[-1]
     order = ranking(logprobs, size if top_k is None else min(size, max(top_k, LANES)))
@@ -99,11 +106,13 @@ def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
 
 
 def ranking(logprobs: Tensor, count: int) -> Tensor:
-    """Indices of the `count` best tokens of each row [B, V]: int64 [B, count], best first; of equals, the first index.
+    """Return the indices of the `count` most likely tokens of each row, best first: int64 [B, count].
 
-    The bit pattern of a non-positive float grows as the number falls. A sort key is these bits followed by the token
-    index, so no two keys are equal and every selection algorithm gives this order. On a CPU, NumPy's is far faster
-    than PyTorch's stable sort or top-k.
+    logprobs : float32 [B, V]
+
+    Equal log-probs are ordered by index. The bit pattern of a non-positive float, read as an integer, grows as the
+    number falls. A sort key is these bits followed by the token index, so no two keys are equal, and every selection
+    algorithm gives the same order. On a CPU, NumPy's selection is far faster than PyTorch's stable sort or top-k.
     """
     size = logprobs.shape[-1]
     if count == size and not logprobs.is_cpu:  # a GPU sorts byte by byte, and the keys have twice as many bytes

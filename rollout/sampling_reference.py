@@ -1,5 +1,5 @@
-"""The plain sampler, which `rollout.sampling.sample` must equal, on a CPU bit for bit. It sorts the whole vocabulary.
-
+"""The plain sampler, which sorts the whole vocabulary. `rollout.sampling.sample` must give the same results; on a CPU,
+the same bits.
 Both samplers draw tokens with the same function; they differ in how they compute the distribution.
 """
 
@@ -15,7 +15,7 @@ from rollout.sampling import drawn
 def sample_reference(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the result of `rollout.sampling.sample` from the same arguments, in the plain way."""
+    """Sample one token per row; arguments and results are those of `rollout.sampling.sample`."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
     processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
@@ -23,7 +23,10 @@ def sample_reference(
 
 
 def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside."""
+    """Return log-probs [B, V] restricted by top-k, then by top-p, and renormalised; -inf for all other tokens.
+
+    Top-p keeps the smallest set of tokens with total probability >= top_p.
+    """
     ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
     outside = torch.zeros_like(ranked, dtype=torch.bool)
     if top_k is not None:

@@ -1,6 +1,6 @@
 """Checks the invariant on rollouts on disk: under replay, each sampled token has the log-prob that the sampler gave it.
 
-The replay is compared with `model_logprobs`, which are before top-p and top-k, at the temperature of sampling.
+Replayed log-probs are compared with `model_logprobs`, the log-probs before top-p and top-k at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 8  # maximum number of rows in one forward pass
 class Gap:
     """Statistics of |replayed log-prob - sampled log-prob| over tokens, in nats.
 
-    rollouts, tokens : numbers of compared rollouts and tokens
+    rollouts, tokens : number of compared rollouts, and of compared tokens
     beyond : number of tokens whose gap exceeds the bound
     largest, total : largest gap, and sum of all gaps
     line, token : place of the largest gap: line of completions.jsonl, from 1, and token of its completion, from 0
@@ -65,17 +65,21 @@ class Gap:
 
 
 def default_bound(origin: Origin, dtype: str, device: str) -> float:
-    """Largest gap that passes: the bound of the coarser of the sampler's dtype and the replay's `dtype`."""
+    """Return the largest gap that passes: the larger of the bounds of the sampler's dtype and the replay's `dtype`.
+
+    It is at least INEXACT unless sampler and replay both compute attention exactly, on a CPU.
+    """
     bound = max(BOUNDS[origin.dtype], BOUNDS[dtype])
     return bound if origin.exact and device == "cpu" else max(bound, INEXACT)
 
 
 def check_model(origin: Origin, config: Any, model: str) -> bool:
-    """True if a model's configuration has the same fingerprint as the sampler's.
+    """Return True if a model's configuration has the fingerprint of the model that sampled the rollouts.
 
+    config : the model's configuration
     model : the model's name, for messages
 
-    Raises UserError if the model differs in family, shape or vocabulary, so that replay is impossible.
+    Raises UserError if the two models differ in family, shape or vocabulary, so that replay is impossible.
     """
     ours, theirs = model_fingerprint(config), origin.made_by.get("model", "")
     shape, sampled = ours.rpartition("-")[0], theirs.rpartition("-")[0]
@@ -88,9 +92,12 @@ def check_model(origin: Origin, config: Any, model: str) -> bool:
 
 
 def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path, Gap]]:
-    """Yield the gap of each trace file, in order; under a full cache, of completions.jsonl, some lines at a time.
+    """Replay all rollouts. Yields (file, statistics of its gaps) for each trace file, in order.
 
-    model : an adopted model in evaluation mode
+    If nothing could be evicted, there are no trace files; then completions.jsonl is yielded, once per group of lines.
+
+    model : a model on which `adopt` was called, in evaluation mode
+    bound : largest allowed gap, in nats
 
     Raises UserError if the files are not valid (see `RolloutFiles.parts`) or no view can replay a trace, and
     NotFiniteError if the model gives NaN.
