@@ -190,9 +190,7 @@ def test_a_wrong_value_is_not_repeated(size: int) -> None:
         ("sft", "learning_rate=1" + "0" * 39, "learning_rate: expected a number below"),
     ],
 )
-def test_a_value_that_training_would_fail_on_is_refused_where_its_key_is_declared(
-    kind: str, override: str, says: str
-) -> None:
+def test_values_that_training_would_fail_on_are_refused_by_the_recipe(kind: str, override: str, says: str) -> None:
     line = answer(TEXTS[kind], [override])
     assert isinstance(line, str) and says in line and len(line) < 300, line
 

@@ -62,7 +62,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (POLICY, "float32", ["--no-scheduler-reserve-full-isl"], "without --scheduler-reserve-full-isl"),
     ],
 )
-def test_a_configuration_that_cannot_be_served_is_refused_before_a_process_is_started(
+def test_unservable_configurations_are_refused_before_a_process_starts(
     policy: Any, dtype: str, further: list[str], says: str | None, directory_of: Callable
 ) -> None:
     """Whatever put it there: the options of the command line are looked at before, by name."""
