@@ -36,13 +36,11 @@ from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # nohup ignores the signal, also in the processes that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup makes this process and its children ignore it
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
-TRAINED = {"quickstart": (QUICKSTART, SYMBOLS.index("Q")), "stories260K": (STORIES, 1)}  # and how a text begins
+TRAINED = {"quickstart": (QUICKSTART, SYMBOLS.index("Q")), "stories260K": (STORIES, 1)}  # and the first token of a text
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -140,7 +138,7 @@ def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return flex_attend(*args, in_segments=in_segments, **kwargs)
 
     monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", counting)
-    module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would give the function
+    module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would yield the function
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     return calls
 

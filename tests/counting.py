@@ -63,7 +63,7 @@ class Counted(TorchDispatchMode):
         self.tensor = torch.tensor
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(torch, "tensor", self._tensor)
-        self.patches.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # it knows no meta device
+        self.patches.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # has no meta device
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

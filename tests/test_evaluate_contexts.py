@@ -152,7 +152,7 @@ def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Call
 def test_keys_are_settings_of_the_reading_or_of_the_compaction() -> None:
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
-    assert read | COMPACTION == names and not read & COMPACTION  # a new key is one of either
+    assert read | COMPACTION == names and not read & COMPACTION  # a new key must be in exactly one of the two
 
 
 def test_stages_are_announced(model: str) -> None:

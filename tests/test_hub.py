@@ -104,7 +104,7 @@ def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
         with pytest.raises(UserError, match=f"no directory {NAME}, .*{address} cannot be reached.*HF_HUB_OFFLINE=1"):
             hub.check_available(NAME)
     assert len(asked) == 1 and not constants.HF_HUB_OFFLINE
-    hub.check_available(str(tmp_path))  # a directory needs neither
+    hub.check_available(str(tmp_path))  # a directory needs neither hub nor cache
     fill_cache(tmp_path)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -144,7 +144,7 @@ def test_no_tensor_is_as_large_as_a_mask() -> None:
     q, k, v = random_inputs(1, length)
     with Largest() as largest:
         torch.autograd.grad(gathered_attention(evict_at, q, k, v, SCALE).sum(), (q, k, v))
-    assert largest.elements <= GROUP * KV_HEADS * length * DIM  # a query's; one mask has 1,048,576
+    assert largest.elements <= GROUP * KV_HEADS * length * DIM  # the size of the queries; one mask has 1,048,576
 
 
 @pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])

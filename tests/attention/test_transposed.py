@@ -130,7 +130,7 @@ def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: tor
     return compiled(key.repeat_interleave(2, 1), query, value, lse, first, last, *tiles)
 
 
-@pytest.mark.slow  # a C++ compiler runs
+@pytest.mark.slow  # runs a C++ compiler
 def test_the_compiled_operator_visits_the_lists() -> None:
     """The result is right with the real lists, and wrong with damaged lists."""
     for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):

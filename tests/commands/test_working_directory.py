@@ -16,9 +16,7 @@ from sparse_rl.data.running_sum import save_untrained
 
 ROOT = Path(__file__).parents[2]
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
-CONSOLE_SCRIPT = (
-    "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # the script that pip creates from project.scripts
-)
+CONSOLE_SCRIPT = "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # as pip writes project.scripts
 HOSTILE = "raise SystemExit(f'imported {__name__} from the working directory')\n"
 OWN = """
 import trainer  # ours, wherever it stands

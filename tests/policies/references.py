@@ -325,7 +325,7 @@ class GKV(Life):
 
     def merge(self, history: float | None, local: float) -> float:
         alpha = self.parameters["alpha"]
-        if history is None:  # new, or of the old window
+        if history is None:  # a new entry, or one of the old window
             return local
         match self.parameters["form"]:
             case "max":

@@ -98,7 +98,7 @@ def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: i
             assert bool((positions.diff(dim=-1) > 0).all()), "not in order of position"
             assert int(positions.min()) >= 0 and int(positions.max()) < seen
             own = ((batch.key, layer.keys), (batch.value, layer.values))
-            for own_part, buffer in own[:1] if name == "am" else own:  # which gives them other values
+            for own_part, buffer in own[:1] if name == "am" else own:  # am replaces the values
                 wide = positions[..., None].expand(-1, -1, buffer.shape[-1])
                 assert torch.equal(buffer[row, :, :length], own_part[row].gather(1, wide))
 
@@ -195,7 +195,7 @@ def test_layers_stacked_in_one_call_equal_separate_calls(name: str) -> None:
             shown.append(Entries(**{**vars(entries), **tensors, "state": state}))
             return super().compact(layer, entries)
 
-    for seed in (1, 2):  # two layers, each alone
+    for seed in (1, 2):  # two layers, fed separately
         feed(Listening(policy.config), ragged_batch(seed, [5, 17, 15], [24, 30, 26]))
     assert len(shown) % 2 == 0 and len(shown) > 6
     for one, other in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):

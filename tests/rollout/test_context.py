@@ -136,9 +136,7 @@ def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callabl
         of = {"rms": shares.square().mean(2), "mean": shares.mean(2), "max": shares.amax(2)}[aggregate]
         best = of.topk(round(0.2 * 57), dim=-1).indices.sort(-1).values + 2
         for context in (evicted, matched):
-            assert torch.equal(
-                context.layers[layer].positions[:, :, 3:], best
-            )  # after the part that is left uncompacted
+            assert torch.equal(context.layers[layer].positions[:, :, 3:], best)  # after the uncompacted part
     paper = studied.compacted(replace(config, policy="am", fit="paper"))
     assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 

@@ -37,9 +37,7 @@ def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
     rows, size = cdf.shape
     at = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
     border = (cdf.gather(-1, at) / cdf[:, -1:])[:, 0].clamp(max=1 - 2**-53)
-    uniform = border.nextafter(
-        torch.arange(rows) % 3 - 1 + border
-    )  # the number before the border, the border, the number after it
+    uniform = border.nextafter(torch.arange(rows) % 3 - 1 + border)  # the number before the border, it, the next one
     uniform[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     return uniform.clamp(0, 1 - 2**-53)
 
