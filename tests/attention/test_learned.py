@@ -75,9 +75,7 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
     assert ((out - causal) * real).abs().max() > 1e-2  # the control
     decided = view._decided[0].evict_at
     assert view.retained[0][0] < 1
-    for row, length in enumerate(
-        LENGTHS.tolist()
-    ):  # the entries that the last fed query sees, as its trace records them
+    for row, length in enumerate(LENGTHS.tolist()):  # the entries that the last fed query sees, as in its trace
         seen = float(mask[row, :, length - 2].sum(-1).float().mean()) / (length - 1)
         trace = EvictionTrace.recorded(decided[row, None, :, :length])
         assert float(view.retained[0][row]) == pytest.approx(seen) == pytest.approx(trace.retention())

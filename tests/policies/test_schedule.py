@@ -52,9 +52,7 @@ def test_a_schedule_equals_counting_step_by_step(schedule: Schedule) -> None:
             decoding = max(decoding, attended) if seen > prompt else 0
             assert most <= schedule.most_held(prompt, seen) <= seen
             assert decoding <= schedule.most_decoding(prompt, seen) <= seen
-            if (
-                type(schedule) is not GrowingSchedule
-            ):  # if the number of kept entries is constant, the bound is that number
+            if type(schedule) is not GrowingSchedule:  # with a constant number of kept entries, the bound is exact
                 assert most == schedule.most_held(prompt, seen)
         if schedule.peak is not None:
             assert schedule.peak == max(a for s, a, _, _ in rows if s > max(prompt, schedule.peak))
