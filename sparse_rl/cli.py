@@ -25,7 +25,7 @@ def leave_out_working_directory() -> None:
     """Keep imports from finding the user's own files, such as `rewards/` or `trainer.py`, in the working directory.
 
     `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. If an entry of PYTHONPATH
-    names the directory, it is moved to the end; otherwise it is removed.
+    names the working directory, the directory is moved to the end of sys.path; otherwise it is removed.
     """
     here = Path.cwd()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -27,10 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
+    """A condition on a value, for `Annotated[type, Rule(...)]`.
 
-    If a type has several rules, the first one is part of its description. The others are bounds that are rarely
-    violated; an error mentions such a bound only if the value violates it.
+    If a type has several rules, the first rule is part of the type's description. The other rules are bounds that are
+    rarely violated; an error mentions such a bound only if the value violates it.
+
+    says : words that complete the sentence "expected ..."
+    holds : function that returns True if a value satisfies the rule
     """
 
     says: str
@@ -67,11 +70,11 @@ BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a configuration's values, for error messages. Empty for values that are set in Python."""
+    """Origin of a configuration's values, for error messages. The name is empty for values that are set in Python."""
 
     name: str = ""
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
-    places: Mapping[str, str] = field(default_factory=dict)  # key -> dotted key where it belongs, for suggestions
+    places: Mapping[str, str] = field(default_factory=dict)  # key -> its dotted key in a recipe, for suggestions
 
     def error(self, path: str, message: str, hint: Any = None) -> UserError:
         """Return the error for the value at `path`.
@@ -133,10 +136,14 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
-    """Return `value` as type `hint`. Raises UserError with the key, the expected type and the actual value.
+    """Return `value` converted to the type `hint`.
 
-    A whole number is accepted as a float and, with `promote`, a single value as a list with one item. A type that is
-    not handled here accepts every value.
+    A whole number is accepted as a float. With `promote`, a single value is accepted as a list with one item. A type
+    that this function does not handle accepts every value.
+
+    path : dotted key of the value, for error messages
+
+    Raises UserError with the key, the expected type and the actual value.
     """
     if why := _why_invalid(value):
         raise source.error(path, why)
@@ -186,7 +193,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
 
 
 def _why_invalid(value: Any) -> str | None:
-    """Reason why a value is invalid for every setting; None if it is not."""
+    """Return the reason why a value is invalid for every setting, or None if it may be valid for some setting."""
     if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
         return f"contains a character that no file can hold, {wrong[0]!r}; remove it"
     if isinstance(value, int | float) and LARGEST <= abs(value) < math.inf:
@@ -214,15 +221,16 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
 
 @dataclass(frozen=True)
 class Configuration:
-    """Settings of a component: a frozen dataclass that checks each value against its annotation.
+    """Base class for the settings of a component: a frozen dataclass that checks each value against its annotation.
 
-    A subclass that compares values with each other calls `super().__post_init__()` first.
+    A subclass whose `__post_init__` compares values with each other calls `super().__post_init__()` first.
     """
 
     def __post_init__(self) -> None:
-        """Check and convert each field as if it came from YAML: a whole number to float, a mapping to a configuration.
+        """Check and convert each field as if its value came from YAML.
 
-        Raises UserError with the field as its key.
+        For example, a whole number becomes a float, and a mapping becomes a configuration. Raises UserError for an
+        invalid value, with the field's name as the key.
         """
         cls: Any = type(self)
         for f in dataclasses.fields(self):
@@ -237,8 +245,9 @@ class Configuration:
 class NamedConfiguration(Configuration):
     """A member of a family of configurations, chosen by name: {policy: gkv, budget: 512}, or just the name.
 
-    A family is a direct subclass. It defines the word for its members in errors (`family`, "cache policy"), the key
-    that holds the name in a block (`name_key`, "policy"), and its members.
+    A family is a direct subclass of this class. The family defines the word that errors use for its members (`family`,
+    such as "cache policy"), the key of a block that holds the member's name (`name_key`, such as "policy"), and its
+    members.
     """
 
     family: ClassVar[str]
@@ -247,12 +256,16 @@ class NamedConfiguration(Configuration):
 
     @classmethod
     def members(cls) -> Mapping[str, type[Any]]:
-        """Classes of the family, by name."""
+        """Return the family's members: name -> class."""
         raise NotImplementedError
 
     @classmethod
     def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
-        """Return the class that a block names. Raises UserError if it is unknown or lacks one of the block's keys."""
+        """Return the class that a block names.
+
+        Raises UserError if the block has no name, if the name is unknown, or if the class lacks one of the block's
+        keys.
+        """
         members = cls.members()
         if cls.name_key not in block:
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
@@ -272,10 +285,11 @@ class NamedConfiguration(Configuration):
     def from_block(cls, block: Any, path: str = "", source: Source | None = None) -> Self:
         """Return the configuration that a block describes. A block that already is a configuration is returned as is.
 
-        path, source : position of the block, for errors; without a source, errors start with the member's name
+        path : dotted key of the block, for error messages
+        source : origin of the block, for error messages; without a source, errors start with the member's name
 
-        Raises UserError in one line for a missing or unknown name, an unknown parameter (with the nearest valid one), a
-        missing parameter, or a value out of range.
+        Raises UserError in one line for a missing or unknown name, an unknown parameter (with the nearest valid
+        parameter), a missing parameter, or a value out of range.
         """
         if isinstance(block, cls):
             return block
@@ -292,25 +306,28 @@ class NamedConfiguration(Configuration):
         return build(member, parameters, path, source or Source(member.name))
 
     def as_block(self) -> dict[str, Any]:
-        """Return the configuration as a block of plain values; from_block(block) == self."""
+        """Return the configuration as a block of plain values, so that from_block(block) == self."""
         return {self.name_key: self.name, **as_mapping(self)}
 
 
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a field for a component's configuration whose keys appear in YAML beside the dataclass's own keys.
+    """Declare a dataclass field that holds a component's configuration.
 
-    default_factory : creates the configuration that supplies the defaults; omitted if some of its keys are required
+    In YAML, the keys of that configuration appear at the same level as the dataclass's own keys.
+
+    default_factory : function that creates the configuration with its defaults; omitted if the configuration has
+        required keys
     """
     return field(default_factory=default_factory, metadata={"flat": True})
 
 
 def flat_fields(cls: type) -> dict[str, type]:
-    """Return the `flat` fields of a dataclass: name -> the dataclass that the field holds."""
+    """Return the `flat` fields of a dataclass: field name -> the dataclass that the field holds."""
     return {f.name: _hints(cls)[f.name] for f in dataclasses.fields(cls) if f.metadata.get("flat")}
 
 
 def own_fields(cls: type) -> dict[str, Any]:
-    """Return the keys that YAML may set in a dataclass, without those of its `flat` fields: key -> type."""
+    """Return the keys that YAML may set in a dataclass, without the keys of its `flat` fields: key -> type."""
     settable = (f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True))
     return {f.name: _hints(cls)[f.name] for f in settable if not f.metadata.get("flat")}
 
@@ -321,7 +338,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def yaml_fields(cls: type) -> dict[str, Any]:
-    """Return the keys that YAML may set in a dataclass, including those of its `flat` fields: key -> type."""
+    """Return the keys that YAML may set in a dataclass, including the keys of its `flat` fields: key -> type."""
     hints = own_fields(cls)
     for name, flat_class in flat_fields(cls).items():
         inner = yaml_fields(flat_class)
@@ -331,7 +348,7 @@ def yaml_fields(cls: type) -> dict[str, Any]:
 
 
 def as_mapping(configuration: Any) -> dict[str, Any]:
-    """Return a dataclass as the plain data of its YAML, with the keys of `flat` fields beside the others."""
+    """Return a dataclass instance as the plain data of its YAML, with the keys of `flat` fields at the same level."""
     values: dict[str, Any] = {}
     for f in dataclasses.fields(configuration):
         value = getattr(configuration, f.name)
@@ -353,7 +370,10 @@ def _plain(value: Any) -> Any:
 
 
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
-    """Return the error for an unknown key. It lists names of `valid` and may suggest names of `valid` and `also`."""
+    """Return the error for an unknown key.
+
+    The error lists names in `valid`, and may suggest a name in `valid` or `also`.
+    """
     valid = list(valid)
     if key in source.places:
         place = source.places[key]
@@ -370,10 +390,11 @@ def build(
 ) -> T:
     """Create an instance of a dataclass from a mapping; `given` sets fields that YAML cannot set.
 
+    path, source : dotted key and origin of the mapping, for error messages
     also : further keys that an error may suggest, but does not list
 
-    Raises UserError for an unknown or missing key, a value of the wrong type, and any UserError of the dataclass's own
-    `__post_init__` (whose key is relative to this block).
+    Raises UserError for an unknown or missing key, for a value of the wrong type, and if the dataclass's own
+    `__post_init__` raises UserError, whose key is relative to this block.
     """
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""

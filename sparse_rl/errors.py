@@ -5,8 +5,8 @@
     StoppedError   a valid run that cannot continue: one line; exit status 1, or 2 for NotFiniteError, whose cause
                    (weights or dtype) the user can fix
 
-Any other exception is a bug of ours and is shown with its traceback. So code that calls a library or a user's function
-converts the errors that the user can fix into UserError.
+Any other exception is a bug in this project and is shown with its traceback. Code that calls a library or a user's
+function therefore converts the errors that the user can fix into UserError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def one_line(text: object, most: int = LONGEST) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Reason for a library's failure: the first line of its message, plus the second if the first ends with a colon."""
+    """Return the reason for a library's failure.
+
+    The reason is the first line of the error's message, plus the second line if the first one ends with a colon.
+    """
     first, _, rest = str(error).strip().partition("\n")
     first += f" {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else ""
     return one_line(
@@ -36,7 +39,7 @@ def reason(error: BaseException) -> str:
 
 
 def unread(error: OSError | ValueError) -> str:
-    """Reason why a file cannot be read, for a message that already names the file."""
+    """Return the reason why a file cannot be read, for a message that already names the file."""
     return (error.strerror if isinstance(error, OSError) else None) or reason(error)
 
 
@@ -69,9 +72,9 @@ class NotWrittenError(StoppedError):
 
 
 def without_room(error: BaseException | None) -> OSError | None:
-    """Find the OSError of a write without room (full disk, quota, file size limit) in the chain of causes of `error`.
+    """Return the OSError in the chain of causes of `error` that reports a write without room, or None.
 
-    Returns None if there is none.
+    A write has no room if the disk is full, or a quota or the limit of the file size is reached.
     """
     while error is not None and not (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)):
         error = error.__cause__ or error.__context__
@@ -99,7 +102,7 @@ def nearest_few(word: str, valid: Iterable[str], most: int = 4) -> str:
 
 
 def listed(valid: Iterable[str], word: Any = "") -> str:
-    """List valid names for an error message; if the list is long, only those most similar to `word` and a count."""
+    """List valid names for an error message. A long list is cut to the names most similar to `word`, plus a count."""
     names = list(valid)
     text = ", ".join(names)
     return text if len(text) <= MOST_LISTED else nearest_few(str(word), names)

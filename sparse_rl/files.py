@@ -17,7 +17,7 @@ MOST_TEXT = 2**30  # bytes of a text or results file
 def check_readable(file: str | Path, most: int = MOST_JSON) -> None:
     """Raise UserError for a device or a pipe, which may be endless, and for a file of more than `most` bytes.
 
-    Raises OSError as `os.stat` does, and IsADirectoryError for a directory.
+    Raises OSError if `os.stat` fails, and IsADirectoryError for a directory.
     """
     status = os.stat(file)
     if stat.S_ISDIR(status.st_mode):
@@ -31,7 +31,8 @@ def check_readable(file: str | Path, most: int = MOST_JSON) -> None:
 def read_text(file: str | Path, most: int = MOST_JSON) -> str:
     """Return the UTF-8 text of a regular file of at most `most` bytes, with every line ending as \\n.
 
-    Raises OSError, UnicodeDecodeError, UserError.
+    Raises OSError if the file cannot be read, UnicodeDecodeError if it is not UTF-8, and UserError if it is no regular
+    file or is too large.
     """
     check_readable(file, most)
     with Path(file).open("rb") as opened:

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-FIRST_SIGN = 20.0  # without a terminal: seconds until the first sign of life; each further interval is twice as long
+FIRST_SIGN = 20.0  # without a terminal: seconds until the first progress line; each further interval is twice as long
 WIDE, NARROW = 80, 60  # terminal columns: from WIDE on the bar is long, below NARROW there is none
 LONGEST = 40  # maximum characters of the name of the thing that is loaded, checked or saved
 
@@ -42,7 +42,7 @@ class Stage:
         self.advanced = self.start
 
     def advance(self, by: int = 1) -> None:
-        """Add `by` finished units; `by` may be negative."""
+        """Add `by` to the number of finished units; `by` may be negative."""
         if by:
             self.done, self.advanced = self.done + by, time.monotonic()
 
@@ -75,7 +75,7 @@ class Stage:
 class Screen:
     """The rows of this process.
 
-    console : console to draw on; by default stdout, if it is a terminal when the first row appears
+    console : console to draw on; by default stdout, if stdout is a terminal when the first row appears
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -89,7 +89,7 @@ class Screen:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Mark that a command runs in this block: elapsed seconds count from now, across all its stages."""
+        """Mark that a command runs in this block: the elapsed time of progress lines counts from now, over all stages."""
         self._begin()
         self.in_command = True
         try:
@@ -102,7 +102,7 @@ class Screen:
         self.next_sign = self.start + FIRST_SIGN
 
     def heard(self) -> None:
-        """Stop the signs of life, because the command prints output of its own from now on."""
+        """Stop the occasional progress lines, because the command prints output of its own from now on."""
         self.next_sign = float("inf")
 
     @contextmanager
@@ -150,7 +150,7 @@ class Screen:
         self.drawn = None
 
     def _live(self, over: threading.Event) -> None:
-        """Print a line 20 s, 60 s, 140 s, ... after the start."""
+        """Print a progress line 20 s, 60 s, 140 s, ... after the start, until `over` is set."""
         while not over.wait(max(0.0, min(self.next_sign - time.monotonic(), FIRST_SIGN))):
             now = time.monotonic()
             with self.lock, suppress(OSError):  # stdout may be a closed pipe
@@ -161,10 +161,10 @@ class Screen:
 
 
 class Above:
-    """A stream that prints lines above a screen's rows, and passes them through when there are no rows.
+    """A stream that prints lines above a screen's rows, and passes text through unchanged when there are no rows.
 
-    A library may keep a reference to this stream forever. If a line is overwritten by carriage returns, as progress
-    bars do, only its last state is shown.
+    A library may keep a reference to this stream forever. If a library overwrites a line by carriage returns, as
+    progress bars do, only the line's last state is shown.
     """
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
@@ -184,7 +184,7 @@ class Above:
         return len(text)
 
     def end(self) -> None:
-        """Print the pending text, which has no newline yet."""
+        """Print the text after the last newline, if there is any, as a line of its own."""
         if self.waiting.strip():
             self._print(self.waiting)
         self.waiting = ""
@@ -240,7 +240,7 @@ class Part(ProgressColumn):
 
 
 class Bar(BarColumn):
-    """The progress bar of a stage; without a total it moves back and forth."""
+    """The progress bar of a stage; the bar moves back and forth if the stage has no total."""
 
     def render(self, task: Task) -> ProgressBar:
         task.completed = task.fields["row"].done
@@ -278,9 +278,11 @@ def stage(
 ) -> Iterator[Stage]:
     """Show a stage until the end of the block.
 
-    name : loading, sampling, training, ...; what : object of the stage, if there is no `total`
-    total, unit : number of units to do, and the unit's name in the singular; done : units that are already done
-    shown : False hides the row; in a launch, every process but the first hides it anyway
+    name : activity, such as loading, sampling or training
+    what : object of the stage, such as a file; used if there is no `total`
+    total, unit : number of units to do, and the unit's name in the singular
+    done : number of units that are already done
+    shown : False hides the stage's row; in a launch, every process but the first hides the row anyway
     """
     row = Stage(name, what, total, unit, done)
     visible = shown and os.environ.get("RANK", "0") == "0"

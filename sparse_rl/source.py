@@ -1,6 +1,6 @@
 """Install sources of sparse-rl and of the supported vLLM version. sparse-rl is not on any package index."""
 
-URL = ""  # the repository's URL for pip, "git+https://..."; empty means unpublished: installing needs a checkout
+URL = ""  # the repository's URL for pip, "git+https://..."; empty if unpublished, so that installing needs a checkout
 VLLM = "0.31.*"
 INSTALL_VLLM = f'pip install "vllm=={VLLM}"'
 

@@ -1,8 +1,8 @@
-"""Temporary files: one folder per command, shared with the processes it starts, in the system's temporary directory.
+"""Temporary files: one folder per command in the system's temporary directory, shared with the command's processes.
 
-The folder is removed when the command ends. A killed command cannot remove its folder, so the next command does. Each
-process that uses a folder holds a lock in it. The kernel releases the lock when the process ends, so an unlocked
-folder is unused.
+The folder is removed when the command ends. A killed command cannot remove its folder, so the next command removes the
+folder. Each process that uses a folder holds a lock on a file in the folder. The kernel releases the lock when the
+process ends, so an unlocked folder is unused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ FOLDER = "SPARSE_RL_TEMPORARY_FOLDER"  # environment variable, read by the proce
 
 @cache
 def temporary_folder() -> str:
-    """Return the folder of this process, or of the command that started it. Removes the folders of killed commands."""
+    """Return the temporary folder of this process, or of the command that started this process.
+
+    A new folder is created only after the folders of killed commands have been removed.
+    """
     inherited = os.environ.get(FOLDER)
     if inherited is not None and _take_lock(Path(inherited) / LOCK):
         return inherited

@@ -24,9 +24,9 @@ def plot_accuracy(
     title: str = "Accuracy",
     method_of: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Path:
-    """Draw two bars per method: its mean accuracy under the small cache and, paler, with a full cache.
+    """Draw two bars per method: its mean accuracy under the small cache and, in a paler colour, with a full cache.
 
-    Several seeds are drawn as one dot each.
+    If a method has several seeds, a dot on the bar shows the accuracy of each seed.
 
     methods : name -> (accuracies under the small cache, accuracies with a full cache), one value in [0, 1] per seed
     method_of : name -> name of the method in drawing.COLOURS

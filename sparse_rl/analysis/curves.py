@@ -34,9 +34,10 @@ def plot_metric(
     title: str = "",
     method_of: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Path:
-    """Draw a metric against the step, one faint line per run with logged values, and a bold one with a moving average.
+    """Draw a metric against the step: for each run a faint line of the logged values, and a bold line of their average.
 
-    The average spans 15 % of the run. If a run is too short for it, only the logged values are drawn, as a bold line.
+    The average is a moving average over 15 % of the run. If a run is too short to be averaged, only its logged values
+    are drawn, as a bold line.
 
     metric : name in METRICS, or key of metrics.jsonl
     method_of : run -> name of its method in drawing.COLOURS
@@ -72,7 +73,7 @@ def plot_gap(
 ) -> Path:
     """Draw |log p_trainer - log p_sampler| of sampled tokens against the step, on a log scale.
 
-    Solid lines are means, dotted lines maxima. Raises UserError if no run has logged the gap.
+    Solid lines show the mean over tokens, dotted lines the maximum. Raises UserError if no run has logged the gap.
     """
     means = logged_series(runs, "replay/gap_mean")
     drawn = {run: (points, _series(runs[run], "replay/gap_max")) for run, points in means.items()}
@@ -98,20 +99,25 @@ def plot_gap(
 
 
 def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple[int, float]]]:
-    """Return run -> (step, value) pairs of a metric, for runs that have logged it. Raises UserError if none has."""
+    """Return the logged values of a metric: run -> list of (step, value), for the runs that have logged the metric.
+
+    Raises UserError if no run has logged the metric.
+    """
     key, _ = METRICS.get(metric, (metric, metric))
     series_of = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
     if not series_of:
         where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
         logged = {name for folder in runs.values() for name in logged_metrics(folder)}
         drawable = {name for name, (key, _) in METRICS.items() if key in logged}
-        hint = f"the nearest names are {nearest_few(metric, drawable | logged)}" if logged else "no metric is logged there"
+        hint = (
+            f"the nearest names are {nearest_few(metric, drawable | logged)}" if logged else "no metric is logged there"
+        )
         raise UserError(f"no {one_line(metric, 60)} in the metrics of {where}; {hint}", "--metric")
     return series_of
 
 
 def has_line(runs: Mapping[str, Path], metric: str) -> bool:
-    """True if some run has logged a metric in two steps. Raises UserError if no run has logged it."""
+    """True if some run has logged a metric in at least two steps. Raises UserError if no run has logged the metric."""
     return any(len(dict(points)) > 1 for points in logged_series(runs, metric).values())
 
 
@@ -140,7 +146,10 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return label -> run directory. A label is the shortest end of the path that differs from all others."""
+    """Return label -> run directory.
+
+    A label is the last names of the path of the run directory, just as many as make all labels different.
+    """
     full = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     for depth in range(1, max(len(path.parts) for path in full) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in full]
@@ -150,7 +159,7 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def logged_metrics(folder: Path) -> set[str]:
-    """Return the keys of a run's metrics.jsonl that hold numbers; empty if there is no such file."""
+    """Return the keys of a run's metrics.jsonl that hold numbers; an empty set if there is no such file."""
     return {key for line in read_metrics(folder) for key, value in line.items() if key != "step" and _is_drawn(value)}
 
 

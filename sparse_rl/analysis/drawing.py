@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from sparse_rl.errors import UserError, one_line
 
-# The colour of each method in all pictures. The first ones are those of Okabe and Ito, which colour-blind readers can
-# tell apart.
+# The colour of each method in all pictures. The first colours are from the palette of Okabe and Ito, which colour-blind
+# readers can tell apart.
 COLOURS = {
     # cache policies, and runs that sample under them
     "streaming": "#0072B2",
@@ -41,10 +41,10 @@ COLOURS = {
     "sft": "#808080",
     "mismatched": "#D55E00",
 }
-SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # of the lines of one method: above 0 towards white, below 0 towards black
-MARKERS = "os^Dv"  # of the lines of one method
+SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # weights for `shade`, one for each line of a method
+MARKERS = "os^Dv"  # one for each line of a method
 GREY = "#999999"  # for elements that are not methods, such as edges and single layers
-LABEL_WIDTH = 20  # characters after which the name of a line is wrapped
+LABEL_WIDTH = 20  # maximum number of characters in a row of a line's wrapped name
 TITLE_WIDTH = 66
 STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
@@ -62,10 +62,10 @@ STYLE: Any = {
 
 
 def method_colours(methods: Sequence[str | None]) -> list[str]:
-    """Return a colour for each line, given its method: its colour in COLOURS, or shades of it for several lines.
+    """Return a colour for each line, given the lines' methods.
 
-    Methods that are not in COLOURS, and None (an unknown method), get colours that no other line has, as long as some
-    are left.
+    A line has its method's colour in COLOURS, or a shade of that colour if several lines have the same method. A line
+    whose method is not in COLOURS, or is None (unknown), gets a colour that no other line has, unless none is left.
     """
     spare = cycle(colour for name, colour in COLOURS.items() if name not in methods and name != "none")
     shades = {method: cycle(SHADES) for method in methods}
@@ -73,14 +73,17 @@ def method_colours(methods: Sequence[str | None]) -> list[str]:
 
 
 def shade(colour: str, weight: float) -> str:
-    """Return a colour moved towards white (weight above 0) or black (weight below 0)."""
+    """Return a colour mixed with white (weight above 0) or black (weight below 0) by the share |weight|."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     end = 255 if weight > 0 else 0
     return "#" + "".join(f"{round(part + (end - part) * abs(weight)):02X}" for part in parts)
 
 
 def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the name of the policy that made traces (None if unknown), and a description with its budget, if any."""
+    """Return the name of the policy that made traces (None if unknown), and a description with the budget, if any.
+
+    fingerprint : fingerprint of the file of traces
+    """
     try:
         block = json.loads(fingerprint.get("policy", "{}"))
         name, budget = str(block["policy"]), block.get("budget")
@@ -104,7 +107,7 @@ def whole_steps(axes: Any) -> None:
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
-    """Write a wrapped name at the end of each line instead of a legend, and move names apart that would overlap.
+    """Write each line's wrapped name at its end, in place of a legend, and move apart names that would overlap.
 
     ends : (x, y, name, colour) of the end of each line
     size : font size in points
@@ -131,7 +134,10 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
 
 
 def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
-    """Move ascending centres apart until none of the sizes overlap: upwards, then downwards if they pass the top."""
+    """Return the ascending centres, moved apart until items of the given sizes do not overlap.
+
+    Centres are moved upwards, and then downwards if the last one has passed `top`.
+    """
     moved = list(centres)
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)
@@ -143,7 +149,7 @@ def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:
-    """Write a figure in the format of the suffix, and close it. Raises UserError if it cannot be written."""
+    """Write a figure in the file format of the suffix, and close the figure. Raises UserError if writing fails."""
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,10 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
 
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:
-    """Return a label for each row's cache: policy and size, plus parameters that differ if these are equal."""
+    """Return a label for each row's cache: its policy and its size (budget or ratio).
+
+    If several rows have the same policy and size, the labels also give the parameters that differ between these rows.
+    """
     sizes = [row.budget or row.parameters.get("ratio") for row in rows]
     labels = [row.policy + (f" {size}" if size else "") for row, size in zip(rows, sizes, strict=True)]
     result = []
@@ -79,7 +82,7 @@ def cache_labels(rows: Sequence[Any]) -> list[str]:
 
 
 def _further(row: Any, name: str) -> str:
-    """Format the accuracy by a further score, with its number of problems if that differs from the row's own."""
+    """Format the accuracy by a further score, with the number of scored problems if it differs from `row.problems`."""
     score = row.further_accuracy[name]
     count = "" if score.problems == row.problems else f" ({score.problems})"
     return _percent(score.accuracy, score.standard_error) + count

@@ -1,4 +1,4 @@
-"""Pages that the queries of clustered attention opened: numbers, and a map."""
+"""Statistics and a map of the pages that the queries of clustered attention opened."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ FINEST = 250  # maximum number of cells in a row or column of the map, so that e
 
 
 def records_pages(trace: EvictionTrace) -> bool:
-    """True if pages close in some layers. The tokens of closed pages are held, but read through summaries."""
+    """True if pages close in some layers. The tokens of a closed page are held, but read through the page's summary."""
     return "closed_at" in trace.further
 
 
 def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Tensor:
-    """Return sums over kv heads and over all queries that had a closed page: int64 [5 + longest].
+    """Return counts for one layer of a trace, summed over kv heads and over the queries that had a closed page.
 
-    The entries are the number of queries; of closed pages; of opened pages; of queries that opened pages right after
-    another such query; of those among them that opened the same pages; then a histogram of the opened pages over the
-    distance in tokens from the query back to the end of the page.
+    The result is int64 [5 + longest]. Its first five entries are the number of queries, of (query, closed page) pairs,
+    of opened pages, of queries that opened pages and follow a query that had a closed page, and of such queries that
+    opened the same pages as the query before. The other entries are a histogram of the opened pages over the distance
+    in tokens from the query back to the end of the page.
 
-    opened : int16 [Hkv, S, K]
-    closed_at : int32 [P]
+    opened : pages that each query opened, negative for unused places: int16 [Hkv, S, K], for S tokens and at most K
+        opened pages per query
+    closed_at : first query for which each page is closed: int32 [P], for P pages
+    longest : number of tokens in the longest trace
     """
     heads, length, _ = opened.shape
     query, fed = torch.arange(length), length - 1  # the last token is never fed
@@ -47,7 +50,10 @@ def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Ten
 
 
 def _numbers(tally: Tensor) -> dict[str, Any]:
-    """Return means over queries and kv heads from a tally; None for means over pages if no page was opened."""
+    """Return the statistics of `page_statistics` from a tally.
+
+    A statistic over opened pages is None if no page was opened.
+    """
     (queries, closed, opened, following, repeated), back = tally[:5].tolist(), tally[5:]
     middle = (opened + 1) // 2
     return {
@@ -61,11 +67,13 @@ def _numbers(tally: Tensor) -> dict[str, Any]:
 def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     """Return statistics of opened pages over all traces, and for each layer; None for traces without pages.
 
-    opened, closed : mean number of pages per query, over queries that had a closed page
-    median_back : median distance in tokens from a query back to the last token of a page that it opened
-    repeated : share, among queries that opened pages, that opened the same pages as the query before
+    The statistics are:
 
-    Each trace counts only in its paged layers.
+    opened, closed : mean number of opened and of closed pages per query, over queries that had a closed page
+    median_back : median distance in tokens from a query back to the last token of a page that the query opened
+    repeated : among queries that opened pages, the share that opened the same pages as the query before
+
+    A trace counts only in its own paged layers.
     """
     if not records_pages(traces[0]):
         return None
@@ -79,7 +87,10 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
 
 
 def unpaged(trace: EvictionTrace) -> EvictionTrace:
-    """Return the trace as if closing a page evicted its tokens, so that held tokens are those read token by token."""
+    """Return a trace in which closing a page evicts the page's tokens.
+
+    The tokens held in the returned trace are the tokens that queries of `trace` read without a page's summary.
+    """
     pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
     evict_at, layers = trace.evict_at.clone(), paged_layers(trace.sections)[:, None]
     tokens = pages.tokens(torch.arange(len(closed_at))).flatten()
@@ -88,11 +99,13 @@ def unpaged(trace: EvictionTrace) -> EvictionTrace:
 
 
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
-    """Return the share of layers and kv heads that opened a page: float [pages / high, queries / wide], rounded up.
+    """Return a map of the shares of (layer, kv head) pairs in which a query opened a page.
 
-    A cell holds the largest share among its pages and queries. Pages after the last opened page are left out.
+    The map is float [pages / high, queries / wide], both rounded up. A cell holds the largest share among its pages and
+    queries. Pages after the last opened page are left out.
 
-    opened : int16 [L, Hkv, S, K]
+    opened : pages that each query opened, negative for unused places: int16 [L, Hkv, S, K], for S tokens and at most K
+        opened pages per query
     wide : queries per cell
     high : pages per cell
     """
@@ -143,9 +156,12 @@ def plot_opened(
 
 
 def closing_line(closed_at: Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
-    """Return the line above which pages are not closed yet, as edges of cells: (queries, ends of the closed pages).
+    """Return the line between closed pages (below) and pages that are not closed yet (above), in cell edges of the map.
 
-    closed_at : int32 [P]
+    Returns (queries at which pages close, number of tokens up to the end of the pages closed from there on), both minus
+    0.5.
+
+    closed_at : first query for which each page is closed: int32 [P], for P pages
     length : number of tokens in the sequence
     """
     at, counts = closed_at.unique(return_counts=True)

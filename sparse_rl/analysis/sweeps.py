@@ -30,7 +30,7 @@ MEASURES = {  # key of a row -> axis label
     "accuracy": "accuracy (pass@1)",
     "nll": "log of the perplexity (nats a token)",
 }
-# setting -> its default as a function of the budget: window of h2o, period of am
+# setting -> its default as a function of the budget (the settings are the window of h2o and the period of am)
 FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
 
 
@@ -50,7 +50,7 @@ class Sweep:
     """The rows of an eval.json or a perplexity.json that have a value.
 
     measure : key of MEASURES
-    subject : tasks or text that was measured, and the model, in words
+    subject : description of the measured tasks or text, and of the model
     """
 
     measure: str
@@ -59,7 +59,10 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Read an eval.json or perplexity.json. Raises UserError if the file is neither, is damaged, or has no values."""
+    """Read an eval.json or a perplexity.json.
+
+    Raises UserError if the file is neither of them, is damaged, or has no values.
+    """
     try:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
@@ -83,7 +86,7 @@ def read_sweep(file: Path) -> Sweep:
 
 
 def _point(row: Mapping[str, Any], measure: str) -> Point:
-    """Return the point of a row. Raises LookupError, TypeError or ValueError for an invalid row."""
+    """Return the point that a row describes. Raises LookupError, TypeError or ValueError for an invalid row."""
     value, error, parameters = row[measure], row["standard_error"], row["parameters"]
     task = row["task"] if measure == "accuracy" else ""
     if not isinstance(row["policy"], str) or not isinstance(task, str) or not isinstance(parameters, dict):
@@ -101,7 +104,10 @@ def _is_number(value: Any) -> bool:
 
 
 def varied(sweep: Sweep) -> str | None:
-    """Return the key of AXES to draw against: the first with several values in one method. None if there is none."""
+    """Return the key of AXES for the x axis: the first key that has several values in one method.
+
+    Returns None if no key has.
+    """
     for axis in AXES:
         for points in _methods(sweep.points, axis).values():
             if len({point.parameters.get(axis) for point in points} - {None}) > 1:
@@ -110,7 +116,7 @@ def varied(sweep: Sweep) -> str | None:
 
 
 def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
-    """Return method name -> its points, the smallest cache first."""
+    """Return method name -> points of that method, sorted by the size of the cache, smallest first."""
     result: dict[str, list[Point]] = {}
     for point, name in zip(points, method_names(points, axis), strict=True):
         result.setdefault(name, []).append(point)
@@ -121,10 +127,10 @@ def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
 
 
 def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
-    """Draw a line per method against ratios or budgets, with error bars of one standard error.
+    """Draw the values of each method as a line against ratios or budgets, with error bars of one standard error.
 
     A method without a ratio or budget, such as a full cache, is a dashed horizontal line. If there are several tasks,
-    labels name them.
+    each label starts with its task.
 
     Raises UserError if no method has two points.
     """
@@ -177,10 +183,10 @@ def points_table(sweep: Sweep) -> Table:
 
 
 def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
-    """Return a name of the method of each point.
+    """Return the name of each point's method.
 
-    The name is the policy and those settings, other than `axis`, that differ between points of this policy. If there
-    are several tasks, the name starts with the task.
+    The name is the point's policy, followed by the settings, other than `axis`, that differ between points of that
+    policy. If there are several tasks, the name starts with the task.
     """
     several = len({point.task for point in points}) > 1
     result = []
@@ -196,7 +202,7 @@ def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
 
 
 def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
-    """True if two caches agree in a setting: equal values, or both at the default that follows from their budgets."""
+    """True if two caches agree in a setting: the values are equal, or both are the default for their own budgets."""
     follows = FOLLOWS.get(key)
     defaults = follows is not None and all(
         "budget" in item and item.get(key) == follows(item["budget"]) for item in (ours, theirs)
@@ -205,7 +211,7 @@ def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool
 
 
 def _setting(key: str, value: Any) -> str:
-    """Format a setting for a name: choices and lists without their key, other values after their key."""
+    """Format a setting for a method's name: text and lists without the key, other values after the key."""
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"

@@ -1,4 +1,4 @@
-"""Contents of eviction traces and the tokens that they keep: numbers, tables and pictures."""
+"""Statistics, tables and pictures of eviction traces and of the tokens that they keep."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_
 from sparse_rl.analysis.opened import page_statistics, unpaged
 from sparse_rl.trace import EvictionTrace, declared
 
-HELD = ("retention", "kept_per_head", "density")  # names of the statistics of tokens held at the end
-UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # the same for tokens outside closed pages
+HELD = ("retention", "kept_per_head", "density")  # keys of the statistics of tokens held at the end
+UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # keys for tokens outside closed pages only
 
 
 def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
     """Return the statistics of a file of traces that `sparse-rl inspect` prints.
 
-    Without pages they contain the names of HELD. If pages close, they contain HELD[0] and the names of UNPAGED, because
-    the tokens of a closed page are held, but read through its summary. Further keys:
+    If no pages close, the statistics contain the keys of HELD. If pages close, they contain HELD[0] and the keys of
+    UNPAGED, because the tokens of a closed page are held, but read through the page's summary. Further keys:
 
     pages : statistics of opened pages (opened.py), if pages close
-    sections : sections other than evict_at
-    compactions : compactions per trace, if entries are refitted
+    sections : bytes, dtype and shape of each section other than evict_at
+    compactions : number of compactions per trace, if entries are refitted
 
-    Values per head are [L][Hkv], a mean over traces.
+    Values per head are nested lists [L][Hkv] of means over traces.
     """
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
@@ -71,7 +71,12 @@ def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
 
 
 def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
-    """Return the mean density over traces: float [bins]. In each bin, only traces with a token in it count."""
+    """Return the share of tokens held at the end by relative position, a mean over traces: float [bins].
+
+    A trace without a token in a bin does not count in that bin.
+
+    layer : layer that counts; None means all layers
+    """
     stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
     for row, trace in enumerate(traces):
@@ -81,12 +86,14 @@ def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None =
 
 
 def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
-    """Return a table of the tokens held at the end per layer and kv head, from `trace_statistics`.
+    """Return a table of the tokens held at the end per layer and kv head.
 
-    If pages close, the table has the tokens outside closed pages, a mean over kv heads (pages close at the same time in
-    all of them), and the opened pages.
+    If pages close, the table shows for each layer the mean number of tokens outside closed pages over the kv heads
+    (pages close at the same time in all kv heads), and the opened pages.
 
-    large : number of layers or heads above which the table shows only some layers, or a summary of the heads
+    statistics : result of `trace_statistics`
+    large : if there are more layers than this, the table shows only some of them; if there are more kv heads, the table
+        shows their minimum, mean and maximum
     """
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
@@ -113,7 +120,11 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
 
 
 def opened_words(numbers: Mapping[str, Any]) -> list[str]:
-    """Format opened pages per query, the median distance back in tokens, and the share of repeated choices of pages."""
+    """Format the three cells of a layer's opened pages.
+
+    The cells are the opened pages per query, the median distance back in tokens, and the share of queries that opened
+    the same pages as the query before.
+    """
     back, repeated = numbers["median_back"], numbers["repeated"]
     return [
         f"{numbers['opened']:.2f}",
