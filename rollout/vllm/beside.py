@@ -40,7 +40,7 @@ class Beside:
             need = (self.requests + self.sampler) / 2**30
             raise UserError(
                 f"{share:g} of {total / 2**30:.0f} GiB is too little: max_batch sequences need {need:.1f} GiB in "
-                "addition to the cache; raise it, or lower max_batch",
+                "addition to the cache; raise gpu_memory_utilization, or lower max_batch",
                 "gpu_memory_utilization",
             )
         return vllm_share
