@@ -90,7 +90,7 @@ def test_options_that_are_refused(options: dict, message: str, policy: Policy, o
 
 
 def test_a_live_module_is_refused(policy: Policy, new_model: Callable) -> None:
-    with pytest.raises(ValueError, match="give it a model's directory, or use the engine hf"):
+    with pytest.raises(ValueError, match="pass the directory of a model, or use the engine hf"):
         make_engine("vllm", model=new_model("qwen2"), policy=policy)
 
 
