@@ -1,4 +1,7 @@
-"""The arguments of TRL and transformers, made from our configurations; their errors about options become UserError."""
+"""Builds the training arguments of TRL and transformers from our configurations.
+
+If TRL, transformers or PEFT refuse an option, their error becomes a UserError.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "ea
 
 @contextmanager
 def refusals(*further: type[Exception]) -> Iterator[None]:
-    """Turn the errors with which a constructor of TRL, transformers or PEFT refuses its options into a UserError.
+    """Turn an error by which a constructor of TRL, transformers or PEFT refuses an option into a UserError.
 
-    Their messages name the option. Use this only around such constructors: anywhere else a ValueError is a bug.
+    The error's message names the option. Use this only around such constructors: anywhere else a ValueError is a bug.
 
-    further : exceptions that also mean a refusal, besides ValueError and NotImplementedError
+    further : exceptions that mean a refusal, in addition to ValueError and NotImplementedError
     """
     try:
         yield
@@ -40,10 +43,12 @@ def refusals(*further: type[Exception]) -> Iterator[None]:
 def training_options(
     training: TrainingConfig, launch: LaunchConfig, *, output_dir: str, seed: int, dtype: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that transformers' and TRL's training arguments share. Sets up DeepSpeed if `launch` says so.
+    """Return the options that transformers' and TRL's training arguments share.
+
+    If `launch` asks for DeepSpeed, this function also sets DeepSpeed up.
 
     dtype : dtype of the computation
-    more : further options by their own names; they override all others
+    more : further options of TRL and transformers, name -> value; they override the options of the other parameters
     """
     deepspeed = deepspeed_config(launch)
     if deepspeed is not None:
@@ -66,9 +71,10 @@ def training_options(
 
 
 def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
-    """Return the dtype of the weights: float32 under autocast for full training without DeepSpeed, else `dtype`.
+    """Return the dtype in which the weights are kept.
 
-    AdamW on bfloat16 weights would lose small updates.
+    The result is float32 (with autocast) if all weights are trained without DeepSpeed, because AdamW on bfloat16
+    weights would lose small updates. With DeepSpeed or LoRA the result is `dtype`.
     """
     return dtype if launch.zero_stage or lora is not None else "float32"
 
@@ -79,7 +85,7 @@ def model_options(dtype: str) -> dict[str, Any]:
 
 
 def adapters(lora: LoraConfig | None) -> Any:
-    """Return PEFT's configuration, or None without adapters."""
+    """Return the adapter configuration in PEFT's format, or None if `lora` is None."""
     if lora is None:
         return None
     import peft
@@ -94,7 +100,7 @@ def check_adapters(model: Any, config: Any = None) -> None:
     """Raise UserError for PEFT adapters with which evictions cannot be replayed.
 
     model : the model, which may already have adapters
-    config : PEFT's configuration of the adapters to add; None means to check those of the model
+    config : PEFT's configuration of the adapters to add; None means to check the adapters that the model already has
     """
     for adapter in getattr(model, "peft_config", {}).values() if config is None else [config]:
         if getattr(adapter, "peft_type", None) != "LORA":
@@ -106,13 +112,15 @@ def check_adapters(model: Any, config: Any = None) -> None:
 
 @dataclass
 class ReplayedArguments:
-    """Mixin that precedes transformers' or TRL's arguments: `class Mine(ReplayedArguments, TrainingArguments)`.
+    """Mixin for training arguments, listed before the class of transformers or TRL.
+
+    For example: `class Mine(ReplayedArguments, TrainingArguments)`.
 
     The subclass is a dataclass that adds our configurations as fields.
 
-    kind : recipe kind whose options are allowed
+    kind : kind of recipe; it decides which options are refused (trainer/options.py)
     attention_kernel : one of ATTENTION_KERNELS
-    match_gradient : through or constant; see trainer.config.ReplayConfig
+    match_gradient : through lets gradients flow through the fits of policy am; constant treats them as constants
     """
 
     kind: ClassVar[str]
@@ -142,6 +150,6 @@ class ReplayedArguments:
             args.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # torch's default is True
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as plain values, which transformers logs."""
+        """Return the arguments as plain values, so that transformers can log them."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""Sequences as the rows of a forward pass: padded or packed, with or without their eviction traces."""
+"""Arranges sequences as the rows of a forward pass: padded or packed, with or without their eviction traces."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from trainer.examples import Example
 
 @dataclass
 class Batch:
-    """Sequences as right-padded rows, with several sequences in a row if they are packed.
+    """A batch of sequences as right-padded rows. With packing, a row holds several sequences.
 
-    ids, positions : int64 [B, S]; positions start at 0 in each sequence
-    where : (row, column), int64 [N] each: the positions that predict the completion tokens
+    In the shapes, B is the number of rows, S the length of the longest row, and N the number of completion tokens.
+
+    ids : token ids, int64 [B, S]
+    positions : position of each token in its sequence, from 0, int64 [B, S]
+    where : (rows, columns) of the tokens at which the model predicts the completion tokens, int64 [N] each
     targets : completion tokens, int64 [N]
     rows : sequences of each row
     attention_kernel : one of ATTENTION_KERNELS
-    through : see `make_view`
+    through : True lets gradients flow through the fits of policy am; False treats the fits as constants
     """
 
     ids: Tensor
@@ -70,13 +73,16 @@ class Batch:
         return [example for row in self.rows for example in row]
 
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Return (tokens of each row, tokens of its prompt), int64 [B] each. The rows must not be packed."""
+        """Return the number of tokens in each row and the number of tokens in its prompt, int64 [B] each.
+
+        The rows must not be packed.
+        """
         rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
         lengths, prompts = torch.tensor(rows, device=self.ids.device).T
         return lengths, prompts
 
     def hidden(self, model: Any, *, replayed: bool) -> Tensor:
-        """Return a model's last hidden states [N, H] at the positions that predict the targets.
+        """Return the model's last hidden states at the positions that predict the targets: [N, hidden size].
 
         replayed : True replays the traces; False gives each sequence a full cache
         """
@@ -90,7 +96,10 @@ class Batch:
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> Tensor:
-        """Return a model's last hidden states [N, H] at the positions that predict the targets, under any view."""
+        """Run the model under `view`, and return its last hidden states at the positions that predict the targets.
+
+        The result has shape [N, hidden size].
+        """
         inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
         out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)
         return out.last_hidden_state[self.where]
@@ -103,7 +112,10 @@ def trace_of(example: Example) -> EvictionTrace:
 
 
 def _packed(examples: Sequence[Example]) -> list[list[Example]]:
-    """Return rows as long as the longest sequence. Sequences go in first-fit, the longest first."""
+    """Pack the sequences into rows that are at most as long as the longest sequence.
+
+    The sequences are taken from the longest to the shortest, and each goes into the first row that has room for it.
+    """
     width = max(example.length for example in examples)
     rows: list[list[Example]] = []
     free: list[int] = []

@@ -12,7 +12,7 @@ import yaml
 from sparse_rl.policies.base import Policy
 from sparse_rl.source import how_to_install
 
-LONG = 100_000  # tokens; at this length, a policy whose queries read fewer entries than the cache holds shows it
+LONG = 100_000  # sequence length in tokens at which the card compares the entries held with the entries read
 KINDS = {
     "grpo": "GRPO",
     "distill": "distillation",
@@ -21,13 +21,13 @@ KINDS = {
 }
 
 
-# Task of the training data (None means the user's own data) -> arguments of its evaluation, and an example prompt.
+# Task of the training data (None means the user's own data) -> evaluation arguments in EVALUATIONS, example in PROMPTS.
 EVALUATIONS = {None: "eval/math500 model={}", "running_sum": "quickstart/eval model={} cache=null"}
 PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retrieval": "known: ba=7 of du=2 asked: du?"}
 
 
 def evaluation_of(task: str | None, model: str) -> str | None:
-    """Return the arguments of `sparse-rl eval` for a model trained on this synthetic task, or None if it is unknown.
+    """Return the arguments of `sparse-rl eval` for a model trained on `task`, or None if the task is unknown.
 
     model : quoted name or directory
     """
@@ -42,8 +42,8 @@ def model_card(
 
     recipe : the resolved recipe
     policy : cache policy saved in the directory; None means a full cache
-    place : the directory
-    chat : True if its tokenizer has a chat template
+    place : directory of the model
+    chat : True if the model's tokenizer has a chat template
     hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]

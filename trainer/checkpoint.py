@@ -1,8 +1,8 @@
-"""Checkpoints on disk, each of them complete or absent.
+"""Writes and reads checkpoints on disk so that each is either complete or absent.
 
-A checkpoint is written under `_partial/` beside the others, gets a manifest with the size and SHA-256 of each file, is
-synced to disk, and is then renamed to its final name, which is atomic. Processes on several machines must share the
-file system. trainer/resumable.py writes the files; trainer/resume.py chooses the checkpoint to resume.
+A checkpoint is first written to `_partial/` in the run directory, with a manifest that lists the size and SHA-256 of
+each file. It is synced to disk, and then renamed to its final name; the rename is atomic. Processes on several machines
+must share the file system. trainer/resumable.py writes the files; trainer/resume.py chooses the checkpoint to resume.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from sparse_rl.files import read_text, usual_permissions
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTIAL = "_partial"  # uploads to the Hub skip names that begin with an underscore
-READERS = 4  # files hashed at a time
+READERS = 4  # number of files that are hashed in parallel
 FULL = 16 * 2**20  # a failed write counts as a full disk if fewer bytes than this are free
 ABOUT = {"step": int, "processes": int, "zero_stage": int, "recipe": (dict, NoneType), "versions": dict, "files": dict}
 FILE = {"size": int, "sha256": str}
-DEEPEST = 20  # levels in a manifest; a recipe has a few
+DEEPEST = 20  # maximum nesting depth of a manifest; a recipe has only a few levels
 LOADED = (".pt", ".pth", ".bin", ".safetensors")  # files that a library may load merely because they exist
 
 
 def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
-    """Return relative name -> {size, sha256} for the files of a folder, or for a slice of them."""
+    """Return the size and SHA-256 of the files of a folder, as relative name -> {size, sha256}.
+
+    share : the part of the sorted files to hash; by default all files
+    """
 
     def entry(name: str) -> dict[str, Any]:
         return {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
@@ -45,13 +48,16 @@ def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **about: Any) -> None:
-    """Write manifest.json: a description of the checkpoint, its files, and a checksum of both."""
+    """Write manifest.json, which holds `about`, the entries of the files, and a checksum over both.
+
+    about : description of the checkpoint, such as its step and recipe
+    """
     content = {"format_version": FORMAT_VERSION, **about, "files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
 
 
 def publish(made: Path, place: Path) -> None:
-    """Sync a finished folder to disk and rename it to `place`; a folder of that name is replaced."""
+    """Sync the finished folder `made` to disk and rename it to `place`. A folder at `place` is replaced."""
     for path in (*made.rglob("*"), made):
         if path.is_file():
             usual_permissions(path)
@@ -81,9 +87,10 @@ def _sync(path: Path) -> None:
 
 
 def disk_is_full(error: Exception, folder: Path) -> bool:
-    """True if a write failed because the disk is full, judging by the error chain and the free space of the folder.
+    """True if a write failed because the disk is full.
 
-    torch does not report the cause, and safetensors only as text.
+    The decision uses the chained errors and the free space at the folder, because torch does not report the cause of a
+    failed write, and safetensors reports it only as text.
     """
     chain: BaseException | None = error
     full = shutil.disk_usage(folder).free < FULL
@@ -94,7 +101,7 @@ def disk_is_full(error: Exception, folder: Path) -> bool:
 
 
 def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
-    """Return the error for a failed write in a run directory, with its cause and the newest complete checkpoint.
+    """Return the error to raise after a failed write. It names the cause and the newest complete checkpoint.
 
     what : the thing that could not be written
     """
@@ -122,12 +129,12 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the latest step, or None without any."""
+    """Return the complete checkpoint of the latest step, or None if there is no complete checkpoint."""
     return next(reversed(whole_checkpoints(folder)), None)
 
 
 def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
-    """Remove the oldest complete checkpoints beyond `limit`, except `best`."""
+    """Remove the oldest complete checkpoints until `limit` remain. Never removes the checkpoint `best`."""
     whole = [path for path in whole_checkpoints(folder) if best is None or path != Path(best)]
     for old in whole[:-limit] if limit else ():
         doomed = folder / PARTIAL / old.name
@@ -137,7 +144,7 @@ def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove the half-written checkpoints that a killed run left in a run's folder."""
+    """Remove the half-written checkpoints that a killed run has left in the run directory `folder`."""
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
 
 
@@ -187,7 +194,7 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def damage(folder: Path, contents: bool = True) -> str | None:
-    """Return the first problem of a checkpoint, which names the file, or None if the checkpoint is complete.
+    """Describe the first problem found in a checkpoint, with the name of the file, or return None if it is complete.
 
     contents : True also compares the checksum of every file, not only its size
     """
@@ -200,7 +207,7 @@ def damage(folder: Path, contents: bool = True) -> str | None:
 
 
 def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
-    """Yield the problems of a checkpoint's files. files : their manifest entries"""
+    """Yield the problems of a checkpoint's files. files : manifest entry of each file"""
     for name, recorded in files.items():
         file = folder / name
         if not file.is_file():

@@ -42,11 +42,11 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Configuration):
-    """Settings of every training. Names are TRL's, and so are meanings unless stated here.
+    """Settings of every training. Names and meanings are those of TRL, except for the fields described here.
 
-    warmup_steps : number of warm-up steps, or below 1 their share of all steps
+    warmup_steps : number of warm-up steps; a value below 1 is a share of all steps
     max_steps : number of steps; overrides num_train_epochs
-    save_steps : steps between checkpoints; 0 writes no checkpoint, only the final model
+    save_steps : number of steps between checkpoints; 0 writes only the final model
     """
 
     learning_rate: Positive = 1e-6
@@ -72,12 +72,13 @@ class TrainingConfig(Configuration):
 class ReplayConfig(Configuration):
     """Attention in training under evictions.
 
-    attention_kernel : kernel that computes attention. gather takes, for each chunk of queries, the keys that any of
-        them sees; flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are not empty,
-        with keys in natural order or sorted by eviction; sdpa builds an S x S mask for each layer; dense is the
-        reference. auto chooses flex_sorted, else flex, if a check on this machine finds it exact, else gather
-    match_gradient : under the policy am. through lets gradients flow through the fitted biases and values to the keys,
-        values and queries that they were fitted to; constant treats them as constants
+    attention_kernel : kernel that computes attention. gather collects, for each chunk of queries, the keys that any of
+        these queries sees; flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are not
+        empty, with keys in natural order or sorted by eviction; sdpa builds a [tokens, tokens] mask for each layer;
+        dense is the reference. auto tries flex_sorted, then flex, and takes the first that a check on this machine
+        finds exact; if neither is exact, auto takes gather
+    match_gradient : gradient of the fitted biases and values under the policy am. through lets it flow to the keys,
+        values and queries from which they were fitted; constant treats the fitted biases and values as constants
     """
 
     attention_kernel: Literal["auto", AttentionKernel] = "auto"
@@ -107,7 +108,7 @@ MOST_PROCESSES = 256  # per machine; no machine has more GPUs
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
-    """Processes over all machines, and the ZeRO stage of DeepSpeed (zero_stage 0: no DeepSpeed)."""
+    """Settings of the processes on all machines, and the ZeRO stage of DeepSpeed (zero_stage 0 means no DeepSpeed)."""
 
     processes: PositiveInt = 1
     zero_stage: Literal[0, 1, 2, 3] = 0

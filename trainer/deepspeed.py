@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO through transformers' integration: its configuration, and the setup for a machine without a GPU."""
+"""Configures DeepSpeed ZeRO for transformers' integration, and sets DeepSpeed up on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from trainer.config import LaunchConfig
 def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration, or None if `launch` uses no DeepSpeed.
 
-    It has no optimizer block, which would compile DeepSpeed's own Adam; torch's AdamW is used instead.
+    The configuration has no optimizer block, because DeepSpeed would then compile its own Adam. The training uses
+    torch's AdamW instead.
     """
     if not launch.zero_stage:
         return None
@@ -41,9 +42,9 @@ def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
 
 
 def prepare_deepspeed() -> None:
-    """Set DeepSpeed up for a machine without a GPU: gloo, and no compiled C++ extension.
+    """Set DeepSpeed up on a machine without a GPU: use gloo, and compile no C++ extension.
 
-    Must run before the training arguments are made. Does nothing on a machine with a GPU.
+    Call this before the training arguments are made. It does nothing on a machine with a GPU.
     """
     if torch.cuda.is_available():
         return
@@ -52,13 +53,13 @@ def prepare_deepspeed() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it, for minutes
-    # With use_cpu the integration does not call this itself, and ZeRO-3 would see a world size of 1.
+    # With use_cpu, transformers does not call init_distributed itself, and ZeRO-3 would see a world size of 1.
     deepspeed.init_distributed(dist_backend="gloo")
 
 
 @contextmanager
 def outside_deepspeed(args: Any) -> Iterator[None]:
-    """Load models in this block whole, not partitioned by ZeRO-3."""
+    """Make models that are loaded in this block whole, instead of partitioned by ZeRO-3."""
     from transformers.integrations import deepspeed
 
     deepspeed.unset_hf_deepspeed_config()
@@ -70,7 +71,7 @@ def outside_deepspeed(args: Any) -> Iterator[None]:
 
 
 def deepspeed_classes() -> list[Any]:
-    """Return the classes in DeepSpeed's files that torch may unpickle; empty if DeepSpeed is not in use."""
+    """Return the classes that torch may unpickle from DeepSpeed's files, or [] if DeepSpeed is not in use."""
     if "deepspeed" not in sys.modules:
         return []
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

@@ -1,4 +1,4 @@
-"""The token sequences of a dataset that trainings with a teacher use: prompts, with or without their completions."""
+"""Turns the rows of a dataset into token sequences for training: prompts, with or without completions, and texts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("sparse_rl")
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence, in tokens.
+    """One training sequence, as token ids.
 
     completion : tokens that the student learns; empty if the student is to sample them
-    trace : trace of prompt + completion; None before an engine has sampled or simulated the sequence
+    trace : eviction trace of prompt + completion; None before an engine has sampled or simulated the sequence
     """
 
     prompt: list[int]
@@ -42,13 +42,13 @@ def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None) -> list[Ex
     """Return the prompts as examples without completions.
 
     data : rows with a prompt
-    thinking : passed to the chat template
+    thinking : value that is passed to the chat template, to turn thinking on or off
     """
     return [Example(prompt_ids(prompt, tokenizer, thinking), []) for prompt in data["prompt"]]
 
 
 def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) -> Any:
-    """Return the rows whose completion gets a reward of at least `least`, and log their number.
+    """Return the rows whose completion gets a reward of at least `least`, and log the number of these rows.
 
     where : recipe key of the data, for errors
 
@@ -80,7 +80,7 @@ def completed_examples(
     truncate: bool,
     where: str,
 ) -> list[Example]:
-    """Return prompts with their completions, and log the numbers of truncated and dropped sequences.
+    """Return prompts with their completions as examples, and log the numbers of truncated and dropped sequences.
 
     max_length : maximum number of tokens in prompt and completion
     max_completion_length : maximum number of tokens in the completion
@@ -110,9 +110,10 @@ def completed_examples(
 def text_examples(
     data: Any, tokenizer: Any, thinking: bool | None, *, max_length: int, packing: bool, where: str
 ) -> list[Example]:
-    """Return one example per text of up to max_length tokens, or with `packing` examples of max_length joined tokens.
+    """Return the texts of a dataset as examples of at most `max_length` tokens.
 
-    Logs the number of dropped texts. Raises UserError if no text is left.
+    Longer texts are dropped, and their number is logged. Each remaining text is one example; with `packing`, the
+    remaining texts are instead joined and cut into examples of `max_length` tokens. Raises UserError if none is left.
     """
     texts = _tokenised(data, tokenizer, thinking, where)
     kept = [text for text in texts if text.prompt and text.length <= max_length]

@@ -1,4 +1,4 @@
-"""The end of a training: write the final model (complete or not at all), push it to the Hub, and close the engine."""
+"""Ends a training: writes the final model (complete or not at all), pushes it to the Hub, and closes the engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("sparse_rl")
 
 
 def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
-    """Write the final model and its card as a plain Hugging Face directory, and push it to the Hub if asked for.
+    """Write the final model and its card as a plain Hugging Face directory. With `push_to_hub`, push it to the Hub.
 
-    The directory is complete or does not exist.
+    The directory is either complete or does not exist.
 
-    place : the directory
+    place : directory to write
     lora : True merges the adapter into the model, and also writes the adapter beside it
     cache : policy to save in the directory; None saves no policy here (the trainer may have saved one)
     """

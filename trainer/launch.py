@@ -1,7 +1,8 @@
-"""Starts N processes from one command, on one machine or on each of several.
+"""Starts the processes of a training from one command per machine.
 
-`sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process that
-has RANK set launches no others. On several machines, run the same command on each, with its own `machine_rank`.
+`sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process whose
+environment variable RANK is set launches no other processes. To train on several machines, run the same command on each
+machine, with a different `machine_rank`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainer.config import LaunchConfig
 
 
 def launched() -> bool:
-    """True if this process is already one of the N processes."""
+    """True if a launcher has started this process, so that it must not launch others."""
     return "RANK" in os.environ
 
 
@@ -48,27 +49,30 @@ def needs_launch(asked: LaunchConfig) -> bool:
 
 
 def crowded(asked: LaunchConfig) -> str | None:
-    """Describe the excess if this machine has fewer GPUs (without GPUs, usable CPU cores) than processes, else None."""
+    """Return a message if the run starts more processes than this machine has GPUs, else None.
+
+    On a machine without GPUs, the usable CPU cores are counted instead.
+    """
     import torch
 
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
-    # A container or a job may have only some of the cores; sched_getaffinity says which, where it exists.
+    # A container or a job may use only some of the cores. sched_getaffinity lists them, on platforms that have it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     places, kind = (cards, "GPU") if cards else (cores, "CPU core")
     return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes. Returns the exit status (2 for a user error).
+    """Run `sparse-rl ARGUMENTS` in each process of this machine. Returns the exit status (2 for a user error).
 
-    The launcher passes an interrupt on to the processes, and this function then raises KeyboardInterrupt.
+    If the user interrupts the run, the launcher interrupts the processes, and this function raises KeyboardInterrupt.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    agent = "torch.distributed.elastic.agent.server.api"  # has its own log level, and logs every signal
+    agent = "torch.distributed.elastic.agent.server.api"  # this logger has its own level, and logs every signal
     for name in ("torch.distributed.elastic", agent, "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes report their errors themselves
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,8 @@
 """A lock that allows one run at a time in a run directory, and is released when the writing process ends.
 
-It is a POSIX record lock. The kernel, or the server of a shared file system (NFS, Lustre, GPFS), releases it however
-the process ends, and child processes do not inherit it. The file remains, and names the last holder of the lock.
+The lock is a POSIX record lock. The kernel, or the server of a shared file system (NFS, Lustre, GPFS), releases the
+lock even if the process crashes, and child processes do not inherit the lock. The lock file remains in the directory,
+and names the last process that held the lock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LOCK_FILE = "run.lock"
 def locked(output_dir: str) -> Iterator[None]:
     """Hold the lock of the directory in this block. Creates the directory if it does not exist.
 
-    Only the first process of a launch, the one that writes, calls this. Raises UserError if another run has the lock.
+    Only the first process of a launch calls this, because only that process writes to the directory. Raises UserError
+    if another run holds the lock.
     """
     with _open_locked(Path(output_dir)) as file:
         file.truncate(0)

@@ -1,4 +1,7 @@
-"""Bytes that a training needs for weights, gradients, optimizer state and activations. No weights are loaded."""
+"""Estimates the bytes that a training needs for weights, gradients, optimizer state and activations.
+
+No weights are loaded for this.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ def count_parameters(model: Any) -> int:
 
 
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
-    """Return (name, module) of every module that target_modules matches, of any class.
+    """Return the name and the module of every module that `lora.target_modules` selects, whatever its class.
 
-    As in PEFT: `all-linear` excludes the head, other text is a pattern for full names, a list has the ends of names.
+    The selection follows PEFT: `all-linear` selects all linear layers except the head, any other text is a regular
+    expression for full names, and a list holds the last parts of names.
     """
 
     def adapted(name: str, module: Any) -> bool:
@@ -32,7 +36,10 @@ def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
 
 
 def lora_parameters(model: Any, lora: LoraConfig) -> int:
-    """Return the number of parameters of rank-r adapters: r (in + out) for every adapted linear layer."""
+    """Return the number of parameters of the adapters.
+
+    An adapter of rank r has r * (inputs + outputs) parameters for every linear layer that it adapts.
+    """
     linear = [module for _, module in adapted_modules(model, lora) if isinstance(module, Linear)]
     return sum(lora.r * (module.in_features + module.out_features) for module in linear)
 
@@ -44,10 +51,11 @@ def training_state(
 
     The result maps each name to (bytes on the device, bytes in host memory).
 
-    Without DeepSpeed, weights have `itemsize` bytes and AdamW keeps two float32 moments; adapters are float32, beside
-    frozen weights; with several processes, DDP's buckets hold the gradients a second time. DeepSpeed keeps a float32
-    master copy and two moments, partitioned over the processes from stage 1 on; gradients are partitioned from stage 2
-    on, weights from stage 3 on (table in the ZeRO paper).
+    Without DeepSpeed, each weight has `itemsize` bytes, and AdamW keeps two float32 moments per trained parameter.
+    Adapters are float32, and the frozen weights are kept as well. With several processes, DDP's buckets hold the
+    gradients a second time. DeepSpeed keeps a float32 master copy of the weights and two moments, which it partitions
+    over the processes from stage 1 on. It partitions the gradients from stage 2 on, and the weights from stage 3 on
+    (table in the ZeRO paper).
     """
     if not launch.zero_stage:
         weights = parameters * itemsize + (4 * trainable if adapters else 0)
@@ -70,11 +78,12 @@ def training_state(
 def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
     """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
-    Every layer keeps its input. A layer also keeps per token about 6 hidden vectors (norms, residuals), queries, keys
-    and values twice (RoPE), the attention output, and 4 intermediate vectors: one layer at a time with gradient
-    checkpointing, else all layers.
+    Every layer keeps its input. In addition, a layer keeps for each token about 6 hidden vectors (norms, residuals),
+    two copies of queries, keys and values (RoPE), the attention output, and 4 intermediate vectors of the MLP. With
+    gradient checkpointing, only one layer at a time keeps these additional tensors; otherwise all layers do.
 
-    logits : True adds the [tokens, vocabulary] logits at itemsize and twice in float32 (GRPO's fused head holds tiles)
+    logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
+        whose fused head holds only tiles of the logits
     """
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,8 +1,8 @@
-"""Results of the launcher that its processes reuse: a dataset is read and tokenised, and a checkpoint hashed, only once
-per machine.
+"""Lets launched processes reuse results that the launcher has computed.
 
-The command keeps the results in a folder that exists as long as the command runs; an environment variable gives its
-path to the processes. A process started by torchrun or accelerate launch has no such folder, and computes everything.
+A dataset is read and tokenised, and a checkpoint is hashed, only once per machine. The launcher keeps the results in a
+folder that exists as long as the command runs, and passes the path of the folder to its processes in an environment
+variable. A process started by torchrun or accelerate launch has no such folder, and computes all results itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FOLDER = "SPARSE_RL_LAUNCH_FOLDER"
-LAST_WORDS = "last_words"  # file with the text that the launcher prints at its end
+LAST_WORDS = "last_words"  # file with the text that the launcher prints when it ends
 T = TypeVar("T")
 
 
@@ -43,7 +43,9 @@ def remembered() -> Iterator[None]:
 
 
 def once(what: str, make: Callable[[], T]) -> T:
-    """Return the result of `make`, or its earlier result for `what` in the launcher or in this process.
+    """Return the result that the launcher has stored under the name `what`, or call `make` and return its result.
+
+    The launcher stores each new result; a launched process does not.
 
     what : name of the result
     """
@@ -59,9 +61,9 @@ def once(what: str, make: Callable[[], T]) -> T:
 
 
 def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
-    """Return the dataset of `make`, or the one it made before; see `once`.
+    """Return the dataset of `make`, or the dataset that an earlier call for `what` has saved on disk.
 
-    All processes read the same files, so that they also share the cached results of `map`.
+    All processes read the saved files, and therefore share the results of `map` that datasets caches beside them.
     """
     import datasets
 
@@ -83,7 +85,7 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
 
 def leave_words(words: str) -> bool:
-    """Leave a text that the launcher prints after its processes have ended. Returns False without such a launcher."""
+    """Save a text that the launcher prints after its processes have ended. Returns False if there is no launcher."""
     if FOLDER not in os.environ:
         return False
     with (Path(os.environ[FOLDER]) / LAST_WORDS).open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -92,6 +94,6 @@ def leave_words(words: str) -> bool:
 
 
 def left_words() -> str:
-    """Return the texts that the launched processes have left for the launcher to print."""
+    """Return the texts that the launched processes have saved with `leave_words`."""
     file = Path(os.environ[FOLDER]) / LAST_WORDS
     return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -1,4 +1,4 @@
-"""The list of TRL and transformers options that a training refuses, each with the advice that its error gives.
+"""Lists the TRL and transformers options that a training refuses, each with the advice to show in the error.
 
 A refused option would have no effect, break replay, or make a resumed run inexact. Recipes are checked against the list
 (sparse_rl/recipe/refused.py), and so are the arguments made in Python (trainer/arguments.py). Imports no torch.
@@ -95,7 +95,7 @@ def instead(option: str, kind: str) -> str | None:
 
 
 def check_options(given: Mapping[str, Any], kind: str) -> None:
-    """Raise UserError for the first of these options that a kind of training refuses."""
+    """Raise UserError for the first option in `given` that a training of this kind refuses."""
     for option in given:
         if mend := instead(option, kind):
             raise UserError(f"not an option here: {mend}", option)

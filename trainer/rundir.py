@@ -1,4 +1,7 @@
-"""Files of the run directory: the resolved recipe, versions, metrics.jsonl and sampled completions; W&B's login."""
+"""Writes the files of the run directory, and checks the login to Weights & Biases (W&B).
+
+The files are the resolved recipe, the package versions, metrics.jsonl and the sampled completions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ COMPLETIONS_PER_STEP = 4
 
 
 def prepare(output_dir: str, recipe: str) -> Path:
-    """Create the directory, and write recipe.yaml and environment.json. recipe : text of recipe.yaml"""
+    """Create the directory, write recipe.yaml and environment.json into it, and return its path.
+
+    recipe : text of recipe.yaml
+    """
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +40,10 @@ def prepare(output_dir: str, recipe: str) -> Path:
 
 
 def wandb_offline_without_key(folder: Path) -> bool:
-    """Let W&B write into the run directory, and offline, with a warning, if nobody is logged in to its server.
+    """Make W&B write into the run directory, and switch it to offline mode if no user is logged in to its server.
 
-    Returns False, with a warning, if W&B cannot run at all, not even offline: it cannot read its settings.
+    Offline mode is logged as a warning. Returns False, with a warning, if W&B cannot even run offline, because it
+    cannot read its settings.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
     if os.environ.get("WANDB_MODE"):
@@ -62,9 +69,9 @@ def wandb_offline_without_key(folder: Path) -> bool:
 def _server_without_login() -> str | None:
     """Return the W&B server to which nobody is logged in, or None if a user is logged in or no server is used.
 
-    W&B itself looks up the server and the key. It must be silent, because to print the user's name it asks the server.
-    It is torn down afterwards, because it would ignore a WANDB_MODE that is set later. The environment variable also
-    silences the line about the settings file, for which the setting `silent` comes too late.
+    W&B itself looks up the server and the key. W&B must be silent here, because it would contact the server to print
+    the user's name. It is torn down afterwards, because it would ignore a WANDB_MODE that is set later. WANDB_SILENT
+    also silences a line about the settings file, which W&B prints before it reads the setting `silent`.
     """
     import wandb
 
@@ -88,9 +95,10 @@ def check_world(processes: int) -> None:
 
 
 class RunLog(TrainerCallback):
-    """Writes metrics.jsonl: one line per log, with its step.
+    """Writes metrics.jsonl, with one line for each call of `log`. The line includes the step.
 
-    A resumed run removes the lines after its checkpoint's step, and the summary of the earlier run, and appends.
+    A resumed run first removes the lines after its checkpoint's step and the summary of the earlier run, and then
+    appends its own lines.
     """
 
     name = METRICS_FILE
@@ -114,9 +122,9 @@ class RunLog(TrainerCallback):
 
 
 class CompletionLog(RunLog):
-    """Writes completions.jsonl: the first few sampled completions of each step, with advantage and rewards.
+    """Writes the first few sampled completions of each step to completions.jsonl, with their advantages and rewards.
 
-    A reward is null if its function returned None.
+    A reward is null if the reward function returned None.
     """
 
     name = "completions.jsonl"

@@ -1,6 +1,7 @@
-"""The trainer's weights for an engine, live or as a copy, under the names that they have in a Hugging Face checkpoint.
+"""Gives the trainer's weights to an engine, either as the live module or as a copy.
 
-Also the weights of a reference model that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
+A copy uses the weight names of a Hugging Face checkpoint. This module also saves and restores the weights of a
+reference model that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.scored.trainer import check_scorers_in
 def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
     """Let an engine sample from the live module in this block, with the numerics of training.
 
-    gather : True gathers all weights for the whole block, under ZeRO-3
+    gather : under ZeRO-3, True gathers all weights for the whole block
     """
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     options: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
@@ -32,10 +33,11 @@ def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
 
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every weight, one at a time. A tied head comes once, under the embedding's name.
+    """Yield the name and the tensor of every weight, one at a time.
 
-    Under ZeRO-3 each weight is gathered while it is yielded, which needs every process: exhaust the iterator on all of
-    them. An adapter's product is added to a copy of its weight, so that the frozen weights do not change.
+    A head that is tied to the embedding is yielded once, under the embedding's name. Under ZeRO-3 each weight is
+    gathered while it is yielded, in which every process takes part: exhaust the iterator on all processes. The product
+    of a LoRA adapter is added to a copy of the adapted weight, so that the frozen weight does not change.
     """
     module = accelerator.unwrap_model(model)
     for name, weight in module.named_parameters():
@@ -46,7 +48,10 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Update an engine's copy of the weights. Raises StoppedError if its scorers then differ from the trainer's."""
+    """Update an engine's copy of the weights.
+
+    Raises StoppedError if the scorers in the engine then differ from the scorers of `model`.
+    """
     scorers: dict[str, Tensor] = {}
 
     def collecting_scorers() -> Iterator[tuple[str, Tensor]]:
@@ -60,9 +65,10 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
 
 
 def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
-    """Return name -> weight on the CPU, on the first process; empty on the others.
+    """Return name -> weight (on the CPU) on the first process, and an empty dict on the other processes.
 
-    Every process must call this, and `load_reference`: under ZeRO-3 each holds a part of every weight.
+    Every process must call this function and `load_reference`, because under ZeRO-3 each process holds a part of every
+    weight.
     """
     kept: dict[str, Tensor] = {}
     for name, weight in named_weights(model, accelerator):
@@ -73,7 +79,7 @@ def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> None:
-    """Load the weights that `reference_state` returned on the first process into the models of all processes."""
+    """Load weights into the models of all processes. kept : the weights from `reference_state`, on the first process"""
     for name, weight in accelerator.unwrap_model(model).named_parameters():
         with gathered(weight, accelerator, writer=0):
             if accelerator.is_main_process:
@@ -89,7 +95,7 @@ def partitioned(accelerator: Any) -> bool:
 
 
 def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = None) -> Any:
-    """Return a context in which the weight is whole.
+    """Return a context manager that makes a weight whole on every process. Without ZeRO-3 it does nothing.
 
     writer : rank whose changes are sent to all processes under ZeRO-3; None if the weight is only read
     """
