@@ -1,4 +1,4 @@
-"""A context that is prefilled once, compacted, and continued any number of times (Attention Matching, one-shot).
+"""Contexts that are prefilled and compacted once, and then continued any number of times (one-shot Attention Matching).
 
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.05, queries=["repeat"]))
     rollouts = engine.generate(questions, sampling, context=context)

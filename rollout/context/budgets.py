@@ -1,10 +1,10 @@
 """Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 4,
 algorithm 4).
 
-Heads differ in how much a compaction hurts them. The curve of a head gives the loss with this head at each of several
-ratios, and all others at a base ratio. Entries are then moved, one step at a time, from the head that loses least to
-the head that gains most. The step size and the interpolation between the measured ratios are our own choice. Budgets
-belong to a model, not to a context.
+Heads differ in how much a compaction hurts them. A head's sensitivity curve gives the model's loss when this head keeps
+each of several ratios of its entries and all other heads keep a base ratio. Budgets are then moved, one step at a time,
+from the head whose loss grows least to the head whose loss falls most. The step size and the interpolation between the
+measured ratios are our own choice. Budgets are measured once per model, and serve for all contexts.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import UserError, reason
 from sparse_rl.files import read_text
 
-RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at 0 a head keeps one entry
+RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at ratio 0 a head keeps one entry
 BASE = 0.05
 STEPS = 200  # a step moves 1 / STEPS of the mean number of entries per head
 STEEP = 20  # in a pyramid, the mean layer keeps STEEP times as much as the last layer (PyramidKV's beta)
 
 
 class Studied(Protocol):
-    """A prefilled context whose heads can be compacted to any size (compact.py)."""
+    """A prefilled context, each of whose kv heads can be compacted to any number of entries (compact.py)."""
 
     whole: Context
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Kept entries of one kv head of layer `place`: `count` entries, plus `first` and `last`."""
+        """Return the entries to keep for kv head `head` of layer `place`: `count` entries, plus the first
+        `config.first` and the last `config.last` ones.
+        """
         ...
 
 
 def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) -> list[list[int]]:
-    """Number of entries that each kv head keeps of a context, not counting `first` and `last`: [layer][kv head].
+    """Return the number of entries that each kv head keeps of a context, as [layer][kv head].
+
+    The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
 
     tokens : length of the context
 
@@ -60,8 +64,8 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
 
 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:
-    """Number of entries that each layer keeps, at most `most`: linear in the layer index, with mean `mean` (PyramidKV,
-    section 4.2, and the bounds of its code).
+    """Return the number of entries that each kv head of each layer keeps. It falls linearly with the layer index, has
+    mean `mean` and is at most `most` (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
     """
     last = max(mean / STEEP, 1, 2 * mean - most) if layers > 1 else mean
     shares = (mean + (mean - last) * (1 - 2 * layer / max(1, layers - 1)) for layer in range(layers))
@@ -75,11 +79,11 @@ def sensitivity(
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> Tensor:
-    """Measure sensitivity curves: the mean loss over contexts with one head at each ratio and all others at `base`.
+    """Measure sensitivity curves: for each kv head, the loss when it keeps each of `ratios` and all others keep `base`.
 
-    Returns float64 [L, Hkv, ratios].
+    Returns mean losses over the contexts: float64 [L, Hkv, number of ratios], for L layers of Hkv kv heads.
 
-    loss : function (index in `contexts`, a compaction of that context) -> its loss
+    loss : function (index in `contexts`, a compaction of that context) -> the model's loss with this compaction
     """
     shape = (len(contexts[0].whole.layers), contexts[0].whole.layers[0].keys.shape[1])
     curves = torch.zeros(*shape, len(ratios), dtype=torch.float64)
@@ -100,10 +104,13 @@ def sensitivity(
 
 
 def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
-    """Ratio of each head, float64 [L, Hkv], from 0 to 1, with mean `ratio`, found by greedy swaps on the curves.
+    """Distribute a mean ratio over the heads by greedy swaps on their sensitivity curves.
 
-    curves : [L, Hkv, ratios], losses at increasing ratios. Between and beyond these ratios the loss is taken as linear
-        in the logarithm of the ratio; below the smallest ratio above 0, as linear in the ratio itself
+    Returns the ratio of entries that each head keeps, float64 [L, Hkv], from 0 to 1, with mean `ratio`.
+
+    curves : [L, Hkv, number of ratios], each head's losses at `ratios`, which increase. Between and beyond these ratios
+        the loss is taken as linear in the logarithm of the ratio; below the smallest ratio above 0, as linear in the
+        ratio itself
 
     Raises UserError if `ratio` is 0, or not between the ratios of the curves.
     """
@@ -112,7 +119,7 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
         raise UserError(f"{ratio} is not between {measured}" if ratio else "0 leaves no entries to distribute", "ratio")
     flat, step = curves.flatten(0, 1), ratio / STEPS
     losses = _losses(flat, ratios, torch.arange(math.floor(1 / step + 1e-9) + 1, dtype=torch.float64) * step)
-    # Decrease of a head's loss by its n-th step. A head at ratio 0 cannot give, and a head at ratio 1 cannot take.
+    # worth[head, n]: decrease of the head's loss by its n-th step. A head at ratio 0 cannot give, one at 1 cannot take.
     worth = F.pad(losses[:, :-1] - losses[:, 1:], (1, 1))
     worth[:, 0], worth[:, -1] = float("inf"), float("-inf")
     heads, steps = torch.arange(len(flat)), torch.full((len(flat),), STEPS)
@@ -128,7 +135,11 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
 
 def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
-    """Interpolated losses of each head at the ratios `wanted` [n]: [heads, n]."""
+    """Interpolate the losses of each head at other ratios. Returns [heads, number of wanted ratios].
+
+    flat : [heads, number of ratios], losses at `ratios`
+    wanted : ratios at which the losses are wanted
+    """
     lowest = min(ratio for ratio in ratios if ratio > 0)
     scaled, wanted_scaled = (
         x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
@@ -139,21 +150,27 @@ def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
 
 
 def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
-    """Number of entries that each head keeps of `tokens` tokens, with mean ratio `ratio`. shares : [L, Hkv]"""
+    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
+
+    The first `config.first` and the last `config.last` entries are not counted.
+
+    shares : [L, Hkv], head budgets; only their ratios to their mean matter
+    ratio : mean ratio of entries that a head keeps
+    """
     between = config.between(tokens)
     wanted = (shares / shares.mean() * ratio * between).round().clamp(1, between)
     return wanted.long().tolist()
 
 
 def save(path: str | Path, shares: Tensor) -> None:
-    """Write budgets as JSON, [layer][kv head], relative to their mean."""
+    """Write head budgets to a JSON file as [layer][kv head], divided by their mean. shares : [L, Hkv], the budgets"""
     Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
 
 
 def load(path: str | Path, layers: int, kv_heads: int) -> Tensor:
-    """Read budgets that `save` wrote, relative to their mean: float64 [L, Hkv].
+    """Read head budgets that `save` wrote. Returns float64 [L, Hkv], with mean 1.
 
-    Raises UserError if the file does not hold budgets of a model of this shape.
+    Raises UserError if the file does not hold budgets for a model with these numbers of layers and kv heads.
     """
     try:
         shares = torch.tensor(json.loads(read_text(path))["shares"], dtype=torch.float64)

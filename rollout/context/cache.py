@@ -1,6 +1,7 @@
-"""Context, the entries that a compaction keeps of a context; ContextCache, the cache of sequences that continue it.
+"""Context, the entries that a compaction keeps of a context; ContextCache, the cache of sequences that continue one.
 
-Every sequence of a batch sees the same entries, with their biases, followed by its own tokens, which are never evicted.
+Every sequence of a batch attends to the same kept entries of the context, with their biases, and to its own tokens
+after them, which are never evicted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ MOST_LOGITS = 2**26  # with more logits, the queries are split into groups: the 
 
 @dataclass(frozen=True)
 class LayerEntries:
-    """Entries of one layer of a context: keys (after RoPE) and values [1, Hkv, N, D]; bias float32 [1, Hkv, N], which
-    is added to the logits; positions int64 [1, Hkv, N].
+    """Entries of one layer of a context: N entries for each of Hkv kv heads of size D.
+
+    Keys (after RoPE) and values are [1, Hkv, N, D]. The bias, float32 [1, Hkv, N], is added to the attention logits.
+    Positions are int64 [1, Hkv, N].
     """
 
     keys: Tensor
@@ -36,7 +39,10 @@ class LayerEntries:
 
 
 def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
-    """Join heads of different lengths into one layer. Padding has the bias -inf and the position of the first entry."""
+    """Join kv heads with different numbers of entries into one layer.
+
+    Padding has the bias -inf, and the position of the head's first entry.
+    """
     most, padded = max(head.keys.shape[2] for head in heads), []
     for head in heads:
         count = head.keys.shape[2]
@@ -52,8 +58,8 @@ class Context:
 
     tokens : token ids of the whole context
     layers : kept entries of each layer
-    fitted : True if biases and values were fitted, so that they differ from the tokens' own
-    seconds : stage -> its duration in seconds
+    fitted : True if biases and values were fitted, so that they differ from those that the model computed
+    seconds : stage of the compaction -> its duration in seconds
     """
 
     tokens: list[int]
@@ -72,23 +78,29 @@ class Context:
         return max(layer.keys.shape[2] for layer in self.layers)
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError unless the context was made by a model of this shape. shape : (L, Hkv, D)"""
+        """Raise UserError unless the context was made by a model of this shape.
+
+        shape : (number of layers, kv heads per layer, head size)
+        """
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
             raise UserError(f"the context is of another model: layers, kv heads and head size are {own}, not {shape}")
 
     def trace(self, length: int) -> EvictionTrace:
-        """Trace of a sequence of `length` tokens that continues this context; `length` includes the context.
+        """Return the trace of a sequence of `length` tokens, including the context, that continues this context.
 
-        If entries were fitted, the trace has a section that no trainer can replay, because the queries of the fit are
-        not recorded.
+        If entries were fitted, the trace gets the section `compacted_at`. No trainer can replay such a trace, because
+        the queries of the fit are not recorded.
         """
         evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
         return EvictionTrace.recorded(evictions, section if self.fitted else {})
 
     def evict_at(self) -> Tensor:
-        """Eviction position of each token of the context: int32 [L, Hkv, tokens], the context's length or NEVER."""
+        """Return the eviction position of each token of the context: int32 [L, Hkv, number of tokens].
+
+        It is NEVER for kept tokens, and the context's length for all others.
+        """
         count = len(self.tokens)
         evictions = []
         for layer in self.layers:
@@ -98,10 +110,10 @@ class Context:
 
 
 class ContextCache:
-    """The `Cache` (sparse_rl/policies/cache.py) of B sequences that continue one context.
+    """The cache of B sequences that continue one context. Implements `Cache` (sparse_rl/policies/cache.py).
 
     context : the context; None means that there is none, and sequences begin at position 0
-    captures : True to store the queries of all tokens that are read, for `captured`
+    captures : True to store the queries of all tokens, which `captured` then returns
     """
 
     piece: int | None = 1024
@@ -109,10 +121,10 @@ class ContextCache:
     def __init__(self, context: Context | None, captures: bool = False) -> None:
         self.context, self.captures = context, captures
         self.past = 0 if context is None else len(context.tokens)
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # keys, values [B, Hkv, C, D]
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> own keys, values, in C slots: [B, Hkv, C, D] each
         self._queries: dict[int, list[Tensor]] = {}
         self.scaling = 0.0  # the factor on q . k, set by the first forward pass
-        self.lengths: list[int] = []  # number of tokens of each row, without the context
+        self.lengths: list[int] = []  # number of each row's own tokens, without the context
 
     @property
     def seen(self) -> list[int]:
@@ -122,9 +134,11 @@ class ContextCache:
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """Prepare for a forward pass over the next tokens of each row [B, max P], right-padded.
+        """Prepare for a forward pass over the next tokens of each row, right-padded to equal length.
 
-        A long prompt may be read in several pieces. A row whose prompt has ended gets padding and the length 0.
+        prompt_lengths : number of tokens of each row in this pass
+
+        A long prompt may be read in several passes. A row whose prompt has already ended gets padding and the length 0.
         """
         self._starts_at(self.lengths or [0] * len(prompt_lengths), device)
         self.lengths = [held + n for held, n in zip(self._starts, prompt_lengths, strict=True)]
@@ -152,7 +166,10 @@ class ContextCache:
         return forked
 
     def captured(self, layer: int) -> Tensor:
-        """Queries of all tokens read so far in one layer, after RoPE: [B, Hq, T, D]. Only if `captures` is True."""
+        """Return the queries, after RoPE, of all T own tokens so far in one layer: [B, Hq, T, D].
+
+        Available only if the cache was made with `captures`.
+        """
         return torch.cat(self._queries[layer], dim=2)
 
     def forget(self, layer: int) -> None:
@@ -160,11 +177,11 @@ class ContextCache:
         self._queries.pop(layer, None)
 
     def queries(self, layer: int) -> Tensor:
-        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries [B, Hq, W, D]."""
+        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries of each row."""
         raise UserError("the cache of a compacted context keeps no last queries")
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """Trace of a row of `length` tokens; it is the same for every row. See `Context.trace`."""
+        """Return the trace of a row of `length` tokens, including the context. All rows of this length have it."""
         assert self.context is not None  # sampling always has a context
         return self.context.trace(length)
 
@@ -176,9 +193,15 @@ class ContextCache:
     # ---- the attention's side -------------------------------------------------------------------------------------
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store the new keys and values, and attend to the context and to own tokens up to each query: [B, Hq, T, D].
+        """Store the keys and values of T new tokens per row, and compute their attention.
 
-        query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE; scaling : the factor on q . k
+        Each query attends to the context's entries and to the row's own tokens up to the query's token.
+
+        query : [B, Hq, T, D], after RoPE
+        key, value : [B, Hkv, T, D], keys after RoPE
+        scaling : the factor on q . k
+
+        Returns the attention output, [B, Hq, T, D].
         """
         batch, heads, count, _ = key.shape
         self.scaling = scaling
@@ -191,7 +214,7 @@ class ContextCache:
         if past is not None:
             keys = torch.cat([past.keys.expand(batch, -1, -1, -1), keys], dim=2)
             values = torch.cat([past.values.expand(batch, -1, -1, -1), values], dim=2)
-        # The G query heads of a group attend to their kv head as G "queries", so that only the mask is repeated.
+        # The G query heads of a kv head are treated as more queries of one head, so that only the mask is repeated.
         grouped = query.unflatten(1, (heads, -1))
         at_once = max(1, MOST_LOGITS // (batch * query.shape[1] * keys.shape[2]))
         outs = []
@@ -202,7 +225,10 @@ class ContextCache:
         return torch.cat(outs, dim=3).flatten(1, 2)
 
     def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] at slots `at` [B, T]. Returns all keys and values of the layer."""
+        """Store key and value [B, Hkv, T, D] of T new tokens at slots `at` [B, T].
+
+        Returns the keys and the values of all own tokens in this layer, [B, Hkv, C, D] each, for C slots.
+        """
         keys, values = self.own.get(layer) or (key[:, :, :0], value[:, :, :0])
         missing = max(self._starts) + key.shape[2] - keys.shape[2]
         if missing > 0:
@@ -215,8 +241,13 @@ class ContextCache:
 
 
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
-    """Mask that is added to the logits of queries at slots `at` [B, T], over the context's entries and the own slots:
-    [B, 1 or Hkv, T, N + C].
+    """Return the mask that is added to the logits of queries: the context's biases, then 0 or -inf for own slots.
+
+    at : [B, T], slots of the T queries of each row
+    slots : [C], all slots for own tokens
+    past : the context's N entries in this layer; None means that there is no context
+
+    Returns [B, Hkv, T, N + C], or [B, 1, T, C] without a context.
     """
     mask = torch.zeros(*at.shape, len(slots), dtype=dtype, device=at.device)
     mask = mask.masked_fill_(slots > at[..., None], float("-inf"))[:, None]

@@ -1,4 +1,5 @@
-"""Compaction of a context: prefill, reference queries, kept entries of each layer (AM, sections 3 and 4).
+"""Compaction of a context (Attention Matching, sections 3 and 4). The context is prefilled, reference queries are
+computed, and for each layer the kept entries are chosen and fitted.
 
 Departures from the paper: values are fitted with a ridge (sparse_rl/matching/fit.py).
 """
@@ -28,9 +29,9 @@ from sparse_rl.methods.eviction.cache import at_slots
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]
 Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # runs right-padded texts through the model into a cache
-Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # (prompt, sampled answer) of self-study
+Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # samples (prompt, answer) pairs of self-study
 
-OWN = {"context", "random", "window"}  # kinds of reference queries that are computed from the queries of the prefill
+OWN = {"context", "random", "window"}  # kinds of reference queries that are made from the queries of the prefill
 MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores use some queries at a time
 
 
@@ -39,7 +40,7 @@ class Stages(dict[str, float]):
 
     @contextmanager
     def timed(self, stage: str) -> Any:
-        """Measure the duration of a stage."""
+        """Measure the duration of the block, and store it under the name of the stage."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_initialized():
@@ -52,9 +53,10 @@ class Studied:
     """A prefilled context with its reference queries, from which compactions of any size can be made.
 
     whole : the whole context
-    queries : reference queries of each layer [1, Hkv, n, D]; n is 0 if the policy does not choose entries
+    queries : reference queries of each layer, [1, Hkv, number of queries, D]; there are none if the policy does not
+        choose entries
     scaling : the factor on q . k
-    seconds : duration of prefill and queries
+    seconds : durations of the prefill and of the computation of the reference queries
     """
 
     whole: Context
@@ -63,7 +65,11 @@ class Studied:
     seconds: Stages
 
     def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
-        """Compact the context. counts : entries of each kv head, without `first` and `last`; None means `planned`."""
+        """Compact the context.
+
+        counts : number of entries that each kv head keeps, [layer][kv head], not counting the first `config.first` and
+            the last `config.last` ones; None means the numbers that `planned` (budgets.py) computes from `config`
+        """
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
         if counts is None:
@@ -75,7 +81,11 @@ class Studied:
         return Context(self.whole.tokens, layers, config.policy == "am", stages)
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
-        """Kept entries of one layer, `counts` for its kv heads. Shorter heads are padded with masked entries."""
+        """Return the entries to keep in layer `place`. Kv heads that keep fewer than others are padded with masked
+        entries.
+
+        counts : number of entries of each kv head, not counting the first `config.first` and the last `config.last`
+        """
         entries, queries = self.whole.layers[place], self.queries[place]
         logits = queries.shape[1] * queries.shape[2] * min(entries.keys.shape[2], config.chunk)
         if len(set(counts)) == 1 and (config.policy != "am" or logits <= MOST_LOGITS):
@@ -83,17 +93,21 @@ class Studied:
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Kept entries of one kv head of layer `place`: `count` entries, plus `first` and `last`."""
+        """Return the entries to keep for kv head `head` of layer `place`: `count` chosen entries, plus the first
+        `config.first` and the last `config.last` ones.
+        """
         head_slice = slice(head, head + 1)
         selected = LayerEntries(*(x[:, head_slice] for x in self.whole.layers[place]))
         return _compacted(selected, self.queries[place][:, head_slice], count, config, self.scaling)
 
 
 def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, on_stage: OnStage) -> Studied:
-    """Prefill these tokens and compute the reference queries.
+    """Prefill a context and compute its reference queries.
 
-    read : runs the model's forward pass
-    write : lets the model answer the prompts of self-study after a context
+    tokens : token ids of the context
+    read : function that runs token sequences through the model, with a given cache
+    write : function that lets the model answer the prompts of self-study after a context, and returns (prompt, answer)
+        pairs
     on_stage : called with the name of each stage when it begins
     """
     tokens, stages = list(tokens), Stages()
@@ -134,7 +148,11 @@ def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
 def _queries(
     config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write, on_stage: OnStage
 ) -> tuple[list[OfLayer], list[ContextCache]]:
-    """For each kind a function layer (in order) -> queries [1, Hkv, n, D], and the caches that these functions use."""
+    """Prepare the reference queries of each kind in `config.queries`.
+
+    Returns, for each kind, a function layer -> its reference queries [1, Hkv, number of queries, D], which must be
+    called in the order of the layers; and the caches that these functions read.
+    """
     kinds: list[OfLayer] = []
     caches = [prefilled]
     for kind in config.queries:
@@ -159,8 +177,9 @@ def _queries(
 
 
 def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
-    """Queries of a context's tokens, or of its last `window` tokens, as captured by a cache: of one layer
-    [1, Hkv, G tokens, D].
+    """Return the queries of a context's tokens, or of its last `window` tokens, that a cache captured in one layer.
+
+    They are grouped by kv head: [1, Hkv, G x number of tokens, D], for G query heads per kv head.
     """
     count = len(whole.tokens)
     span = slice(0 if window is None else max(0, count - window), count)
@@ -168,7 +187,9 @@ def _captured(cache: ContextCache, whole: Context, layer: int, window: int | Non
 
 
 def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
-    """Normally distributed queries, one for each query of the context, scaled to a kv head's mean norm (appendix D)."""
+    """Return one normally distributed query for each query of the context, with the mean norm of the context's queries
+    of its kv head (appendix D).
+    """
     queries = _captured(cache, whole, layer)
     drawn = torch.randn(queries.shape, generator=generator).to(queries)
     norm = queries.norm(dim=-1, keepdim=True).mean(2, keepdim=True)
@@ -176,19 +197,26 @@ def _random(cache: ContextCache, whole: Context, generator: torch.Generator, lay
 
 
 def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int) -> Tensor:
-    """Queries of the sampled answers of self-study: of one layer [1, Hkv, n, D]."""
+    """Return the queries of one layer that a cache captured for the sampled answers of self-study, grouped by kv head:
+    [1, Hkv, number of queries, D].
+
+    written : (prompt, answer) of each row of the cache
+    """
     rows = zip(cache.captured(layer), written, strict=True)
     answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
     return _by_kv_head(torch.cat(answers, dim=2), whole.layers[layer])
 
 
 def _by_kv_head(query: Tensor, entries: LayerEntries) -> Tensor:
-    """Group queries by kv head: [1, Hq, T, D] -> [1, Hkv, G T, D]."""
+    """Group the queries of T tokens by kv head: [1, Hq, T, D] -> [1, Hkv, G x T, D], for G query heads per kv head."""
     return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
 
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
-    """Random subset of at most `most_queries` of the queries [1, Hkv, n, D], the same ones in every kv head."""
+    """Return a random subset of the reference queries [1, Hkv, number of queries, D].
+
+    It has at most `config.most_queries` queries, at the same indices in every kv head.
+    """
     count = queries.shape[2]
     if count <= config.most_queries:
         return queries
@@ -202,7 +230,13 @@ def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
 def _compacted(
     entries: LayerEntries, queries: Tensor, count: int, config: PromptCacheConfig, scaling: float
 ) -> LayerEntries:
-    """Kept entries of one layer: `first` and `last` unchanged, and `count` in between, spread evenly over parts."""
+    """Return the entries to keep: the first `config.first` and the last `config.last` unchanged, and `count` others.
+    Under the policy am, the tokens in between are fitted in equal parts of at most `config.chunk` tokens, each with an
+    equal share of `count`.
+
+    entries : all entries of one layer, or of one of its kv heads
+    queries : their reference queries
+    """
     tokens = entries.keys.shape[2]
     between = config.between(tokens)
     parts = math.ceil(between / config.chunk) if config.policy == "am" else 1
@@ -223,7 +257,7 @@ def _compacted(
 
 
 def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the entries of a block that are kept. Returns index, bias and values, as `match` does."""
+    """Choose `count` entries of a block to keep. Returns their indices, biases and values, in the form of `match`."""
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
@@ -240,7 +274,10 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
 
 
 def _score(block: Block, aggregate: str) -> Tensor:
-    """`attention_score` [1, H, N], computed in groups of queries if there are many."""
+    """Return the `attention_score` of each of N entries in each of H kv heads, [1, H, N].
+
+    It is computed for some queries at a time if there are many.
+    """
     some = block.queries.split(max(1, MOST_LOGITS // block.bias.numel()), dim=2)
     scores = [attention_score(replace(block, queries=queries).logits(), aggregate) for queries in some]
     if len(scores) == 1:

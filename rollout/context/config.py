@@ -17,12 +17,13 @@ class PromptCacheConfig(Configuration):
     """Settings of the one-time compaction of a context.
 
     policy : am, the kept entries get biases and values that stand for the evicted ones; evict, the kept entries do not
-        change; full, everything is kept; none, only first and last are kept. full and none are baselines, and first and
-        last are the only other keys that they use
+        change; full, everything is kept; none, only the first `first` and the last `last` tokens are kept. full and
+        none are baselines, and use no other settings than first and last
     ratio : share of the context's tokens that is kept, apart from first and last
-    queries : kinds of reference queries: context, of the context's own tokens; repeat, of its tokens read a second time
-        after it; self_study, of the model's answers about it; random, normally distributed with the same norm; window,
-        of its last `window` tokens
+    queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of the same tokens
+        when the model reads the context a second time, after the first; self_study, queries of the model's answers to
+        prompts about the context; random, normally distributed queries with the mean norm of the context's queries;
+        window, queries of the context's last `window` tokens
     window : number of tokens of the query kind window (SnapKV's observation window)
     select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention mass
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
@@ -34,9 +35,10 @@ class PromptCacheConfig(Configuration):
         as in PyramidKV, with ratio as the mean
     budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
     chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
-        of the kept entries; a fit needs memory for reference queries x chunk numbers. If mass and output of every part
-        are right, so are those of the whole context: its attention is the average of the parts' outputs, weighted by
-        their masses. Under evict all tokens of the context compete with each other
+        of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If attention mass and
+        output of every part are right, the mass and output of the whole context are right too, because the context's
+        output is the average of the parts' outputs, weighted by their masses. Under evict all tokens of the context
+        compete with each other
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -77,14 +79,23 @@ class PromptCacheConfig(Configuration):
         return self.policy in ("am", "evict")
 
     def between(self, tokens: int) -> int:
-        """Number of tokens between `first` and `last` in a context of `tokens`. Raises UserError if there are none."""
+        """Return the number of tokens of a context that are neither among its first `first` nor its last `last` ones.
+
+        tokens : length of the context
+
+        Raises UserError if there are no tokens in between.
+        """
         between = tokens - self.first - self.last
         if between < 1:
             raise UserError(f"the context has {tokens} tokens, but first + last are {self.first + self.last}", "first")
         return between
 
     def kept(self, tokens: int) -> int:
-        """Mean number of tokens between `first` and `last` that a head keeps. Raises UserError as `between` does."""
+        """Return the mean number of entries that a kv head keeps, not counting its `first` first and `last` last ones.
+        tokens : length of the context
+
+        Raises UserError if the context is no longer than `first` + `last`.
+        """
         between = self.between(tokens)
         if self.chooses:
             return max(1, round(self.ratio * between))

@@ -23,7 +23,7 @@ PARTS = tuple(part.name for part in fields(LayerEntries))
 
 
 def save_context(path: str | Path, context: Context) -> None:
-    """Write a context as one safetensors file (format: see the module). Raises NotWrittenError if that fails."""
+    """Write a context to one safetensors file. Raises NotWrittenError if the file cannot be written."""
     tensors = {"tokens": torch.tensor(context.tokens)}
     for number, layer in enumerate(context.layers):
         # Cloned, because layers may share memory, which safetensors rejects.
@@ -38,7 +38,7 @@ def save_context(path: str | Path, context: Context) -> None:
 
 
 def load_context(path: str | Path, device: str | torch.device = "cpu") -> Context:
-    """Read a context that `save_context` wrote, with its entries on `device`.
+    """Read a context that `save_context` wrote, and move its entries to `device`.
 
     Raises UserError if the file is missing, damaged, of another kind or of another format version.
     """

@@ -10,24 +10,37 @@ from sparse_rl.policies.cache import cache_bytes
 
 
 def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of a context with `entries` entries per kv head: keys, values, float32 biases and int64 positions."""
+    """Return the bytes of a context with `entries` entries per kv head: keys, values, float32 biases, int64 positions.
+
+    itemsize : bytes of a number in keys and values
+    """
     return cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + 12 * layers * kv_heads * entries
 
 
 def reading_bytes(tokens: int, heads: int) -> int:
-    """Bytes of the masks for one piece of a context, when the context is read a second time after itself."""
+    """Return the bytes of the attention masks for one piece of a context that the model reads a second time, after
+    the first.
+    """
     return 12 * min(cache.MOST_LOGITS, heads * min(cache.ContextCache.piece or tokens, tokens) * 2 * tokens)
 
 
 def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
-    """Maximum number of reference queries per kv head, before subsampling, for a context of `tokens` tokens."""
+    """Return the maximum number of reference queries per kv head, before a random subset is taken.
+
+    tokens : length of the context
+    group : query heads per kv head
+    """
     study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
     read = {"self_study": study, "window": min(config.window, tokens)}
     return group * sum(read.get(kind, tokens) for kind in config.queries) if config.chooses else 0
 
 
 def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_heads: int, head_dim: int) -> int:
-    """Temporary bytes of a compaction: those for the kv heads that are compacted at once, and for one part."""
+    """Return the temporary bytes of a compaction, for the kv heads and the part of the context that are fitted at once.
+
+    tokens : length of the context
+    group : query heads per kv head
+    """
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)

@@ -1,6 +1,6 @@
 """Prompts of self-study about a context (Attention Matching, appendix C.4): four requests, in our own words.
 
-They are texts. The caller, which knows the model's chat template and tokenizer, turns them into token ids.
+The prompts are texts. The caller has the model's chat template and tokenizer, and turns the prompts into token ids.
 """
 
 from __future__ import annotations
