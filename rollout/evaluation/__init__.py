@@ -1,10 +1,10 @@
-"""rollout.evaluation: pass@k over tasks and cache policies, and the perplexity of a text under them, on an engine.
+"""rollout.evaluation: measures pass@k of tasks, and the perplexity of a text, under each of several cache policies.
 
-evaluate.py    every task under every policy: one row each
-contexts.py    every task after contexts that are compacted once, under every compaction: one row each
-perplexity.py  a text, cut into pieces, under every policy: one row each
-samples.py     sampling any number of prompts, in parts that fit
-entries.py     numbers of entries that are held and read
+evaluate.py    evaluates tasks under policies: one row of results per task and policy
+contexts.py    evaluates tasks after compacted contexts: one row per task and compaction
+perplexity.py  measures the perplexity of a text, cut into pieces: one row per policy
+samples.py     samples any number of prompts, in parts, so that not all traces are in memory at once
+entries.py     counts the cache entries that kv heads hold and that queries read
 estimators.py  pass@k and standard errors
 
 Callers pass prompts and pieces as token ids, a scoring function, policies, and a function that opens an engine. The

@@ -1,8 +1,8 @@
-"""Evaluation after compacted contexts: pass@1 over tasks × prompt caches (rollout/context).
+"""Evaluation after compacted contexts (rollout/context): pass@1 of each task after each compaction of its contexts.
 
 Problems are grouped by context. Each context is prefilled, and its reference queries are computed, once for all
-compactions that share these queries. After each compaction all questions about the context are answered. Apart from
-that, it is the same as any other evaluation (evaluate.py).
+compactions that share these queries. After each compaction all questions about the context are answered. Scores and
+rows are the same as in any other evaluation (evaluate.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sparse_rl.progress import stage
 if TYPE_CHECKING:
     from rollout.hf import HFEngine
 
-# Settings of the compaction alone. Configurations that differ only in these share one reading of a context.
+# Settings that only the compaction uses. Configurations that differ only in these settings share one prefill of a
+# context and its reference queries.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Prompts of problems, each split after its context.
-
+    """Prompts of the problems of a task, each split into its context and the rest.
     prompts : prompt of each problem
     study : token ids of the self-study prompts that follow each context
     """
@@ -46,16 +46,16 @@ class Questions:
 
 @dataclass(frozen=True)
 class ContextTask(Task):
-    """A task whose problems have contexts; `prompts` are the parts of the prompts after the contexts."""
+    """A task whose problems have contexts. Its `prompts` are only the parts of the prompts after the contexts."""
 
     questions: Questions = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """A context after one of the compactions.
+    """A context that was compacted with one of several settings.
 
-    cache : index of the settings of the compaction
+    cache : index of the settings in the list of settings
     problems : indices of the problems about this context
     context : the compacted context
     costs : time and memory of the compaction
@@ -73,12 +73,11 @@ def compacted_contexts(
     caches: Sequence[PromptCacheConfig],
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[Compacted]:
-    """Compact every context of these problems with each of `caches`, context by context.
-
-    caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
+    """Compact every context of these problems with each of the settings `caches`. Yields results context by context.    caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
     on_stage : called with the name of each stage when it begins
 
-    Raises UserError, with the number of a problem, if a context cannot be compacted with these settings.
+    Raises UserError, which names the first problem about the context, if a context cannot be compacted with one of
+    these settings.
     """
     problems_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for place, prompt in enumerate(questions.prompts):
@@ -98,7 +97,7 @@ def compacted_contexts(
                     sizes = len(context.tokens), context.nbytes, studied.whole.nbytes
                     yield Compacted(place, problems, context, ContextCosts(1, *sizes, context.seconds))
                     del context
-                del studied  # frees its memory before the next one is made
+                del studied  # frees its memory before the next context is prefilled
             except UserError as error:
                 raise UserError(f"problem {problems[0] + 1}: {error.message}", "prompt_cache") from error
 
@@ -108,8 +107,10 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
 
 
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
-    """Indices of the configurations that can share one reading of a context. The first one sets how the context is
-    read; the others have the same settings for the reading, or need no reference queries.
+    """Return the indices of configurations that can share one prefill of a context and its reference queries.
+
+    The first configuration determines the reference queries. Each of the others either has the same settings of the
+    prefill and the reference queries, or needs no reference queries.
     """
 
     def reading(config: PromptCacheConfig) -> dict[str, Any]:
@@ -122,12 +123,14 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
 
 @dataclass(frozen=True)
 class ContextEngines:
-    """Engines that compact contexts and that continue them. hf does both; for vllm, hf compacts first and writes files,
-    so that the two engines are never loaded at the same time.
+    """The engine that compacts contexts, and the engine that samples answers after them.
 
-    answering : returns a context manager of the sampling engine; called with `context_entries` if another engine
-        compacts
-    compacting : returns a context manager of the compacting engine; None if the sampling engine compacts
+    The engine hf does both. If vllm samples, hf first compacts all contexts and writes them to files, so that the two
+    engines are never loaded at the same time.
+
+    answering : function that returns a context manager of the sampling engine; if another engine compacts, it is called
+        with `context_entries`, the maximum number of entries of a sequence
+    compacting : function that returns a context manager of the compacting engine; None if the sampling engine compacts
     folder : folder for the temporary files
     window : maximum number of tokens that the model can read; None if unknown
     """
@@ -145,10 +148,13 @@ class ContextEngines:
         answer: int,
         on_stage: Callable[[str, str], None],
     ) -> Iterator[tuple[Any, Callable[[str], Iterator[Compacted]]]]:
-        """Open the engines. Yields the sampling engine, and a function: task -> iterator over its compacted contexts.
+        """Open the engines. Yields the sampling engine, and a function: name of a task -> iterator over the task's
+        compacted contexts.
 
+        questions : questions of each task, by the task's name
+        caches : settings of the compactions
         answer : maximum number of tokens that are sampled after a question
-        on_stage : called with the task and the name of each stage when it begins
+        on_stage : called with the name of the task and the name of each stage when the stage begins
         """
 
         for name, task_questions in questions.items():
@@ -194,9 +200,13 @@ def evaluate_contexts(
     on_row: Callable[[list[EvalRow]], None],
     progress: bool = True,
 ) -> list[EvalRow]:
-    """Evaluate every task under every prompt cache; see `evaluate`. Returns one row for each, ordered by task first.
+    """Evaluate every task after every compaction of its contexts. Returns one row per task and compaction, ordered by
+    task first.
 
-    on_row : called with all rows so far, after each context
+    caches : settings of the compactions
+    decode : function token ids of completions -> their texts
+    on_completion : called with each completion, as one line of a file of completions
+    on_row : called with all rows so far, after each compacted context
     """
     rows: list[EvalRow] = []
     total = len(caches) * sum(len(task.prompts) for task in tasks.values())
@@ -232,14 +242,14 @@ def evaluate_contexts(
 
 
 def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a compaction, for a row."""
+    """Return the name of a compaction and the settings that it uses, for the row of its results."""
     settings = asdict(config)
     used = [name for name in settings if name != "policy"] if config.chooses else ["first", "last"]
     return config.policy, {name: settings[name] for name in used}
 
 
 def label(config: PromptCacheConfig) -> str:
-    """Short label of a compaction for a progress bar."""
+    """Return a short label of a compaction for a progress bar: its policy, and its ratio if it has one."""
     return f"{config.policy} {config.ratio:g}" if config.chooses else config.policy
 
 

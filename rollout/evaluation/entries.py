@@ -1,4 +1,4 @@
-"""Numbers of entries that the caches of sampled sequences hold, and that a query reads."""
+"""Counts the entries that the caches of sampled sequences hold, and the entries that their queries read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from sparse_rl.policies.base import Policy
 
 
 class EntryCounts:
-    """Entries of a kv head under one policy, gathered over rollouts. If the policy keeps the same number in all kv
-    heads, `peak` and `read` are computed from its schedule, else from the traces.
-
-    policy : the policy; None after a compacted context, where all counts come from the trace
+    """Numbers of cache entries of a kv head under one policy, collected over rollouts. If the policy keeps the same
+    number in all kv heads, `peak` and `read` are computed from its schedule, else from the traces.
+    policy : the policy; None for sequences that continue a compacted context, whose counts all come from the traces
     peak : maximum number of entries that a kv head held in decoding
     read : maximum number of entries that a query read in decoding
-    peaks : for each rollout, the maximum number of entries of a kv head in decoding, averaged over heads and layers
+    peaks : for each rollout, the maximum number of entries that each kv head held in decoding, averaged over heads and
+        layers
     longest_prompt : maximum number of entries held in prefill
     """
 

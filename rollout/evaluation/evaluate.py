@@ -1,10 +1,10 @@
-"""Evaluation: pass@1 over tasks × cache policies.
+"""Evaluation: pass@k of every task under every cache policy.
 
 Every problem is sampled n times. A completion is correct iff its score is at least 1. A problem is excluded, and
-counted as such, if a sample has no score because its gold answer cannot be read. pass@k is averaged over problems, with
-the standard error over problems, because samples of one problem are not independent. All points use the same seed. Each
-policy has one engine, on which all tasks run. The same completions may have further scores, each with a separate
-accuracy over the problems that it can score.
+counted as excluded, if a sample has no score because the problem's gold answer cannot be read. pass@k is averaged over
+problems, with the standard error over problems, because samples of one problem are not independent. All pairs of task
+and policy use the same seed. Each policy has one engine, which samples for all tasks. The same completions may be given
+further scores; each further score has its own accuracy, over the problems that it can score.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """pass@1 by one score over `problems` problems, with its standard error; None if too few could be scored."""
+    """pass@1 by one score over `problems` problems, and its standard error.
+
+    `accuracy` is None if no problem could be scored, `standard_error` for fewer than two problems.
+    """
 
     accuracy: float | None
     standard_error: float | None
@@ -52,8 +55,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of compacting the contexts of a task: means over the contexts.
-
+    """Costs of compacting the contexts of a task. All numbers but `contexts` are means over the contexts.
     contexts : number of contexts
     tokens : tokens of a context, including the tokens that the chat template puts in front of it
     bytes, whole_bytes : bytes of keys, values and biases, after and before the compaction
@@ -69,7 +71,7 @@ class ContextCosts:
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One task under one cache.
+    """Results of one task under one cache policy, or after one compaction of its contexts.
 
     accuracy : pass@1 over `problems` problems with `samples` samples each; None if no problem could be scored
     standard_error : standard error of accuracy over problems; None for fewer than two problems
@@ -84,7 +86,7 @@ class EvalRow:
     longest_prompt : maximum number of entries that a kv head held in prefill
     read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
-    contexts : costs of the compacted contexts; None if there are none
+    contexts : costs of the compacted contexts; None if the task was evaluated without them
     """
 
     task: str
@@ -155,8 +157,7 @@ def evaluate(
 
 
 class Point:
-    """Collected results of one task under one cache.
-
+    """Collects the results of one task under one cache policy, or after one compaction of its contexts.
     cache : a policy, or the name and the settings of a compaction of contexts
     """
 
@@ -166,14 +167,21 @@ class Point:
         self.name, self.task, self.sampling, self.samples = name, task, sampling, sampling.n
         policy = None if isinstance(cache, tuple) else cache
         self.policy, self.parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
-        self.correct: list[int | None] = []  # per problem; None means excluded
+        self.correct: list[int | None] = []  # number of correct samples of each problem; None means excluded
         self.further: dict[str, list[int | None]] = {name: [] for name in task.further}
         self.lines: list[Line] = []  # lines of completions, without their texts
         self.seconds = 0.0
         self.entries = EntryCounts(policy)
 
     def judge(self, problems: Sequence[int], rollouts: Sequence[Rollout], seconds: float, decode: Decode) -> list[Line]:
-        """Score and count the completions of some problems. Returns their lines for eval_completions.jsonl."""
+        """Score the completions of some problems, and add them to the results. Returns the completions' lines for
+        eval_completions.jsonl.
+
+        problems : indices of the problems
+        rollouts : the rollouts of these problems, problem by problem
+        seconds : time that the engine took
+        decode : function token ids of completions -> their texts
+        """
         sample_problems = [problem for problem in problems for _ in range(self.samples)]
         texts = decode([rollout.completion_ids for rollout in rollouts])
         scores = self.task.score(sample_problems, texts, rollouts)
@@ -195,7 +203,7 @@ class Point:
         return [{**line, "completion": text} for line, text in zip(lines, texts, strict=True)]
 
     def row(self, contexts: ContextCosts | None = None) -> EvalRow:
-        """Row of the results over all judged completions."""
+        """Return the row of results over all completions that `judge` was called with."""
         counted = [c for c in self.correct if c is not None]
         ks = [2**i for i in range(self.samples.bit_length())] if counted else []
         pass_at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
@@ -237,7 +245,11 @@ class Point:
 
 
 def count_correct(scores: Sequence[float | None], samples: int) -> list[int | None]:
-    """Number of correct samples of each problem, from scores in problem-major order; None if a sample has no score."""
+    """Return the number of correct samples of each problem, or None for a problem with a sample that has no score.
+
+    scores : scores of all samples, problem by problem
+    samples : number of samples per problem
+    """
     problems = [scores[start : start + samples] for start in range(0, len(scores), samples)]
     return [
         None if None in problem_scores else sum(score is not None and score >= 1 for score in problem_scores)

@@ -1,7 +1,7 @@
-"""Perplexity of token sequences under a cache, as evaluated on PG-19: decoded token by token after a prompt.
+"""Perplexity of a text under a cache policy, decoded token by token, as is usual for PG-19.
 
-Each piece of a text consists of a prompt, which is prefilled, and a rest, which is fed as if it had been sampled. The
-standard error is over pieces, as if they were independent.
+The text is cut into pieces. Each piece consists of a prompt, which is prefilled, and a rest, which is decoded as if its
+tokens had been sampled. The standard error is over pieces, as if they were independent.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ LARGEST_NLL = 700.0  # largest nll whose exp fits into a float
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """A text under one cache.
+    """Perplexity of a text under one cache policy.
 
-    pieces, prompt_tokens, completion_tokens : number of pieces, and tokens in the prompt and the rest of each
-    nll : natural logarithm of 1 / probability, mean over the tokens after the prompts
+    pieces : number of pieces
+    prompt_tokens, completion_tokens : number of tokens in the prompt of each piece, and in the rest after it
+    nll : negative log-likelihood in nats, mean over the tokens after the prompts
     standard_error : standard error of nll over pieces; None for fewer than two pieces
     perplexity : exp(nll); None if it does not fit into a float
     retention : cache length / sequence length at the end, mean over all pieces
@@ -73,7 +74,8 @@ def measure_perplexity(
 ) -> list[PerplexityRow]:
     """Measure the perplexity of a text under several policies. Returns one row per policy.
 
-    pieces : token ids of each piece; all have the same length, which is above `prompt_tokens`
+    pieces : token ids of each piece of the text; all have the same length, which is above `prompt_tokens`
+    prompt_tokens : number of tokens at the beginning of each piece that are prefilled
     open_engine : function policy -> context manager of the engine that decodes under it
     on_row : called with all rows so far, after each new one
     """

@@ -17,11 +17,12 @@ from sparse_rl.policies.base import Policy
 def sample_in_parts(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
 ) -> Iterator[tuple[list[int], list[Rollout], float]]:
-    """Sample in parts of a few full batches. Yields (indices of prompts, their rollouts, prompt-major, seconds).
+    """Sample in parts of a few full batches. Yields, for each part, (indices of its prompts, their rollouts prompt by
+    prompt, seconds that the engine took).
 
-    context : compacted context that all prompts follow, if the engine supports contexts
+    context : compacted context that all prompts continue; None means that there is none
 
-    Equal prompts stay in one part: only within one call does the engine seed their samples differently.
+    Equal prompts stay in one part, because the engine gives their samples different seeds only within one call.
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -42,12 +43,12 @@ def sample_in_parts(
 
 
 def label(policy: Policy) -> str:
-    """Short label of a policy for a progress bar: its name, and its budget if it has one."""
+    """Return a short label of a policy for a progress bar: its name, and its budget if it has one."""
     return " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
 
 
 def summary(rollout: Rollout) -> dict[str, Any]:
-    """Values of a rollout in a line of a completions file, without its text."""
+    """Return the values that a rollout's line in a file of completions has, except the completion's text."""
     return {
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.completion_ids),
