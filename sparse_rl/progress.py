@@ -89,7 +89,7 @@ class Screen:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Mark that a command runs in this block: the elapsed time of progress lines counts from now, over all stages."""
+        """Mark that a command runs in this block: progress lines give the time elapsed from now on, over all stages."""
         self._begin()
         self.in_command = True
         try:

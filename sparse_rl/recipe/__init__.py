@@ -2,8 +2,9 @@
 
 load.py       finds a recipe, reads it, applies overrides
 kinds/        the keys of each kind of recipe, one file per kind
-schema.py     reads YAML, and overrides of its keys
-refused.py    TRL options that a recipe rejects, and why;  passed_through.py  those that are passed on unchanged
+schema.py     reads YAML, and overrides of keys from the command line
+refused.py    TRL options that a recipe rejects, and why
+passed_through.py  TRL options that are passed on unchanged
 keys.py       every key with its type, default and description; used by reference.py (the page docs/recipes.md), by
               json_schema.py (for editors), and by the command `sparse-rl keys`
 

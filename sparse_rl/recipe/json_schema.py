@@ -1,12 +1,12 @@
 """JSON Schema of recipes (draft 2020-12), with which an editor completes and checks a recipe.
 
-`sparse-rl keys --json-schema` prints it. It is generated from the dataclasses (keys.py), and holds the keys' names,
-types and choices. It accepts every recipe that the loader accepts, except for settings beside a sweep that none of its
-caches uses. The loader rejects more: here the bounds of a value are only described, and conditions between keys are
-missing.
+`sparse-rl keys --json-schema` prints the schema. The schema is generated from the dataclasses (keys.py), and holds the
+keys' names, types and choices. It accepts every recipe that the loader accepts, except for recipes with a sweep and a
+setting that no cache of the sweep uses. The loader rejects more recipes than the schema: the schema only describes the
+bounds of a value, and leaves out conditions between keys.
 
-A definition in $defs has the name of its dataclass or, for a kind of recipe, `kind_NAME`. A mapping selects its
-definition by `if` and `then`, not by `oneOf`, so that an editor reports errors of the selected definition only.
+A definition in $defs is named after its dataclass or, for a kind of recipe, `kind_NAME`. A mapping selects its
+definition by `if` and `then`, not by `oneOf`, so that an editor reports only the errors of the selected definition.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIMPLE = {int: "integer", float: "number", bool: "boolean", str: "string", type
 
 
 def recipe_schema(kind: str | None = None) -> Schema:
-    """Return the schema of recipes of one kind; None means all recipes, each selected by its `kind`."""
+    """Return the schema of recipes of one kind, or of all recipes if `kind` is None."""
     writer = SchemaWriter()
     if kind is not None:
         schema, title = writer.recipe(kind), f"A sparse-rl recipe of kind {kind}"
@@ -41,13 +41,13 @@ def recipe_schema(kind: str | None = None) -> Schema:
 
 
 class SchemaWriter:
-    """Writes schemas, and collects the definitions that several places share."""
+    """Writes schemas, and collects the definitions that several schemas refer to."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Schema] = {}
 
     def refer(self, name: str, write: Callable[[], Schema]) -> Schema:
-        """Return a reference to a definition, which is written on first use."""
+        """Return a reference to the definition `name`. On first use, `write` creates the definition."""
         if name not in self.definitions:
             self.definitions[name] = {}  # its content may refer to the definition itself
             self.definitions[name] = write()
@@ -56,7 +56,7 @@ class SchemaWriter:
     # ---- recipes ---------------------------------------------------------------------------------------------------
 
     def recipe(self, kind: str) -> Schema:
-        """Return the schema of a kind of recipe, with the options that are passed on to TRL."""
+        """Return the schema of a kind of recipe, including the options that are passed on to TRL."""
         cls = KINDS[kind]
         schema = self.mapping(cls)
         schema["properties"] = {"kind": {"const": kind}, **schema["properties"]}
@@ -69,9 +69,9 @@ class SchemaWriter:
     def swept(self, schema: Schema) -> Schema:
         """Refine the schema of a swept recipe, whose `cache` may be incomplete if a sweep supplies the rest.
 
-        The types of the keys do not express this. SweptRecipe.read_points defines what is accepted: `cache` takes the
-        keys of any policy, an entry of `sweep.policy` those of the policy it names, and required keys may be in either.
-        Without a sweep, `cache` is one complete policy.
+        The types of the keys do not express this. The schema accepts the recipes that SweptRecipe.read_points accepts:
+        `cache` may have the keys of any policy, an entry of `sweep.policy` may have the keys of the policy that it
+        names, and required keys may be in either of the two. Without a sweep, `cache` is one complete policy.
         """
         members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
         name = {"enum": list(members)}
@@ -111,7 +111,7 @@ class SchemaWriter:
         return schema
 
     def family(self, cls: type[NamedConfiguration]) -> Schema:
-        """Return the schema of a family: a mapping with a member's name, or the name alone if no key is required."""
+        """Return the schema of a family: a mapping with a member's name, or just the name if no key is required."""
         choices = {
             name: self.refer(member.__name__, partial(self.member, member)) for name, member in cls.members().items()
         }
@@ -119,7 +119,7 @@ class SchemaWriter:
         return {"anyOf": [{"enum": alone}, _chosen(cls.name_key, choices)]}
 
     def member(self, cls: type[NamedConfiguration], whole: bool = True) -> Schema:
-        """Return the schema of a family's member as a mapping. If not `whole`, its required keys may be elsewhere."""
+        """Return the schema of a family's member as a mapping. If not `whole`, the mapping may lack required keys."""
         schema = self.mapping(cls)
         schema["properties"] = {cls.name_key: {"const": cls.name}, **schema["properties"]}
         schema["required"] = [cls.name_key, *(schema["required"] if whole else [])]
@@ -128,7 +128,7 @@ class SchemaWriter:
     # ---- types -----------------------------------------------------------------------------------------------------
 
     def type(self, hint: Any, promote: bool = True) -> Schema:
-        """Return the schema of the values that `coerce` (sparse_rl/config.py) accepts for a type, without its rules.
+        """Return the schema of the values that `coerce` (sparse_rl/config.py) accepts for a type, without the bounds.
 
         promote : True if a single value is accepted as a list with one item
         """
@@ -152,7 +152,7 @@ class SchemaWriter:
 
 
 def _list_of(item: Schema, promote: bool) -> Schema:
-    """Return the schema of a list; with `promote` a single item is accepted too."""
+    """Return the schema of a list. With `promote`, the schema also accepts a single item without a list."""
     items = {"type": "array", "items": item}
     return {"anyOf": [items, item]} if promote else items
 

@@ -1,8 +1,8 @@
 """All keys of a recipe, read from the configurations' dataclasses: each key with its type, default and description.
 
-The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from this.
-Name, type and default of a key are those of the dataclass field. Its description comes from the dataclass's docstring:
-an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
+The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from
+these keys. The name, type and default of a key are those of the dataclass field. The description comes from the
+dataclass's docstring: an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a dataclass: its name, type, default (dataclasses.MISSING if it is required) and description."""
+    """One key of a dataclass.
+
+    hint : type of the value
+    default : default value; dataclasses.MISSING if the key is required
+    words : description of the key; empty if there is none
+    """
 
     name: str
     hint: Any
@@ -39,9 +44,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Row:
-    """One key as displayed: its dotted name, type, default as YAML text, and description.
+    """One key as displayed, in texts.
 
-    default : REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
+    key : dotted name of the key
+    type : description of the type
+    words : description of the key
+    default : default in YAML; REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
     file : for a block, the file that defines its keys; else empty
     """
 
@@ -54,7 +62,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys of one dataclass and of its blocks: a description, the file that defines the keys, and their rows."""
+    """The keys of one dataclass and of its blocks.
+
+    prose : description of the dataclass
+    file : file that defines the dataclass
+    rows : one row per key
+    """
 
     prose: str
     file: str
@@ -65,7 +78,7 @@ class Section:
 
 
 def read_docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the prose of a dataclass's own docstring, and its entries: name -> description."""
+    """Return the prose of a dataclass's own docstring, and the docstring's entries: name -> description."""
     text = cls.__dict__.get("__doc__") or ""
     if text.startswith(f"{cls.__name__}("):  # the signature that dataclasses insert if there is no docstring
         return "", {}
@@ -85,7 +98,7 @@ def read_docstring(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def _description(cls: type, key: str) -> str:
-    """Return the description of a key from the docstring of a dataclass or its bases; the first in MRO order wins."""
+    """Return the description of a key from the docstring of the first class in the dataclass's MRO that has one."""
     descriptions = (entries[key] for base in cls.__mro__ if key in (entries := read_docstring(base)[1]))
     return next(descriptions, "").replace("None", "null")
 
@@ -94,7 +107,7 @@ def _description(cls: type, key: str) -> str:
 
 
 def own_keys(cls: type) -> Iterator[Key]:
-    """Yield the dataclass's own keys, without those of its flat fields."""
+    """Yield the keys of a dataclass, without the keys of its flat fields."""
     hints = own_fields(cls)
     for f in dataclasses.fields(cls):
         if f.name in hints:
@@ -102,7 +115,7 @@ def own_keys(cls: type) -> Iterator[Key]:
 
 
 def all_keys(cls: type) -> Iterator[Key]:
-    """Yield the keys at one level of the YAML: the dataclass's own keys, and those of its flat fields."""
+    """Yield the keys at one level of the YAML: the dataclass's own keys, and the keys of its flat fields."""
     return itertools.chain.from_iterable(map(own_keys, holders(cls)))
 
 
@@ -148,7 +161,7 @@ def _list_rows(cls: type, prefix: str, places: dict[type, str]) -> Iterator[Row]
 
 
 def _block(hint: Any) -> tuple[type, bool] | None:
-    """Return the dataclass of a key's type, and True if the key maps names to several; None for a plain value."""
+    """Return (the dataclass in a key's type, True if the key maps names to instances of it); None for a plain value."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint, False
     for member in get_args(hint):

@@ -2,9 +2,9 @@
 
     recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
 
-A key has TRL's name if TRL has such an option; blocks (cache, data, rollout, lora, launch, validation) are mappings.
-The other options of TRL's trainers (passed_through.py) are also flat keys. This module imports neither torch nor
-transformers nor TRL.
+If TRL has an option for a key, the key has TRL's name. Blocks (cache, data, rollout, lora, launch, validation) are
+mappings. The other options of TRL's trainers (passed_through.py) are keys at the top level. This module imports neither
+torch nor transformers nor TRL.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load and check the recipe of a YAML file, or a shipped recipe by its name.
+    """Return the recipe in a YAML file, or the shipped recipe of a name, after checking it.
 
     path_or_name : a file ending in .yaml or .yml, or a name from `list_recipes`
     overrides : strings "key=value", with dots for keys of blocks: "cache.budget=64"; the value is read as YAML
 
-    Raises UserError in one line if there is no such recipe, and as `make_recipe` does.
+    Raises UserError in one line if there is no such recipe, if its file cannot be read, or if the recipe is invalid.
     """
     name = str(path_or_name)
     path = Path(name)
@@ -75,12 +75,14 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
-    """Return the recipe of a mapping, whose keys include `kind`; options of TRL are stored in `trainer_options`.
+    """Return the recipe that a mapping describes. Options of TRL are stored in the recipe's `trainer_options`.
 
+    mapping : keys and values of the recipe, including `kind`
     overrides : strings "key=value", as in `load_recipe`
     name : name of the recipe in errors
 
-    Raises UserError in one line for an invalid recipe; `recipe.warnings` holds warnings about a valid but unwise one.
+    Raises UserError in one line for an invalid recipe. Warnings about valid but unwise settings are in the recipe's
+    `warnings`.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
@@ -113,7 +115,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
 
 
 def _places(cls: type[Recipe]) -> dict[str, str]:
-    """Return where each key belongs (key -> dotted key), to suggest it for a key at the wrong level."""
+    """Return key -> dotted key in a recipe of this class, so that an error can correct a key at the wrong level."""
     places = {key: f"cache.{key}" for key in ("policy", *yaml_fields(EvictingConfig))}
     for key, hint in yaml_fields(cls).items():
         for block in () if get_origin(hint) is dict else (hint, *get_args(hint)):

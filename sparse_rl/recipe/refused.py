@@ -1,7 +1,7 @@
 """Options of TRL and its scripts that a recipe rejects, each with a hint on what to write instead.
 
-This file lists the options that a recipe expresses with other keys. trainer/options.py lists those that would silently
-do nothing or break eviction replay. All other options of TRL are passed on (passed_through.py).
+This file lists the options that a recipe expresses with other keys. trainer/options.py lists the options that would
+silently do nothing or break eviction replay. All other options of TRL are passed on (passed_through.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ PREFIXES: dict[str, str] = {"eval_": _VALIDATION}
 
 
 def refusal(key: str, kind: str) -> str | None:
-    """Return the error for `key` in a recipe of this kind, with a hint what to write instead; None if it is allowed."""
+    """Return the error for `key` in a recipe of kind `kind`, with a hint on what to write instead.
+
+    Returns None if the recipe may have the key.
+    """
     prefix_hints = (hint for prefix, hint in PREFIXES.items() if key.startswith(prefix))
     hint = REFUSED.get(key) or next(prefix_hints, None) or instead(key, kind)
     return hint and f"not a key here: {hint}"

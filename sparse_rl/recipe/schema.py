@@ -1,8 +1,8 @@
 """Reads YAML, and overrides from the command line. sparse_rl/config.py checks the values against the configuration.
 
 YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
-False and `2024-01-01` into a date. A duplicate key is an error, and so is a text beyond the limits MOST_CHARACTERS,
-MOST_VALUES and MOST_LEVELS, which no person would write. Values repeated by aliases count each time.
+False and `2024-01-01` into a date. A duplicate key is an error. A text beyond the limits MOST_CHARACTERS, MOST_VALUES
+and MOST_LEVELS, which no hand-written recipe reaches, is an error too. A value repeated by aliases counts each time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.level = self.deepest = self.values = 0
-        self.whole: dict[Any, tuple[int, int]] = {}  # number of values and levels of each complete node
+        self.whole: dict[Any, tuple[int, int]] = {}  # (number of values, number of levels) of each complete node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Count values and levels, including those repeated by aliases, before any object is constructed."""
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes any text that YAML 1.1 or the rules above would not read back as text."""
+    """Writes YAML, and quotes each text that YAML 1.1 or _Loader would read back as something other than text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -103,7 +103,12 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text. Raises UserError, if possible with a line: not YAML, duplicate key, too long."""
+    """Return the value of a YAML text.
+
+    Raises UserError, if possible with the line, for invalid YAML, a duplicate key, or a text beyond the limits.
+
+    name : name of the text in errors
+    """
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, the limit for a recipe")
     try:
@@ -128,7 +133,10 @@ def _unshared(value: Any) -> Any:
 
 
 def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozenset[str]:
-    """Set each `key=value` (dotted for blocks, the value in YAML) in `mapping`, and return the keys that were set."""
+    """Set the overrides in `mapping`, and return the dotted keys that were set.
+
+    overrides : strings "key=value"; the key is dotted if it belongs to a block, and the value is in YAML
+    """
     keys = set()
     for text in overrides:
         key, equals, value = text.partition("=")

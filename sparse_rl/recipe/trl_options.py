@@ -13,7 +13,7 @@ from trainer import options
 
 KIND = "grpo"
 
-# Our keys that have TRL's names; then TRL's defaults, for the keys whose default differs.
+# KEYS: our keys that have TRL's names. THEIRS: TRL's default of each of these keys whose default differs from ours.
 KEYS = (
     *("adam_beta1", "adam_beta2", "beta", "epsilon", "epsilon_high", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "learning_rate", "logging_steps", "loss_type", "lr_scheduler_type"),
@@ -35,7 +35,7 @@ THEIRS: dict[str, object] = {
     "top_k": 0,
 }
 
-# Accepted options that behave differently than in TRL: the difference, and the page with details.
+# Accepted options that behave differently than in TRL: option -> (the difference, the page with details).
 OURS: dict[str, tuple[str, str]] = {
     "beta": ("the reference model replays the evictions too", "grpo.md#the-recipe"),
     "gradient_checkpointing": ("never reentrant, because reentrant checkpointing cannot be replayed", "internals.md"),
@@ -88,7 +88,7 @@ def _treatment(name: str) -> str:
 
 
 def default_of_ours(name: str) -> object:
-    """Return the default of one of our keys."""
+    """Return our default for the key `name`."""
     return next(REQUIRED if key.required else key.default for key in all_keys(KINDS[KIND]) if key.name == name)
 
 

@@ -1,7 +1,8 @@
-"""The kinds of recipe, one file each: the keys of its YAML, and methods that derive facts from them.
+"""The kinds of recipe. The file of a kind defines the keys of its YAML, and methods that derive facts from these keys.
 
 A kind nests the configurations of its components (trainer/*/config.py, rollout/config.py, ...). The keys of a `flat`
-field appear at the top level of the YAML. So a new key of a component is added in the component's configuration only.
+field appear at the top level of the YAML. A new key of a component is therefore added only to the component's
+configuration.
 
 To add a kind, write a file here with a subclass of Recipe, and add the class to KINDS. If the kind is trained, also add
 a function that creates its trainer to TRAINERS in sparse_rl/commands/trainers.py, and the options that it passes on to

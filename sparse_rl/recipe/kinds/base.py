@@ -1,7 +1,7 @@
 """Base classes of all kinds of recipe.
 
-A question that the kinds answer differently is a method here; a fact that is used in one place only is read from the
-kind's own class. A command that needs a recipe of a certain class calls `expect`, which rejects others in one line.
+A fact that differs between kinds is a method here. A fact that only one caller needs is read from the kind's own class.
+A command that needs a recipe of a certain class calls `expect`, which rejects other recipes with a one-line error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ R = TypeVar("R", bound="Recipe")
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Configuration):
-    """Validation on held-out problems at regular intervals. GRPO measures rewards and entropy of sampled completions;
-    distillation and KVpop measure KL and cross-entropy, also before the first step, and do not use `samples`.
+    """Validation on held-out problems at regular intervals. GRPO measures the rewards and the entropy of
+    sampled completions. Distillation and KVpop measure KL and cross-entropy, including once before the first step, and
+    do not use `samples`.
 
-    every : steps between two validations
-    problems : number of held-out problems, at most
-    samples : completions sampled for each problem
+    every : number of training steps between two validations
+    problems : maximum number of held-out problems
+    samples : number of completions sampled for each problem
     """
 
     data: DataConfig
@@ -40,7 +41,7 @@ class ValidationConfig(Configuration):
     samples: PositiveInt = 4
 
     def limited_data(self) -> DataConfig:
-        """Return the dataset's configuration, limited to `problems` problems."""
+        """Return the configuration of the held-out dataset, limited to `problems` problems."""
         return dataclasses.replace(self.data, limit=self.problems)
 
 
@@ -56,7 +57,7 @@ class Recipe(Configuration):
     """
 
     kind: ClassVar[str]
-    wanting: ClassVar[str]  # rest of the error message of `expect` for recipes of other classes; {} is their kind
+    wanting: ClassVar[str]  # end of the error of `expect` for a recipe of another class; {} is that recipe's kind
     completion_key: ClassVar[str] = "max_completion_length"  # the key that limits a completion
     rollout = cast(RolloutConfig | None, None)  # the sampling engine; only some kinds have this key
     model: PathText
@@ -69,7 +70,7 @@ class Recipe(Configuration):
     """Warnings about valid but unwise settings, one line each."""
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value, as plain YAML data; make_recipe(recipe.resolved()) == recipe."""
+        """Return every key with its value, as plain YAML data, so that make_recipe(recipe.resolved()) == recipe."""
         return {"kind": self.kind, **as_mapping(self), **self.trainer_options}
 
     def as_yaml(self) -> str:
@@ -87,9 +88,11 @@ class Recipe(Configuration):
         return self
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Return the mapping of an eval recipe for the final model in the directory `run` of a run of this recipe.
+        """Return the mapping of an eval recipe that evaluates the final model of a run of this recipe.
 
-        Returns None if this recipe names no problems to evaluate the model on.
+        Returns None if this recipe names no problems for an evaluation.
+
+        run : directory of the run
         """
         return None
 
@@ -109,23 +112,26 @@ class Recipe(Configuration):
             raise UserError(wrong, "rollout.max_model_len")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
-        """Return the sampling settings of the engine. samples : number of completions per prompt"""
+        """Return the engine's sampling settings for `samples` completions per prompt."""
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
-        """Cache policies that the engine samples under, one after another; None means the one saved with the model."""
+        """Return the cache policies that the engine uses in turn; None means the policy saved with the model."""
         return []
 
     def prompt_caches(self) -> list[PromptCacheConfig]:
-        """Settings for compacting the contexts of prompts, used one after another; empty if none are compacted."""
+        """Return the settings for compacting the contexts of prompts, which are used one after another.
+
+        The list is empty if no contexts are compacted.
+        """
         return []
 
     def prompt_sources(self) -> dict[str, DataConfig]:
-        """Datasets that supply prompts: dotted key -> dataset."""
+        """Return the datasets that supply prompts: dotted key -> dataset."""
         return {}
 
     def prompt_bounds(self) -> list[int | None]:
-        """Maximum number of tokens of a prompt, for each source of prompts; None means unknown."""
+        """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
         return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
 
@@ -161,7 +167,7 @@ class TrainRecipe(Recipe):
         return False
 
     def columns(self) -> tuple[str, ...]:
-        """Columns that the dataset must have."""
+        """Return the names of the columns that the dataset must have."""
         return ("prompt", "completion")
 
     def named_rewards(self) -> tuple[str, list[Any]]:
@@ -171,27 +177,27 @@ class TrainRecipe(Recipe):
     # ---- batches ------------------------------------------------------------------------------------------------
 
     def update_rows(self) -> int:
-        """Number of rows of one update, over all processes."""
+        """Return the number of training rows in one update, over all processes."""
         training = self.training
         return training.per_device_train_batch_size * training.gradient_accumulation_steps * self.launch.processes
 
     def describe_batches(self, rows: int) -> str:
-        """Describe rows per step, steps per epoch and steps in total, for a dataset of `rows` rows.
+        """Describe the rows per step, steps per epoch and steps in total, for a dataset of `rows` rows.
 
-        Raises UserError if the dataset is too small for the batches of the training.
+        Raises UserError if the dataset is too small for the training's batches.
         """
         per_epoch = -(-rows // self.update_rows())
         return f"{self.update_rows()} rows a step, {per_epoch} steps an epoch, {self.count_steps(per_epoch)} steps"
 
     def count_steps(self, per_epoch: int) -> int:
-        """Number of steps of the whole training. per_epoch : steps of one epoch"""
+        """Return the number of steps of the whole training, if one epoch has `per_epoch` steps."""
         training = self.training
         return training.max_steps if training.max_steps > 0 else max(1, round(per_epoch * training.num_train_epochs))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def longest_row(self, prompt: int) -> int | None:
-        """Maximum number of tokens of a training row if a prompt has `prompt` tokens; None means no known bound."""
+        """Return the maximum number of tokens in a training row if a prompt has `prompt` tokens; None means unknown."""
         raise NotImplementedError
 
     def keeps_traces(self) -> bool:
@@ -199,7 +205,7 @@ class TrainRecipe(Recipe):
         return False
 
     def sequences_sampled(self) -> int:
-        """Number of sequences that the engine returns to one process at once."""
+        """Return the number of sequences that one call of the engine returns to one process."""
         return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
 
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:

@@ -17,9 +17,9 @@ from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswerConfig(Configuration):
-    """Forced answers near the length limit: if a completion has not ended when only `text` and `tokens` still fit into
-    max_completion_length, it continues with `text`, even if its answer has already begun. The column `forced` of the
-    results counts such completions.
+    """Forced answers near the length limit: if a completion has not ended when only `text` and `tokens` further tokens
+    still fit into max_completion_length, the completion continues with `text`, even if its answer has already begun.
+    The column `forced` of the results counts such completions.
 
     text : text that ends the thinking and begins the answer
     tokens : number of tokens reserved for the answer after the text
@@ -34,8 +34,8 @@ class PromptCacheSweep(PromptCacheConfig):
     """Settings for compacting each context once, before its questions are asked.
 
     ratio : fraction of the tokens of the context's text that is kept; each value of a list is evaluated
-    first, last : number of further tokens kept unchanged at the start and end of the context's text; tokens that the
-        chat template puts before it are always kept
+    first, last : number of further tokens kept unchanged at the start and at the end of the context's text; tokens that
+        the chat template puts before the text are always kept
     """
 
     ratio: list[Fraction] = field(default_factory=lambda: [0.1])  # type: ignore[assignment]  # a list
@@ -50,19 +50,21 @@ class PromptCacheSweep(PromptCacheConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecipe(SweptRecipe):
-    """pass@1 over tasks × policies × budgets.
+    """Evaluation of pass@1 over tasks × policies × budgets.
 
     tasks : name -> dataset
-    samples : completions per problem
+    samples : number of completions per problem
     temperature : sampling temperature; 0 takes the most likely token
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability
     top_k : sampling is restricted to the top_k most likely tokens; null means all
     max_completion_length : maximum number of tokens of a completion
     accuracy : reward that decides if an answer is correct
-    further_accuracy : name -> another such reward, also computed for the same completions
-    forced_answer : answer forced on completions that come near the length limit; null means they are truncated
+    further_accuracy : name -> further reward that decides if an answer is correct, computed on the same completions
+    forced_answer : answer forced on completions that come near the length limit; null means that these completions are
+        truncated
     prompt_cache : settings for compacting each context once for all its questions: a block, or a list of blocks, each
-        of which is evaluated. Nothing is evicted after a context. null means that the context is part of each prompt
+        of which is evaluated. Nothing is evicted after a context has been compacted. null means that the context is
+        part of each prompt
     """
 
     kind: ClassVar[str] = "eval"
@@ -118,9 +120,9 @@ class EvalRecipe(SweptRecipe):
         )
 
     def forcing(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-        """Return the fields of `SamplingConfig` for a forced answer.
+        """Return the fields of `SamplingConfig` for a forced answer; empty if no answer is forced.
 
-        encode : returns a text's token ids, without special tokens
+        encode : function that returns a text's token ids, without special tokens
         """
         if self.forced_answer is None:
             return {}
@@ -135,7 +137,7 @@ class EvalRecipe(SweptRecipe):
         return {f"tasks.{name}": data for name, data in self.tasks.items()}
 
     def accuracies(self) -> dict[str, str | dict[str, Any]]:
-        """Rewards that decide if a completion is correct, that of `accuracy` first: dotted key -> reward."""
+        """Return the rewards that decide if a completion is correct, `accuracy` first: dotted key -> reward."""
         further = {f"further_accuracy.{name}": reward for name, reward in self.further_accuracy.items()}
         return {"accuracy": self.accuracy, **further}
 

@@ -49,7 +49,7 @@ class GRPORecipe(SampledRecipe):
             )
 
     def _check_sync_ref_model(self) -> None:
-        """Raise UserError for settings that exclude a reference model that follows the policy."""
+        """Raise UserError for settings that do not work with a reference model that follows the trained model."""
         if self.lora is not None:
             wrong = "with lora the reference is the model without the adapter, which never changes; remove one of them"
             raise UserError(wrong, "sync_ref_model")
@@ -61,18 +61,18 @@ class GRPORecipe(SampledRecipe):
 
     @property
     def steps_per_generation(self) -> int:
-        """Number of micro-batches of one process whose completions are sampled at once."""
+        """Number of micro-batches per process whose completions are sampled in one generation."""
         return self.grpo.steps_per_generation or self.training.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Number of completions that are sampled at once, over all processes."""
+        """Number of completions that are sampled in one generation, over all processes."""
         return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:
-        """Return the number of prompts of one generation.
+        """Return the number of prompts in one generation.
 
-        Raises UserError if the dataset has fewer, because TRL would then train on nothing.
+        Raises UserError if the dataset has fewer prompts (`count`), because TRL would then train on nothing.
         """
         need = self.completions_per_generation // self.grpo.num_generations
         if count < need:
@@ -90,9 +90,9 @@ class GRPORecipe(SampledRecipe):
         return ("prompt",)
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Evaluate the held-out problems, sampled as in training, under the cache policy saved with the model.
+        """Return the mapping of an eval recipe that samples the held-out problems with training's sampling settings.
 
-        The first reward decides if a completion is correct.
+        The eval recipe uses the cache policy saved with the model. The first reward decides if a completion is correct.
         """
         if self.validation is None:
             return None

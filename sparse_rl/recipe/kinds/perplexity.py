@@ -14,9 +14,9 @@ from sparse_rl.recipe.kinds.swept import SweptRecipe
 class PerplexityRecipe(SweptRecipe):
     """Perplexity of a text, decoded token by token under policies × budgets.
 
-    text : UTF-8 file; it is cut into pieces of prompt_tokens + completion_tokens tokens
-    prompt_tokens : tokens of a piece that are prefilled with full attention and not counted
-    completion_tokens : following tokens of a piece, decoded under the cache
+    text : UTF-8 file, which is cut into pieces of prompt_tokens + completion_tokens tokens
+    prompt_tokens : number of tokens of a piece that are prefilled with full attention and not counted
+    completion_tokens : number of the following tokens of a piece, which are decoded under the cache
     pieces : maximum number of pieces, taken from the start of the text; null means all
     """
 

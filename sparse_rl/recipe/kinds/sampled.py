@@ -19,20 +19,23 @@ GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedRecipe(TrainRecipe):
-    """Training whose attention sees only the entries that a cache under evictions would have held.
+    """Training whose attention reads only the entries that a cache under evictions would have held.
 
-    The evictions are recorded earlier, or decided during training.
+    The evictions were recorded before training, or are decided during training.
     """
 
     replay: ReplayConfig = flat(ReplayConfig)
     validation: ValidationConfig | None = None
 
     def attending_models(self) -> list[str]:
-        """Models that use the recipe's attention kernel."""
+        """Return the names of the models that use the recipe's attention kernel."""
         return [self.model]
 
     def foresees(self) -> bool:
-        """True if KVpop's scorers are trained, which requires computing their target, the mass of future attention."""
+        """True if KVpop's scorers are trained, which requires computing their training target.
+
+        The training target of the scorers is the mass of future attention.
+        """
         raise NotImplementedError
 
     def refuse_own_groups(self) -> None:
@@ -44,7 +47,7 @@ class ReplayedRecipe(TrainRecipe):
             )
 
     def with_attention_kernel(self, kernel: str) -> Self:
-        """Return a copy of the recipe with another attention kernel."""
+        """Return a copy of the recipe that uses the attention kernel `kernel`."""
         replay = dataclasses.replace(self.replay, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
         return dataclasses.replace(self, replay=replay)
 
@@ -54,7 +57,7 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
-    scorers : settings for training a learned policy's scorers further; null leaves them unchanged
+    scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig

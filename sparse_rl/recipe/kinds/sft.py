@@ -13,7 +13,7 @@ from trainer.sft.config import SFTConfig, SFTTrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRecipe(TrainRecipe):
-    """Supervised fine-tuning with a full cache, for the first stage of the quickstart, cold starts and uptraining."""
+    """Supervised fine-tuning with a full cache: the first stage of the quickstart, cold starts, and uptraining."""
 
     kind: ClassVar[str] = "sft"
     training: SFTTrainingConfig = flat(SFTTrainingConfig)

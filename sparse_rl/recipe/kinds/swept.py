@@ -16,8 +16,8 @@ from sparse_rl.recipe.kinds.base import Recipe
 class SweepConfig(Configuration):
     """Sweep that evaluates every policy at every budget; an empty list keeps the value of the cache block.
 
-    policy : names, or mappings {policy: name, parameters of the policy}; a policy that sets a budget itself is
-        evaluated only at that budget
+    policy : names, or mappings {policy: name, parameters of the policy}; a policy whose mapping sets a budget
+        is evaluated only at that budget
     budget : budgets at which each policy is evaluated
     """
 
@@ -27,10 +27,10 @@ class SweepConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRecipe(Recipe):
-    """Recipe that is evaluated under one cache policy, or under each of a sweep.
+    """Recipe that is evaluated under one cache policy, or under each policy and budget of a sweep.
 
-    cache : cache policy. In a sweep, the other keys of this block, with or without `policy`, are defaults for each
-        swept policy that has them. Without cache and sweep, the model's own cache_policy.json is used, if any
+    cache : cache policy. In a sweep, the parameters in this block are defaults for each swept policy that has them, and
+        `policy` may be left out. Without cache and sweep, the cache_policy.json saved with the model is used, if any
     """
 
     cache: Text | dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class SweptRecipe(Recipe):
         object.__setattr__(self, "points", self.read_points())
 
     def sequences(self) -> int | None:
-        """Maximum number of sequences that the engine gets for one task under one cache; None if unknown."""
+        """Return the maximum number of sequences that one task has under one cache policy; None if unknown."""
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
@@ -56,8 +56,8 @@ class SweptRecipe(Recipe):
     def read_points(self) -> list[PolicyConfig | None]:
         """Return the cache policy of every point of the sweep; [None] means the policy saved with the model.
 
-        A parameter of the cache block is a default for each swept policy that has it. A parameter that no swept policy
-        has is an error.
+        A parameter of the cache block is a default for each swept policy that has the parameter. Raises UserError for a
+        parameter that no swept policy has.
         """
         if not self.sweep.policy and not self.sweep.budget:
             if self.cache is None:

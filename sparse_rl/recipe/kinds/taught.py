@@ -42,11 +42,11 @@ class TaughtRecipe(ReplayedRecipe):
 
     @property
     def own_teacher(self) -> bool:
-        """True if the starting model itself is the teacher, and is held in memory."""
+        """True if the starting model itself is the teacher, and no teacher cache replaces the teacher."""
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
 
     def expected_teacher_facts(self, vocab_size: int) -> dict[str, Any]:
-        """Facts that a teacher cache must have for this recipe: fields of trainer.teacher.cache.TeacherFacts.
+        """Return the fields of trainer.teacher.cache.TeacherFacts that this recipe requires of a teacher cache.
 
         vocab_size : size of the student's vocabulary
         """
