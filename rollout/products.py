@@ -1,4 +1,5 @@
 """Layers whose rounding does not depend on the number of input rows. This matters only on a CPU, in float32.
+
 A CPU library sums a matrix product over few rows in a different order than one over many. "Few" depends on the
 processor and the inner size: below 4 rows on some processors, below 8 to 16 on others if the inner size is 172 or more.
 Activations also take a different code path for the last few numbers. An engine decodes few rows, a trainer reads many,

@@ -1,5 +1,6 @@
 """The plain sampler, which sorts the whole vocabulary. `rollout.sampling.sample` must give the same results; on a CPU,
 the same bits.
+
 Both samplers draw tokens with the same function; they differ in how they compute the distribution.
 """
 

@@ -231,6 +231,7 @@ def _compacted(
     entries: LayerEntries, queries: Tensor, count: int, config: PromptCacheConfig, scaling: float
 ) -> LayerEntries:
     """Return the entries to keep: the first `config.first` and the last `config.last` unchanged, and `count` others.
+
     Under the policy am, the tokens in between are fitted in equal parts of at most `config.chunk` tokens, each with an
     equal share of `count`.
 

@@ -92,6 +92,7 @@ class PromptCacheConfig(Configuration):
 
     def kept(self, tokens: int) -> int:
         """Return the mean number of entries that a kv head keeps, not counting its `first` first and `last` last ones.
+
         tokens : length of the context
 
         Raises UserError if the context is no longer than `first` + `last`.

@@ -36,6 +36,7 @@ COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", 
 @dataclass(frozen=True)
 class Questions:
     """Prompts of the problems of a task, each split into its context and the rest.
+
     prompts : prompt of each problem
     study : token ids of the self-study prompts that follow each context
     """
@@ -73,7 +74,9 @@ def compacted_contexts(
     caches: Sequence[PromptCacheConfig],
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[Compacted]:
-    """Compact every context of these problems with each of the settings `caches`. Yields results context by context.    caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
+    """Compact every context of these problems with each of the settings `caches`. Yields results context by context.
+
+    caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
     on_stage : called with the name of each stage when it begins
 
     Raises UserError, which names the first problem about the context, if a context cannot be compacted with one of

@@ -9,6 +9,7 @@ from sparse_rl.policies.base import Policy
 class EntryCounts:
     """Numbers of cache entries of a kv head under one policy, collected over rollouts. If the policy keeps the same
     number in all kv heads, `peak` and `read` are computed from its schedule, else from the traces.
+
     policy : the policy; None for sequences that continue a compacted context, whose counts all come from the traces
     peak : maximum number of entries that a kv head held in decoding
     read : maximum number of entries that a query read in decoding

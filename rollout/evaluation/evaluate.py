@@ -56,6 +56,7 @@ class Accuracy:
 @dataclass(frozen=True)
 class ContextCosts:
     """Costs of compacting the contexts of a task. All numbers but `contexts` are means over the contexts.
+
     contexts : number of contexts
     tokens : tokens of a context, including the tokens that the chat template puts in front of it
     bytes, whole_bytes : bytes of keys, values and biases, after and before the compaction
@@ -158,6 +159,7 @@ def evaluate(
 
 class Point:
     """Collects the results of one task under one cache policy, or after one compaction of its contexts.
+
     cache : a policy, or the name and the settings of a compaction of contexts
     """
 
