@@ -1,1 +1,1 @@
-"""Distillation under recorded evictions: its settings (config.py, no torch) and its trainer (trainer.py)."""
+"""Distillation under recorded evictions: the settings are in config.py (no torch), the trainer in trainer.py."""

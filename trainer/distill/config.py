@@ -11,18 +11,21 @@ from sparse_rl.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Configuration):
-    """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
+    """Settings of KL distillation under recorded evictions (G-KV appendix C).
 
-    completions : data uses the dataset's completions and simulates their evictions; student samples completions from
-        the student, under eviction
-    keep : reward that selects the dataset's completions; those that score below `keep_from` are dropped
+    The teacher has a full cache, and the student has the cache policy `cache` of the recipe.
+
+    completions : source of the completions. data takes them from the dataset, and an engine simulates the evictions;
+        student samples them from the student, under eviction
+    keep : reward that selects the dataset's completions; completions that score below `keep_from` are dropped
     keep_from : minimum score for `keep`
     refresh_every : number of steps after which the simulating model gets the student's weights; 0 keeps the starting
         model
-    packing : put several short sequences into one row, where none sees another
-    max_length : maximum number of tokens in prompt and completion; null means the limit of the model and its engine
+    packing : put several short sequences into one row, without attention between the sequences
+    max_length : maximum number of tokens in prompt and completion; null means the limit of the model and the engine
     max_completion_length : maximum number of tokens in the completion
-    overlong : truncate longer completions, as in G-KV section 7.4, or drop these sequences
+    overlong : treatment of sequences that exceed a limit. truncate shortens the completion, as in G-KV section 7.4;
+        drop leaves the sequence out
     """
 
     max_completion_length: PositiveInt = 4096

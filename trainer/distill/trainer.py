@@ -1,9 +1,10 @@
-"""Distillation under recorded evictions (G-KV appendix C): with a small cache, the student learns the distribution of a
-teacher with a full cache.
+"""Distillation under recorded evictions (G-KV appendix C).
 
-The completions come from a dataset (the teacher's outputs, filtered by a reward) or from the student. For a dataset, an
-engine simulates the evictions: it decodes the given tokens with the starting model under the policy, and records the
-trace. The student samples its completions under eviction. In both cases it is trained under the recorded trace.
+A student with a small cache learns the token distributions of a teacher with a full cache. The completions come from a
+dataset (the teacher's outputs, filtered by a reward) or from the student. For the completions of a dataset, an engine
+simulates the evictions: it decodes the given tokens with the starting model under the policy, and records the trace. If
+the completions come from the student, they are sampled under eviction, which also records a trace. In both cases the
+student is trained under the recorded trace.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    Parameters are TaughtTrainer's (model, teacher, args, examples, validation), and these:
+    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and two more:
 
     engine : engine that records the evictions; the student is trained under its policy
     sleep : True frees the engine's memory while the student is trained, if the engine supports this
@@ -74,7 +75,7 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
-        """Return the examples with traces: simulated, or sampled by the student."""
+        """Return examples with traces: either simulate the evictions of `examples`, or sample completions."""
         prompts = [example.prompt for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
@@ -86,7 +87,7 @@ class DistillTrainer(TaughtTrainer):
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Return the completion tokens of all processes, and add the retention to the sums."""
+        """Return the number of completion tokens of all processes, and add the retention to the logged sums."""
         tokens = sum(len(example.completion) for example in examples)
         retention = sum(example.trace.retention() for example in examples if example.trace is not None)
         local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
@@ -98,7 +99,11 @@ class DistillTrainer(TaughtTrainer):
 
     @contextmanager
     def _engine_weights(self) -> Iterator[Engine]:
-        """Yield the engine with the weights it needs: the starting model's, or the student's of the last refresh."""
+        """Yield the engine with up-to-date weights.
+
+        If the engine shares the student's module, or if the student samples, these are the student's current weights.
+        Otherwise they are the starting model's until the first refresh, and then the student's at the last refresh.
+        """
         every = 1 if self._sampling is not None else self.args.distill.refresh_every
         with ExitStack() as stack:
             if self._sleeper is not None:
@@ -130,7 +135,7 @@ class DistillTrainer(TaughtTrainer):
         return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
 
     def _measured(self) -> dict[str, float]:
-        """Add the boundary loss, if scorers are trained."""
+        """Return the metrics since the last log, with the boundary loss if scorers are trained."""
         scorer_metrics = (
             {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
         )

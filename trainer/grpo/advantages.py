@@ -9,12 +9,14 @@ from torch import Tensor
 
 
 def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Return a mask of the groups of `size` rows that have reward variance: bool [groups].
+    """Return a mask that is True for each group whose rows differ in reward: bool [groups].
 
-    rewards : float [rows, functions], of all ranks; NaN if a function returned no reward
-    weights : float [functions]
+    rewards : rewards of all ranks, float [rows, functions]; NaN if a reward function returned None
+    weights : weight of each reward function, float [functions]
+    size : number of rows in a group
 
-    Uses the rewards, not the advantages, because the mean of equal rewards may round to a different number.
+    The mask is computed from the rewards, not from the advantages: the mean of equal rewards may be rounded, and then
+    the advantages are not exactly 0.
     """
     total = (rewards * weights.to(rewards.device)).nansum(1)
     scored = ~rewards.isnan().all(1)
@@ -24,9 +26,12 @@ def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int, drop: bool) -> Tensor:
-    """Return a rank's advantages [rows], exactly 0 in groups without reward variance.
+    """Return a rank's advantages, float [rows], set to exactly 0 in groups without reward variance.
 
-    drop : True also excludes these groups from the loss's mean over rows
+    advantages : the rank's advantages from TRL, float [rows]
+    varied : mask of the groups with reward variance, of all ranks, bool [groups]
+    size : number of rows in a group
+    drop : True also excludes the groups without reward variance from the loss's mean over rows
     """
     start = rank * len(advantages)
     rows = varied.repeat_interleave(size)[start : start + len(advantages)]
@@ -36,6 +41,9 @@ def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int,
 
 
 def without_truncated(advantages: Tensor, finish_reasons: Sequence[str]) -> Tensor:
-    """Return advantages that are 0 for truncated outputs (G-KV). Their reward still counts in the group's baseline."""
+    """Return the advantages, set to 0 for truncated outputs (G-KV).
+
+    The reward of a truncated output still counts in the baseline of its group.
+    """
     truncated = torch.tensor([reason == "length" for reason in finish_reasons])
     return advantages.masked_fill(truncated.to(advantages.device), 0.0)

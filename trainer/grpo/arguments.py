@@ -1,4 +1,7 @@
-"""Arguments of a SparseGRPOTrainer: TRL's GRPOConfig, made from our configuration, and checks of what is refused."""
+"""Builds the arguments of a SparseGRPOTrainer from our configuration, and refuses unsupported parameters and features.
+
+The arguments are a subclass of TRL's GRPOConfig.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from trainer.scored.config import ScorersConfig
 
 @dataclass
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
-    """TRL's GRPOConfig, which also holds our configuration. `grpo_arguments` makes it, so that both agree.
+    """TRL's GRPOConfig with our configuration as additional fields.
 
-    sparse : our settings; the trainer reads those from it that TRL does not have
+    Build it with `grpo_arguments`, which sets TRL's fields to the values of `sparse`.
+
+    sparse : our settings; the trainer reads from here the settings that TRL does not have
     scorers : training of a learned policy's scorers; None keeps them fixed
     """
 
@@ -41,9 +46,10 @@ def grpo_arguments(
 ) -> SparseGRPOArguments:
     """Return the arguments of a SparseGRPOTrainer.
 
-    options : further options of TRL and transformers (trainer.arguments.training_options), and SparseGRPOArguments' own
+    options : further options of TRL and transformers (see trainer.arguments.training_options), and values for the
+        fields that SparseGRPOArguments adds
 
-    Raises UserError for options that we, TRL or transformers refuse.
+    Raises UserError for an option that this project, TRL or transformers refuses.
     """
     trl_names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
     shared = {f.name: getattr(sparse, f.name) for f in dataclasses.fields(sparse) if f.name in trl_names}
@@ -53,9 +59,9 @@ def grpo_arguments(
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Raise UserError for parameters that cannot be trained with, before a model is loaded.
+    """Raise UserError if SparseGRPOTrainer does not support one of its parameters. Called before a model is loaded.
 
-    given : GRPOTrainer's parameters by name
+    given : parameters of GRPOTrainer, name -> value
     """
     if not isinstance(args := given.get("args"), SparseGRPOArguments):
         wrong = f"must be made by grpo_arguments (trainer/grpo/arguments.py), got {type(args).__name__}"
@@ -67,7 +73,7 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_made(trainer: Any) -> None:
-    """Raise UserError for unsupported features that TRL has enabled by itself for this model or launch."""
+    """Raise UserError if TRL has enabled an unsupported feature by itself, because of the model or the launch."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; use a lower stage"
         raise UserError(wrong)

@@ -1,4 +1,4 @@
-"""Timing of the parts of a step: sampling, weight sync, rewards, log-probs and update."""
+"""Measures the time of the parts of a training step: sampling, weight sync, rewards, log-probs and update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PARTS = ("sync", "generate", "rewards", "logprobs")
 
 
 class StepClock:
-    """Seconds of each part and number of sampled tokens since the last log. The remaining time is the update."""
+    """Counts the seconds of each part of a step, and the sampled tokens, since the last log.
+
+    The time that is in none of PARTS is reported as the update.
+    """
 
     def __init__(self) -> None:
         self.logged_step = 0
@@ -21,7 +24,7 @@ class StepClock:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the seconds of this block to one of PARTS."""
+        """Add the seconds that this block takes to `part`, one of PARTS."""
         start = now()
         try:
             yield
@@ -29,7 +32,7 @@ class StepClock:
             self.seconds[part] += now() - start
 
     def read(self, step: int) -> dict[str, float]:
-        """Return the timing metrics of the steps since the last call, or {} if no step has passed."""
+        """Return the timing metrics per step since the last call, or {} if there was no step since then."""
         steps = step - self.logged_step
         if steps <= 0:
             return {}
@@ -44,13 +47,13 @@ class StepClock:
         }
 
     def restart(self) -> None:
-        """Forget the seconds and tokens since the last log."""
+        """Set the counted seconds and tokens to 0."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.start, self.tokens = now(), 0
 
 
 def now() -> float:
-    """Return the time in seconds, after the GPU has finished its queued work."""
+    """Wait until the GPU has finished its queued work, and return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

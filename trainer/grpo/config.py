@@ -15,10 +15,13 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Configuration):
-    """The replay guard: stops the run if a batch's mean |Δlogp| exceeds both factor × the probe's and the floor.
+    """Settings of the replay guard, which stops a run whose trainer and sampler disagree on log-probs.
 
-    factor : None means 10 in float32 and 3 in half precision
-    floor : None means 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
+    The guard stops the run if the mean |Δlogp| of a batch exceeds both `floor` and `factor` times the mean |Δlogp| of
+    the probe, a comparison on texts without evictions.
+
+    factor : multiple of the probe's mean |Δlogp|; None means 10 in float32 and 3 in half precision
+    floor : minimum of the limit; None means 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
     """
 
     enabled: bool = True
@@ -28,13 +31,14 @@ class GuardConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGRPOConfig(Configuration):
-    """RL under a sparse cache. Names that TRL also has mean the same as in TRL.
+    """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
 
-    train_attention : replay applies the recorded evictions; full attends to everything (mismatched, for comparison)
-    importance_correction : use of the ratio trainer / sampler in the loss: truncated or masked, per token or per
-        sequence. none leaves it out: the old log-probs are the trainer's own
-    importance_clip : ratio at which importance_correction truncates or masks
-    zero_truncated_advantages : give advantage 0, so no gradient, to outputs that reach max_completion_length
+    train_attention : replay applies the recorded evictions in training; full attends to all tokens, a mismatch with the
+        sampler that is meant for comparison
+    importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
+        token or per sequence. none does not use the ratio: the old log-probs are the trainer's own
+    importance_clip : value above which importance_correction truncates or masks the ratio
+    zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
     """
 
@@ -66,7 +70,7 @@ class SparseGRPOConfig(Configuration):
             raise UserError(mend, "uniform_groups")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise UserError if options of TRL do not fit these settings. options : name -> value"""
+        """Raise UserError if an option of TRL contradicts these settings. options : options of TRL, name -> value"""
         if options.get("sync_ref_model") and not self.beta:
             raise UserError("needs beta above 0, without which there is no reference model", "sync_ref_model")
         if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":

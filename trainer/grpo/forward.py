@@ -1,4 +1,4 @@
-"""The forward pass of policy and reference model in GRPO: TRL's fused head, with each row under its trace."""
+"""Runs the forward pass of policy and reference model in GRPO, with TRL's fused head and each row under its trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.scored.loss import ScorerLoss
 
 
 class ReplayedForward:
-    """Computes log-probs of rows as TRL pads them: prompts on the left, completions on the right.
+    """Computes log-probs of rows that TRL has padded: prompts on the left, completions on the right.
 
-    The model gets the traces as the view `kv_view`, a keyword of its forward.
+    The traces are passed to the model's forward as an attention view, in the keyword argument `kv_view`.
     """
 
     def __init__(self, accelerator: Any, args: SparseGRPOArguments, scorer_loss: ScorerLoss | None) -> None:
@@ -30,12 +30,12 @@ class ReplayedForward:
     def __call__(
         self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """Return the model's output and the auxiliary losses (None if there are none).
+        """Return the model's output and the auxiliary losses (None if there are no such losses).
 
-        The output holds log_probs and entropy, float [B, S - 1], valid for the last `keep` tokens.
+        The output holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens.
 
-        ids, mask : int64 [B, S]
-        keep : width of the completions
+        ids, mask : token ids, and 1 for tokens and 0 for padding, int64 [rows, width]
+        keep : width of the completions, the last columns of `ids`
         traces : trace of each row
         """
         starts = mask.long().argmax(-1)[:, None]
@@ -65,7 +65,7 @@ class ReplayedForward:
             out = self._forward(student.forward, *inputs)
             return out, torch.stack(list(view.losses.values()))
 
-        # DDP and DeepSpeed track the outputs of their forward: a loss that it does not return would get no gradient.
+        # DDP and DeepSpeed track the outputs of their forward: a loss that is not among them would get no gradient.
         out, losses = self.redirect(model, student, with_losses, ids, positions, labels, view)
         if scorers_learn:
             back = (columns[:-1] - starts).clamp(min=0)

@@ -1,4 +1,7 @@
-"""Metrics of rollouts and batches over all processes, in addition to TRL's. panel.py computes them from tensors."""
+"""Records metrics of rollouts and batches over all processes, in addition to TRL's metrics.
+
+panel.py computes the metrics from tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from trainer.grpo.rows import Learned
 
 
 class Measures:
-    """Records metrics for a trainer, in its current mode (train or eval), and applies its replay guard.
+    """Records metrics for a trainer, in the trainer's current mode (train or eval), and applies the replay guard.
 
-    gaps : mode -> mismatch [2, N] of each batch since the last log: gap and ratio (panel.replay_panel)
+    gaps : mode -> one tensor for each batch since the last log, float [2, tokens], with the `gap` and the `ratio` of
+        each token, as panel.replay_panel takes them
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -27,10 +31,12 @@ class Measures:
         self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
 
     def batch(self, batch: dict[str, Any], scored: Tensor) -> None:
-        """Add a batch to the mismatch panel and apply the guard. There must be no update since the batch was sampled.
+        """Add a batch to the mismatch panel and apply the replay guard.
+
+        Call this before the first weight update after the batch was sampled.
 
         batch : TRL's batch
-        scored : the trainer's log-probs, float [B, C]
+        scored : the trainer's log-probs of the completion tokens, float [rows, completion width]
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         real = batch["completion_mask"].bool()
@@ -45,7 +51,7 @@ class Measures:
             trainer.probed_engine.check(pair[0])
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Record retention at the sequences' end, their cache bytes at the peak, and the bytes of a full cache."""
+        """Record the retention at the end of the sequences, their peak cache bytes, and the bytes of a full cache."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         layers, kv_heads, head_dim = cache_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
@@ -59,7 +65,7 @@ class Measures:
         self.policy(max(rollouts, key=lambda r: len(r.trace)))
 
     def policy(self, rollout: Rollout) -> None:
-        """Record the metrics that some policies have, for one sequence of each process (panel.policy_panel)."""
+        """Record the metrics that only some policies have (panel.policy_panel), for one sequence of each process."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         with accelerator.autocast():
             panel = policy_panel(base_of(accelerator.unwrap_model(trainer.model)), trainer.engine.policy, rollout)
@@ -67,7 +73,10 @@ class Measures:
             self._note(name, value)
 
     def learned(self, learned: Learned) -> None:
-        """Record the boundary loss, or the method's loss, and the recall: the kept share of the target's tokens."""
+        """Record the loss of the scorers (boundary loss) or of the method, and the recall.
+
+        The recall is the kept share of the tokens that the training target of the scorers would keep.
+        """
         held, total = (sum(float(pair[i]) for pair in learned.recalls.values()) for i in (0, 1))
         accelerator = self.trainer.accelerator
         local = torch.tensor([[float(learned.losses.detach().mean()), held, total]], device=accelerator.device)
@@ -80,7 +89,7 @@ class Measures:
         self.trainer._metrics[self.trainer.mode][name].append(value)
 
     def read(self) -> dict[str, float]:
-        """Return the mismatch panel since the last log, in the trainer's current mode."""
+        """Return the mismatch panel over the batches since the last log, for the trainer's current mode."""
         mode = self.trainer.mode
         if not (gaps := self.gaps[mode]):
             return {}

@@ -1,16 +1,16 @@
-"""The mismatch panel: how far the trainer's log-probs are from the sampler's, before anything is clipped.
+"""The mismatch panel: metrics of the difference between the trainer's and the sampler's log-probs, before any clipping.
 
-With d = log p_trainer - log p_sampler of a sampled token:
+With d = log p_trainer - log p_sampler of a sampled token, the metrics are
 
-    replay/gap_mean, replay/gap_max    |d|; under the replay invariant only floating-point noise
+    replay/gap_mean, replay/gap_max    mean and maximum of |d|; if replay is exact, only floating-point noise
     replay/k3                          E[exp(d) - 1 - d], an unbiased estimate of KL(sampler || trainer) (Schulman's k3)
-    ratio/mean, p5, p95, max           exp(d), the importance ratio; a mean alone would hide heavy tails
+    ratio/mean, p5, p95, max           mean, percentiles and maximum of the importance ratio exp(d), to show heavy tails
     ratio/clipped                      share of tokens above the importance clip
 
-sync/probe_gap, the mean |d| of a probe without evictions, distinguishes stale weights from a wrong trace. It is
-measured whenever an engine with its own weights gets new ones.
+A further metric, sync/probe_gap, is the mean |d| on a probe: texts that are too short for an eviction. It distinguishes
+stale weights from a wrong trace. It is measured whenever an engine with its own copy of the weights gets new weights.
 
-This module works on tensors and rollouts, not on trainers; measures.py gathers them over processes.
+This module works on tensors and rollouts, not on trainers; measures.py gathers the values over processes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from trainer.scored.loss import decisions_agree
 
 
 class Tolerance(NamedTuple):
-    """Defaults of the guard's limit on the mean |d| of a correct run.
+    """The two numbers from which the replay guard computes its limit on the mean |d| of a batch.
+
+    d is log p_trainer - log p_sampler of a token. The limit is the larger of `floor` and `factor` times the probe's
+    mean |d|. The probe measures the floating-point noise on texts without evictions.
 
     floor : minimum of the limit; in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
-    factor : multiple of the probe's mean |d|, which is the same noise measured on other text
+    factor : multiple of the probe's mean |d|
     """
 
     floor: float
     factor: float
 
     def limit(self, probe: float) -> float:
-        """Return the limit on the mean |d| of a batch. probe : mean |d| of the probe"""
+        """Return the limit on the mean |d| of a batch. probe : mean |d| measured on the probe"""
         return max(self.factor * probe, self.floor)
 
 
@@ -58,15 +61,15 @@ TOLERANCES = {
 
 
 class ReplayGapError(StoppedError):
-    """The trainer's log-probs differ from the sampler's by more than rounding explains."""
+    """Raised if the trainer's log-probs differ from the sampler's by more than rounding can explain."""
 
 
 def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
-    """Return the mismatch panel of N tokens.
+    """Return the mismatch metrics replay/* and ratio/* of a number of sampled tokens.
 
-    gap : d before top-p and top-k, float [N]
-    ratio : d under the distribution that was sampled from, float [N]
-    clip : importance clip
+    gap : log p_trainer - log p_sampler of each token, with the sampler's distribution before top-p and top-k, float [N]
+    ratio : this log-probability difference with the sampler's distribution after top-p and top-k, float [N]
+    clip : importance clip, the ratio above which tokens count in ratio/clipped
     """
     if not gap.numel():
         return {}
@@ -86,12 +89,12 @@ def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
 
 
 def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> dict[str, float]:
-    """Return diagnostic metrics of one sequence that only some policies have, else {}.
+    """Return diagnostic metrics of one sequence under the policies kvpop and am, or {} under other policies.
 
-    kvpop : cache/decisions_agree, the share of evictions on which engine and trainer agree. In half precision they
-        differ by rounding, and the recorded evictions are replayed; trainer.weights.give_weights checks bit by bit
-        that the scorers are equal
-    am : see `match_panel`
+    kvpop : cache/decisions_agree, the share of evictions on which the scorers of engine and trainer agree. In half
+        precision some decisions differ by rounding, which is harmless because training replays the recorded evictions;
+        trainer.weights.give_weights checks bit by bit that the scorers' weights are equal
+    am : the metrics of `match_panel`
     """
     if isinstance(policy, KVpop):
         share = decisions_agree(model, policy.config, [rollout])
@@ -101,11 +104,11 @@ def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> di
 
 @torch.no_grad()
 def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
-    """Return the quality of Attention Matching's fits in one sequence, or {} without a compaction.
+    """Return metrics of the fits of Attention Matching in one sequence, or {} if the sequence was not compacted.
 
-    match/mass, match/output : residuals of the fits (`sparse_rl.matching.residuals`), means over compactions
-    match/bias_max : largest |bias|
-    match/ridge : ridge of the fits
+    match/mass, match/output : mean residuals of the fits over the compactions (see `sparse_rl.matching.residuals`)
+    match/bias_max : largest absolute value of a fitted bias
+    match/ridge : ridge parameter of the fits
     """
     device = next(model.parameters()).device
     view = MatchedView(batch_traces([rollout.trace], [0], len(rollout.trace)), device)
@@ -119,9 +122,10 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 
 
 def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the panels of all processes as one panel.
+    """Combine the panels of all processes into one panel.
 
-    A metric is the mean over the panels that have it, or the maximum if its name ends in `_max`; NaN if any value is.
+    A combined metric is the mean over the panels that contain the metric, or the maximum if its name ends in `_max`. If
+    one of the values is NaN, the combined metric is NaN.
     """
     names = dict.fromkeys(name for panel in panels for name in panel)
     gathered = {name: [panel[name] for panel in panels if name in panel] for name in names}
@@ -130,9 +134,10 @@ def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
-    """Return the maximum number of entries that each sequence has held, per layer and kv head.
+    """Return, for each sequence, the peak number of cache entries per layer and kv head.
 
-    A prompt is held whole during prefill. If kv heads hold different numbers, this is the mean over them.
+    During prefill the cache holds the whole prompt. If the numbers differ between layers or kv heads, the result is
+    their mean.
     """
     if policy.schedule.counts_vary:
         peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
@@ -141,7 +146,11 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
 
 
 def cache_sums(rollouts: Sequence[Rollout], policy: Policy) -> list[float]:
-    """Return sums over sequences: final retention, peak number of entries, tokens fed, 1, and tokens sampled."""
+    """Return five sums over the rollouts, in this order.
+
+    The sums are: the final retention, the peak number of cache entries, the number of tokens fed to the model, the
+    number of rollouts, and the number of sampled tokens.
+    """
     fed = sum(len(r.trace) - 1 for r in rollouts)
     sampled = sum(len(r.completion_ids) for r in rollouts)
     retention = sum(r.trace.retention() for r in rollouts)
@@ -158,9 +167,9 @@ def _check_finite(what: str, mean: float) -> None:
 
 
 def check_gap(gap: Tensor, limit: float) -> None:
-    """Raise ReplayGapError, with likely causes, if mean |d| is above `limit`, and NotFiniteError if it is not finite.
+    """Raise ReplayGapError, with likely causes, if the mean |gap| is above `limit`; NotFiniteError if it is not finite.
 
-    gap : d, float [N]
+    gap : log p_trainer - log p_sampler of each token, float [N]
     """
     mean = float(gap.abs().mean()) if gap.numel() else 0.0
     _check_finite("replay gap", mean)
@@ -174,7 +183,10 @@ def check_gap(gap: Tensor, limit: float) -> None:
 
 
 def check_sync(gap: float, limit: float) -> None:
-    """Raise ReplayGapError if the probe after a weight sync has a mean |d| above `limit`. gap : the mean |d|"""
+    """Raise ReplayGapError if the gap after a weight sync is above `limit`, and NotFiniteError if it is not finite.
+
+    gap : mean |log p_trainer - log p_engine| on the probe, texts without evictions
+    """
     _check_finite("weight sync", gap)
     if gap > limit:
         raise ReplayGapError(
