@@ -3,13 +3,16 @@
 main.py       the parser; runs the command that the arguments name
 arguments.py  arguments that several commands share: a recipe with its overrides, counts, amounts; shell completion
 console.py    output of a command: quiet libraries, one line per training log, one line per error, the exit status
-prepared.py   resolves a recipe once, before a model is loaded; every command that runs a recipe starts from it
-checks.py     the same for a training run, with its data and everything else that can be checked in advance
-trainers.py   builds the trainer of a prepared recipe, one function per kind;  examples.py  its training rows and tokens
-sampling.py   builds the engine and prompts of a prepared recipe;  resume.py  keys that may differ in a resumed run
-memory.py     predicts the memory of a run;  machine.py  the memory of this machine
+prepared.py   resolves a recipe before a model is loaded; every command that runs a recipe starts from the result
+checks.py     resolves a training recipe, and makes all checks of the recipe and its data that need no model
+trainers.py   builds the trainer of a prepared recipe, one function per kind
+examples.py   reads the training rows of a prepared recipe, and turns them into tokens
+sampling.py   builds the engine and prompts of a prepared recipe
+resume.py     finds the checkpoint to resume from, and knows the keys that may differ in a resumed run
+memory.py     predicts the memory of a run
+machine.py    reads the memory of this machine
 
-To add a command: a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the exit
-status, and one entry in _MODULES of main.py. Heavy imports belong into `run`, so that a mistyped argument is reported
-at once.
+To add a command, write a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the
+exit status, and add one entry to _MODULES in main.py. Put heavy imports into `run`, so that a mistyped argument is
+reported at once.
 """

@@ -28,7 +28,7 @@ PREAMBLE = {
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """argparse's formatter, but it never breaks a line within a name, so that names can be copied."""
+    """An argparse formatter that never breaks a line within a name, so that names can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but with one-line errors."""
+    """An argparse parser whose errors are one line long."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": HelpFormatter, **options})
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_completion(top: argparse.ArgumentParser) -> None:
-    """Add --print-completion SHELL."""
+    """Add the option --print-completion SHELL to a parser."""
     names = " ".join(list_recipes())
     preamble = {shell: text.format(names=names) for shell, text in PREAMBLE.items()}
     shtab.add_argument_to(
@@ -63,7 +63,7 @@ def add_completion(top: argparse.ArgumentParser) -> None:
 def add_recipe(
     parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
 ) -> None:
-    """Add the arguments RECIPE [KEY=VALUE ...]."""
+    """Add the arguments RECIPE [KEY=VALUE ...] to a parser."""
     number = "?" if optional else None
     recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about)
     recipe.complete = RECIPE  # type: ignore[attr-defined]  # read by shtab
@@ -73,10 +73,10 @@ def add_recipe(
 def read_recipe(
     options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe, available: bool = True
 ) -> Recipe:
-    """Load the recipe that the options name, with overrides and model directories resolved, and print its warnings.
+    """Load the recipe that the options name, with overrides applied and model directories resolved; print its warnings.
 
     load : function (name, overrides) -> recipe
-    available : True if its model must exist here or be downloadable
+    available : True if the recipe's model must exist on this machine or be downloadable
 
     Raises UserError for mistakes in the recipe, and for a model that is not available.
     """
@@ -89,17 +89,20 @@ def read_recipe(
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add --overwrite, which is passed to `refuse_used`."""
+    """Add the option --overwrite, whose value is passed to `refuse_used`."""
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the files that an earlier call wrote to the output folder"
     )
 
 
 def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
-    """Raise UserError if files of an earlier call in a folder would be lost, unless `overwrite` is set.
+    """Raise UserError if a folder holds files of an earlier call that would be lost.
 
-    patterns : glob patterns of these files; the directory of a training run is always refused
+    The directory of a training run is always refused.
+
+    patterns : glob patterns of the files that would be lost
     key : option or recipe key that names the folder
+    overwrite : True allows the files to be lost
     """
     if (folder / METRICS_FILE).is_file():
         raise UserError(
@@ -132,12 +135,12 @@ def number(text: str, most: float = math.inf) -> float:
 
 
 def file_name(text: str) -> str:
-    """Check the path of a file or folder, which need not exist."""
+    """Return the path of a file or folder unchanged if the path is valid. The file or folder need not exist."""
     if not names_a_file(text):
         raise argparse.ArgumentTypeError(f"no file can have the name {show(text)}")
     return text
 
 
 def file_path(text: str) -> Path:
-    """Parse the path of a file or folder, which need not exist."""
+    """Parse the path of a file or folder. The file or folder need not exist."""
     return Path(file_name(text))

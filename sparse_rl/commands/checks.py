@@ -1,4 +1,4 @@
-"""All checks of a training recipe that are possible before a model is loaded: `sparse-rl train --dry-run`."""
+"""All checks of a training recipe that are possible before a model is loaded, as in `sparse-rl train --dry-run`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NOT_CHECKED = (
 
 
 def prepare_training(recipe: T, resume: str | None = None, here: bool = True) -> Prepared[T]:
-    """Resolve a training recipe (prepared.py), with data, rewards and checkpoint, and check all but its output folder.
+    """Resolve a training recipe, its data, rewards and checkpoint, and check all of them except its output folder.
 
     resume : value of --resume; None means a new run
-    here : True if this process trains; then choices are printed, and attention kernels are checked on its GPU
+    here : True if this process trains; choices are then printed, and attention kernels are checked on the process's GPU
 
     Raises UserError at the first mistake.
     """
@@ -68,7 +68,7 @@ def prepare_training(recipe: T, resume: str | None = None, here: bool = True) ->
 
 
 def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str, str]]:
-    """Return (the recipe with its attention kernel chosen, findings that give the reason)."""
+    """Return (the recipe with its attention kernel chosen, findings that give the reason for the choice)."""
     from sparse_rl.attention.choice import check_target, choose_kernel, will_check
 
     wanted = recipe.replay.attention_kernel
@@ -84,7 +84,7 @@ def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str,
 
 
 def _adapters(skeleton: Any, lora: LoraConfig) -> str:
-    """Describe the LoRA adapters.
+    """Describe the LoRA adapters. Raises UserError if they match no layer, or a layer that cannot be adapted.
 
     skeleton : the model on the meta device, without memory
     """
@@ -113,7 +113,7 @@ def _rewards(functions: list[Any], weights: list[float]) -> str:
 
 
 def _learned(recipe: KVpopRecipe, shape: tuple[int, int, int]) -> dict[str, str]:
-    """Describe the learned cache, and the memory that the scorers' state takes from it."""
+    """Describe the learned cache, and the memory of the scorers' state as a number of cache entries."""
     import torch
 
     from sparse_rl.methods.config import KVpopPolicyConfig
@@ -132,7 +132,7 @@ def _learned(recipe: KVpopRecipe, shape: tuple[int, int, int]) -> dict[str, str]
 
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
-    """Describe the teacher."""
+    """Describe the teacher. Raises UserError if the teacher does not suit the recipe."""
     folder, teacher = recipe.taught_by.teacher_cache, recipe.taught_by.teacher
     if folder is not None:
         from trainer.teacher.cache import TeacherCache

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
 ERROR_LOG = "error.log"
-PROCESS_NUMBERS = (  # set by torch's launcher, or read by accelerate besides
+PROCESS_NUMBERS = (  # set by torch's launcher, or read by accelerate
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"),
@@ -109,7 +109,10 @@ def configure(verbose: bool) -> None:
 
 
 def quiet_loading(verbose: bool) -> None:
-    """Disable the progress bars of transformers (stages are shown instead). Without a GPU, set DeepSpeed to the CPU."""
+    """Import torch and transformers, and disable the progress bars of transformers unless `verbose`.
+
+    Stages are shown in place of the progress bars. On a machine without a GPU, DeepSpeed is set to the CPU.
+    """
     with stage("loading", "the libraries"):
         import torch
         from transformers.utils import logging as hf_logging
@@ -121,19 +124,19 @@ def quiet_loading(verbose: bool) -> None:
 
 
 def say(what: str, finding: str) -> None:
-    """Print one line about a decision of this command; in a launch only rank 0 prints it."""
+    """Print one line about a decision of this command. In a launch, only rank 0 prints the line."""
     if rank() == 0:
         print(f"{what}: {finding}", flush=True)
 
 
 def warn(warning: str) -> None:
-    """Print one line about an unwise setting; in a launch only rank 0 prints it."""
+    """Print one line about an unwise setting. In a launch, only rank 0 prints the line."""
     if rank() == 0:
         print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def print_table(table: Table, width: int = 200) -> None:
-    """Print a table: as wide as the terminal, or `width` columns wide in a pipe."""
+    """Print a table that is as wide as the terminal, or `width` columns wide in a pipe."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else width).print(table)
@@ -159,7 +162,7 @@ SHOWN = (  # metric, label, format
 
 
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
-    """Format one log of a trainer as a line; None if no shown metric is logged.
+    """Return one log of a trainer as a line; None if the log has none of the metrics in SHOWN.
 
     If there is a reward, the gradient norm is shown instead of the loss: advantages are centred within a group, so the
     loss of GRPO is 0 up to rounding while the trained policy equals the sampling policy, even if the model learns.
@@ -228,7 +231,7 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
 
 
 def now_at(trainer: Any) -> str:
-    """Return the reward of a trainer's last step in words or, without a reward, the mean loss since the last log."""
+    """Return a text with the reward of a trainer's last step or, without a reward, the mean loss since the last log."""
     if rewards := getattr(trainer, "_metrics", {}).get("train", {}).get("reward"):
         return f"reward {rewards[-1]:.3f}"
     steps = trainer.state.global_step - trainer._globalstep_last_logged
@@ -239,7 +242,10 @@ def now_at(trainer: Any) -> str:
 
 
 class Session:
-    """State of one command. `folder` is the directory for error.log, None until it is known."""
+    """State of one command.
+
+    folder : directory for error.log; None until the directory is known
+    """
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -247,7 +253,7 @@ class Session:
 
 
 def guarded(work: Callable[[], int], session: Session) -> int:
-    """Run `work` and return its exit status; print any exception as one line. A success deletes the old error log."""
+    """Run `work` and return the exit status. Print any exception as one line; a success deletes the old error log."""
     try:
         status = work()
         if status == 0 and session.folder is not None and rank() == 0:
@@ -289,7 +295,7 @@ def _report(error: BaseException, session: Session) -> int:
     log = session.folder / ERROR_LOG if session.folder is not None else None
     first = rank() == 0
     if log is not None:
-        # Each process that cannot write gives its own reason, and one is enough. The log itself may be unwritable too.
+        # Each process that cannot write has its own reason, but only one is printed. The log may be unwritable too.
         unwritten = error.what if isinstance(error, NotWrittenError) else None
         try:
             first = _append(log, line, trace, line if unwritten is None else f"{STOPPED}{unwritten} ")
@@ -305,8 +311,8 @@ def _report(error: BaseException, session: Session) -> int:
 def _tell(words: str) -> None:
     """Write a message to stderr.
 
-    On a terminal, rank 0 would draw over the messages of other ranks, so the launcher prints those after all processes
-    have ended.
+    On a terminal, rank 0 would draw over the messages of other ranks. The launcher therefore prints those messages
+    after all processes have ended.
     """
     if rank() > 0 and sys.stderr.isatty():
         from trainer.once import leave_words

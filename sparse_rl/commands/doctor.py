@@ -110,7 +110,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
 
 
 def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
-    """Return the memory table of a recipe, and lines that say if it fits on this machine."""
+    """Return the memory table of a recipe, and lines that say if the recipe fits on this machine."""
     import torch
 
     from sparse_rl.commands.machine import device_memory, host_memory
@@ -132,7 +132,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     lines += _kernels(prepared)
     if torch.cuda.is_available() and (
         problem := crowded(launch)
-    ):  # without a GPU, the recipe may be meant for another machine
+    ):  # on a machine without a GPU, the recipe may be meant for another machine
         lines.append(f"launch.processes: {problem}")
     sources = recipe.prompt_sources().items()
     if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
@@ -143,9 +143,10 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Return lines on attention kernels.
+    """Return lines about attention kernels.
 
-    On a GPU they say which kernels are exact here, also for the scorers' target; on a CPU, which one is chosen.
+    On a GPU, the lines name the kernels that are exact on this GPU, including the kernel for the training target of the
+    scorers. On a CPU, they name the chosen kernel.
     """
     import torch
 
@@ -164,7 +165,7 @@ def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
 
 
 def _kernels(prepared: Prepared) -> list[str]:
-    """Return lines on the form (compiled or plain) of the kernels of a recipe's caches on a GPU; empty on a CPU."""
+    """Return lines that say if the kernels of a recipe's caches run compiled or plain on a GPU; empty on a CPU."""
     import torch
 
     from sparse_rl.kernels.redundancy import redundancy_choice

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def load_evaluation(name: str, overrides: list[str]) -> Recipe:
-    """Load a recipe by `load_recipe`; the directory of a run stands for the evaluation that its recipe defines."""
+    """Load a recipe by name. For the directory of a run, return the evaluation that the run's recipe defines."""
     folder = Path(name)
     if name in list_recipes() or not folder.is_dir():
         return load_recipe(name, overrides)
@@ -65,9 +65,9 @@ def load_evaluation(name: str, overrides: list[str]) -> Recipe:
 
 
 def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> list[EvalRow]:
-    """Evaluate and return one row per task and cache point, task by task; also write them to the recipe's output_dir.
+    """Evaluate, write the rows to the recipe's output_dir, and return them: one per task and cache point, task by task.
 
-    model : live module to sample from; by default the recipe's model is loaded
+    model : module in memory to sample from; by default the recipe's model is loaded
 
     Raises UserError for errors that the user can fix, if possible before the model is loaded.
     """
@@ -120,7 +120,9 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
 
 
 def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
-    """Write eval.json: {format_version, recipe, versions, seed, correct_if, rows}. It is rewritten after every point.
+    """Write eval.json: {format_version, recipe, versions, seed, correct_if, rows}.
+
+    The file is rewritten after every cache point.
 
     more : additional entries, such as correct_if
     """
@@ -137,7 +139,7 @@ def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | Perplexit
 
 
 def _needed_column(spec: Any) -> str | None:
-    """Return the dataset column that a built-in reward needs to score a completion; None if it needs none."""
+    """Return the dataset column that a built-in reward needs to score a completion; None if the reward needs none."""
     name = spec if isinstance(spec, str) else spec.get("name")
     return {"math": "answer", "boxed": "answer", "short_answer": "answers"}.get(name)
 
@@ -145,9 +147,11 @@ def _needed_column(spec: Any) -> str | None:
 def _score(
     reward: Any, key: str, dataset: Any, places: Sequence[int], texts: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[float | None]:
-    """Return the reward of each completion of the problems at `places` of a dataset, called as in training.
+    """Return the score of each completion, from a reward function that is called as in training.
 
     key : recipe key that names the reward
+    places : index in the dataset of each completion's problem
+    texts, rollouts : text and rollout of each completion
     """
     problems = [dataset[place] for place in places]
     chat = not isinstance(problems[0]["prompt"], str)

@@ -1,4 +1,4 @@
-"""Datasets of a recipe, and token sequences of recipes with a teacher. Both are made once per machine."""
+"""Datasets of a recipe, and token sequences of recipes with a teacher. Each is computed once per machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ U = TypeVar("U", bound=TaughtRecipe)
 def recipe_data(
     config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
 ) -> Any:
-    """Return the rows of a recipe's dataset; see sparse_rl.data.problems.load_data.
+    """Return the rows of a recipe's dataset, read by sparse_rl.data.problems.load_data.
 
+    require : columns that the dataset must have
+    where : recipe key of the dataset, for error messages
     room : maximum number of tokens in a prompt if completions are sampled; None means unknown
 
-    Also raises UserError for a longer prompt.
+    Raises UserError if the dataset cannot be used, or has a prompt of more than `room` tokens.
     """
 
     def load() -> Any:
@@ -38,7 +40,7 @@ def recipe_data(
 
 
 def with_data(prepared: Prepared[T]) -> Prepared[T]:
-    """Return `prepared` with a training run's rewards, and the rows of its dataset and validation dataset, added."""
+    """Return a copy of `prepared` with the rewards of a training run, and the rows of its two datasets, added."""
     key, specs = prepared.recipe.named_rewards()
     rewards = rewards_of(specs, key) if specs else prepared.rewards
     rows = _rows(prepared, prepared.recipe.data, "data")
@@ -54,7 +56,10 @@ def _rows(prepared: Prepared[T], data: DataConfig, where: str) -> Any:
 
 
 def taught_examples(prepared: Prepared[U]) -> tuple[list[Example], list[Example] | None]:
-    """Return (training examples, held-out examples) of a recipe with a teacher; the latter None without validation."""
+    """Return (training examples, held-out examples) of a recipe with a teacher.
+
+    The held-out examples are None if the recipe has no validation.
+    """
     recipe: Any = prepared.recipe
     load: Any = {DistillRecipe.kind: load_examples, KVpopRecipe.kind: load_texts}[recipe.kind]
     examples = once(f"examples {recipe.data}", lambda: load(prepared, prepared.rows, recipe.data, "data"))
@@ -86,7 +91,7 @@ def load_examples(prepared: Prepared[DistillRecipe], rows: Any, data: DataConfig
 
 
 def load_texts(prepared: Prepared[KVpopRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
-    """Return texts of up to max_length tokens as examples, packed if the recipe says so."""
+    """Return examples of up to max_length tokens from a dataset of texts, packed if the recipe has packing: true."""
     kvpop = prepared.recipe.kvpop
     longest = min(kvpop.max_length, prepared.config.max_position_embeddings)
     return text_examples(

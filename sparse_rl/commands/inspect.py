@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
-    """Return a summary of a file of traces: name -> line."""
+    """Return a summary of a file of traces, from `trace_statistics`: name -> line of text."""
     from sparse_rl.analysis.traces import HELD, UNPAGED, opened_words
 
     def at_the_end(name: str) -> str:
@@ -84,7 +84,10 @@ def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def what_is(path: Path) -> str | None:
-    """Describe a folder or a file in words; None for a path that does not exist or has the name of a file of traces."""
+    """Return a description of a folder or a file.
+
+    Returns None if the path does not exist, or has the name of a file of traces.
+    """
     weights = (path.parent / CONFIG_FILE).is_file()
     if not path.exists() or (path.suffix == ".safetensors" and not weights):
         return None

@@ -24,7 +24,7 @@ ABOUT = (
     "List the keys of a kind of recipe, or of cache policies, scorers and rewards; or print a JSON Schema for editors."
 )
 WIDEST = 120  # maximum columns of a line, even on a wider terminal
-FAMILIES = {  # further topics -> their description
+FAMILIES = {  # further topic -> description
     "policies": "keys of `cache` beside `policy`",
     "scorers": "keys of `cache.scorer` beside `name`",
     "rewards": "keys of a reward beside `name` and `weight`",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def known_topic(text: str) -> str:
-    """Parse one of TOPICS."""
+    """Parse the name of a topic, one of TOPICS."""
     if text not in TOPICS:
         raise argparse.ArgumentTypeError(f"unknown {text!r}{did_you_mean(text, TOPICS)}; one of {listed(TOPICS, text)}")
     return text
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def kind_listing(kind: str) -> Listing:
-    """Return the keys of a kind, grouped by the dataclass that defines them, and the options passed through."""
+    """Return the keys of a kind, grouped by the dataclass that defines them, and the options passed on to TRL."""
     listing: Listing = []
     for section in list_sections(KINDS[kind]):
         text = ". ".join(filter(None, [section.prose.rstrip("."), f"Set in {section.file}"]))
@@ -86,7 +86,7 @@ def kind_listing(kind: str) -> Listing:
 
 
 def family_listing(family: str) -> Listing:
-    """Return the keys of each policy, scorer or reward."""
+    """Return the keys of each member of a family: policies, scorers or rewards."""
     if family == "rewards":
         from rewards import REWARDS
 
@@ -106,7 +106,10 @@ def family_listing(family: str) -> Listing:
 
 
 def only(listing: Listing, topic: str, part: str) -> Listing:
-    """Return the part of this name, or else the keys whose names contain it. Raises UserError if there are none."""
+    """Return the part of a listing that is named `part`; if there is none, the keys whose names contain `part`.
+
+    Raises UserError if no key's name contains `part` either.
+    """
     rows = [(name, text, [row for row in rows if part in row.key]) for name, text, rows in listing]
     if matches := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
         return matches
@@ -131,7 +134,7 @@ def entry(row: Row) -> str:
 
 
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """Wrap a text to the width of the terminal; in a pipe it stays one line."""
+    """Wrap a text to the width of the terminal. In a pipe, the text stays one line."""
     if not sys.stdout.isatty():
         return first + text
     width = min(WIDEST, shutil.get_terminal_size().columns)

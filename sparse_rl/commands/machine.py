@@ -1,4 +1,4 @@
-"""The memory of this machine, and formatting of byte counts."""
+"""Functions that return the memory of this machine, and format numbers of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def host_memory() -> int:
-    """Return the bytes of host memory, or the limit of the control group if that is smaller."""
+    """Return the bytes of host memory, or the limit of the control group if the limit is smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -15,7 +15,7 @@ def host_memory() -> int:
 
 
 def device_memory() -> int | None:
-    """Return the bytes of memory of the first GPU; None without a GPU."""
+    """Return the bytes of memory of the first GPU; None if there is no GPU."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -52,9 +52,9 @@ def make_parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the options. Overrides may stand anywhere, even after `--resume`.
+    """Return the parsed options. Overrides may be anywhere among the arguments, even after `--resume`.
 
-    For `serve`, the arguments behind `--` are stored in `further`.
+    For `serve`, the arguments after `--` are stored in `further`.
     """
     top = make_parser()
     words, further = list(arguments), []
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         check_launch()
-    except UserError as error:  # printed here: the usual reporting needs a valid rank, which is the variable at fault
+    except UserError as error:  # printed here, because the usual reporting needs a valid rank
         print(f"sparse-rl: error: {error}", file=sys.stderr)
         return 2
     options.arguments = words

@@ -39,7 +39,9 @@ TIGHT = 0.9  # share of the memory above which a fit is called tight
 class Item:
     """Bytes that one process holds on its device and in host memory.
 
-    when : always, update, sampling, or avoided (shown, but not counted)
+    name, note : label of the bytes, and remark on them, in the memory table
+    device, host : bytes in device memory and in host memory
+    when : phase in which the bytes are held: always, update, sampling, or avoided (shown, but not counted)
     """
 
     name: str
@@ -51,34 +53,37 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory plan of one process of a run."""
+    """Memory plan of one process of a run.
+
+    parameters : number of the model's parameters
+    """
 
     parameters: int
     items: list[Item] = field(default_factory=list)
 
     @property
     def device(self) -> int:
-        """Peak device bytes: permanent items plus the larger of sampling and update, which do not overlap."""
+        """Peak bytes on the device: permanent items plus the larger of sampling and update, which do not overlap."""
         by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
         return sum(item.device for item in self.items if item.when == "always") + max(by.values())
 
     @property
     def host(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory, over all items that are counted."""
         return sum(item.host for item in self.items if item.when != "avoided")
 
 
 def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
     """Return the memory plan of a resolved recipe.
 
-    cuda : True if it runs on a GPU; None means True if this machine has a GPU
+    cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
     """
     cuda = device_memory() is not None if cuda is None else cuda
     return (_Training if isinstance(prepared.recipe, TrainRecipe) else _Evaluation)(prepared, cuda).plan()
 
 
 class _Process:
-    """One process: its model, its engine, and the engine's caches."""
+    """Memory of one process: its model, its engine, and the engine's caches."""
 
     def __init__(self, prepared: Prepared, cuda: bool) -> None:
         self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
@@ -92,7 +97,7 @@ class _Process:
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
     def engine_items(self) -> list[Item]:
-        """Items that the vllm engine holds: its copy of the weights, and a pool for keys and values. Empty for hf."""
+        """Return the items that vllm holds: a copy of the weights, and a pool for keys and values. Empty for hf."""
         if not self.vllm:
             return []
         recipe, rollout = self.recipe, self.recipe.rollout
@@ -128,7 +133,9 @@ class _Process:
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
-        """Items of the cache of `at_once` sequences. With vllm it is part of the pool, so it is shown but not counted.
+        """Return the items of the cache of `at_once` sequences, with prompts of `prompt` tokens.
+
+        With vllm, the cache is part of the pool of keys and values, so that it is shown but not counted.
 
         some : number of layers that `policy` covers, if it is a part of a layered policy
         """
@@ -160,10 +167,13 @@ class _Process:
 
 
 class _Evaluation(_Process):
-    """An evaluation, or another recipe that samples without training."""
+    """Memory of an evaluation, or of another recipe that samples without training."""
 
     def plan(self) -> Plan:
-        """The points of a sweep run one after another, so the largest is counted and the others are only shown."""
+        """Return the memory plan.
+
+        The points of a sweep run one after another, so that only the largest is counted, and the others are shown.
+        """
         recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
@@ -180,9 +190,12 @@ class _Evaluation(_Process):
         return Plan(self.parameters, items)
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
-        """Items of contexts that are compacted one after another, and of the questions behind them.
+        """Return the items of contexts of `tokens` tokens that are compacted one after another, and of their questions.
 
-        The phases (reading, compaction, answering) do not overlap, so the largest is counted and the others are shown.
+        The phases (reading, compaction, answering) do not overlap, so that only the largest is counted, and the others
+        are shown.
+
+        at_once : number of questions that are answered at once
         """
         shape, configs = self.shape, self.recipe.prompt_caches()
         (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
@@ -234,7 +247,7 @@ class _Evaluation(_Process):
 
 
 class _Training(_Process):
-    """A training run, and the engine that it samples from."""
+    """Memory of a training run, and of the engine that the run samples from."""
 
     def plan(self) -> Plan:
         recipe: Any = self.recipe
@@ -275,9 +288,9 @@ class _Training(_Process):
         return Plan(parameters, items)
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
-        """Item of a teacher that is held in memory.
+        """Return the item of a teacher that is held in memory.
 
-        copy : bytes of one copy of the student, which is also the teacher if the recipe names none
+        copy : bytes of one copy of the student; without a teacher in the recipe, the teacher is such a copy
         """
         whole, held = recipe.launch.zero_stage < 3, copy
         if recipe.taught_by.teacher is not None:
@@ -286,7 +299,7 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """Items of the engine, its cache, and the traces that training replays."""
+        """Return the items of the engine, the engine's cache, and the traces that training replays."""
         recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences_sampled()
         (policy,), (layers, kv_heads, _) = self.policies, self.shape
         if recipe.launch.zero_stage == 3 and not engine:
@@ -303,7 +316,7 @@ class _Training(_Process):
         return items
 
     def view_items(self, cache: PolicyConfig, view: Literal["view", "learned_view"]) -> list[Item]:
-        """Items that a view of the cache's method holds in training."""
+        """Return the items that a view of the cache's method holds in training."""
         layers, kv_heads, head_dim = self.shape
         replayed = Replayed(
             rows=self.recipe.training.per_device_train_batch_size,
@@ -332,12 +345,15 @@ def transient_bytes(
     device: str,
     vllm: bool,
 ) -> dict[str, tuple[int, str]]:
-    """Return name -> (temporary bytes, note) for a compaction of requests that are compacted together.
+    """Return name -> (temporary bytes, note) for one compaction of several requests.
 
+    The hf engine compacts one layer at a time; its buffers for reading and scoring entries are not counted.
+
+    requests : number of requests that are compacted together
+    entries : maximum number of entries of a request in each kv head
     shape : (layers, kv heads, head dim)
-    group : query heads per kv head
-
-    hf compacts one layer at a time; its buffers for reading and scoring entries are not counted.
+    group : number of query heads per kv head
+    vllm : True for the vllm engine, False for hf
     """
     rows = folded_rows(entries, requests, shape, device) if vllm else requests
     once, of_layer = f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer"), (entries, *shape[1:])
@@ -357,25 +373,28 @@ def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
 
 
 def prompt_tokens(data: DataConfig) -> int:
-    """Return the tokens of the longest prompt, or ASSUMED_PROMPT if prompts are not bounded."""
+    """Return the number of tokens of the longest prompt, or ASSUMED_PROMPT if prompts are not bounded."""
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
 
 
-# ---- whether it fits -----------------------------------------------------------------------------------------------
+# ---- fit -----------------------------------------------------------------------------------------------------------
 
 
 def verdict(need: float, have: float, where: str) -> str:
-    """Return one line that says if `need` bytes fit into `have` bytes."""
+    """Return one line that says if `need` bytes fit into the `have` bytes of the memory `where`."""
     word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
     return f"{where}: {word}, about {show(need)} of {show(have)}"
 
 
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """Return a line for the device and one for the host.
+    """Return a line that says if a plan fits into device memory, and a line for host memory.
 
-    Without a GPU there is one line, because all processes of a machine share the host memory.
+    Without a GPU there is only the line for host memory, which all processes of a machine share.
+
+    device : bytes of GPU memory; None without a GPU
+    host : bytes of host memory
     """
     local = launch.processes // launch.machines
     if device is None:

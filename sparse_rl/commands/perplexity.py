@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def measure(recipe: PerplexityRecipe, progress: bool = True) -> list[PerplexityRow]:
-    """Measure and return one row per cache point; also write the rows to the recipe's output_dir.
+    """Measure the perplexity, write the rows to the recipe's output_dir, and return them: one row per cache point.
 
     Raises UserError for errors that the user can fix, if possible before the model is loaded.
     """

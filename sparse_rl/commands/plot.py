@@ -1,7 +1,8 @@
 """`sparse-rl plot`: draw runs, traces and evaluations.
 
-For runs: curves of learning, of mismatch, or of any logged metric. For traces: the density of held tokens, or the map
-of pages. For evaluations: accuracy or perplexity against budgets or, behind compacted contexts, against ratios.
+For runs, the command draws curves of the reward or loss, of the gap between trainer and sampler, or of any logged
+metric. For traces, it draws the density of held tokens, or a map of opened pages. For evaluations, it draws accuracy or
+perplexity against budgets or, after compacted contexts, against ratios.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def source_of(path: Path) -> Path:
-    """Resolve a path to draw: a file of traces or of an evaluation, a run, or a folder of runs."""
+    """Return the path to draw: a file of traces or of an evaluation, a run's directory, or a folder of runs."""
     if path.is_file():
         return path.parent if path.name == METRICS_FILE else path
     runs = runs_below(path)
@@ -106,7 +107,7 @@ def draw_runs(folders: Sequence[Path], out: Path | None, metric: str | None) -> 
 
 
 def run_method(run: Path) -> str | None:
-    """Return the name of a run's method in the table of colours (analysis/drawing.py); None if no recipe gives it."""
+    """Return the name of a run's method in the table of colours (analysis/drawing.py); None if unknown."""
     try:
         recipe = parse_yaml(read_text(run / RECIPE_FILE), RECIPE_FILE)
         policy = None if recipe.get("cache") is None else str(recipe["cache"].get("policy", "full"))
@@ -118,7 +119,7 @@ def run_method(run: Path) -> str | None:
 
 
 def others(labels: Sequence[str]) -> str:
-    """Return the suffix that names the further folders in a picture's file name; empty without further folders."""
+    """Return the part of a picture's file name that names further folders; empty if there are none."""
     names = "_".join(labels).replace("/", "_")
     if len(names) > 100:
         names = f"{names[:80]}_{zlib.crc32(names.encode()):08x}"
@@ -126,7 +127,7 @@ def others(labels: Sequence[str]) -> str:
 
 
 def draw_traces(file: Path, out: Path) -> None:
-    """Draw a file of traces: the map of opened pages if pages close, else the density of tokens held at the end."""
+    """Draw a file of traces: a map of opened pages if pages close, else the density of tokens held at the end."""
     from sparse_rl.analysis.opened import plot_opened, records_pages
     from sparse_rl.analysis.traces import plot_density
     from sparse_rl.trace import load_traces, read_fingerprint
@@ -139,7 +140,7 @@ def draw_traces(file: Path, out: Path) -> None:
 def draw_evaluation(file: Path, out: Path) -> None:
     """Draw accuracies or perplexities against budgets or, for compacted contexts, against ratios.
 
-    If no method has two budgets or ratios, print a table instead.
+    If no method has two budgets or ratios, the command prints a table instead.
     """
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 

@@ -1,4 +1,4 @@
-"""Resolve a recipe once: everything that commands need to know before a model is loaded."""
+"""Resolve a recipe once: determine all facts that commands need before a model is loaded."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ R = TypeVar("R", bound=Recipe)
 class Prepared(Generic[R]):
     """A recipe, and the facts that were determined for it.
 
-    recipe : the recipe with its engine chosen and, for training, its attention kernel
-    config : configuration of its model, or of `live`
-    shape : shape of its cache: (layers, kv heads, head dim)
-    policies : cache policies that its engine samples under
-    live : module to sample from instead of the recipe's model
-    findings : topic -> finding in words, as `sparse-rl train --dry-run` prints them
+    recipe : the recipe, with the engine chosen and, for training, the attention kernel
+    config : configuration of the recipe's model, or of `live`
+    shape : shape of the cache: (layers, kv heads, head dim)
+    policies : cache policies that the engine samples under
+    live : module in memory to sample from instead of the recipe's model
+    findings : topic -> text, as `sparse-rl train --dry-run` prints them
     remarks : warnings about settings that are allowed but unwise
     skeleton : the model on the meta device, without memory
 
-    For a training run (checks.py) also:
+    Further fields for a training run (checks.py):
 
-    rows, held_out : rows of its dataset, and of its validation dataset
-    rewards : (functions, weights) of the rewards that it names
-    checkpoint : checkpoint from which it resumes
+    rows, held_out : rows of the recipe's dataset, and of its validation dataset
+    rewards : (functions, weights) of the recipe's rewards
+    checkpoint : checkpoint from which the run resumes; None for a new run
     """
 
     recipe: R
@@ -60,7 +60,7 @@ class Prepared(Generic[R]):
 
     @property
     def room(self) -> int | None:
-        """Maximum prompt length that leaves room for a whole completion in the model's window; None if unknown."""
+        """Maximum number of prompt tokens that leaves room for a completion in the model's window; None if unknown."""
         window = window_of(self.config)
         return None if window is None or self.recipe.rollout is None else window - self.recipe.sampling().max_tokens
 
@@ -68,7 +68,7 @@ class Prepared(Generic[R]):
 def prepare(recipe: R, live: Any = None) -> Prepared[R]:
     """Resolve a recipe, check the files of its model, and warn about unwise settings.
 
-    live : module to sample from; by default the recipe's model is loaded later
+    live : module in memory to sample from; by default the recipe's model is loaded later
 
     Raises UserError at the first mistake.
     """
@@ -90,11 +90,14 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
 
 
 def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:
-    """Resolve a recipe for this machine and a model configuration. Reads no file of the model but its saved policy.
+    """Resolve a recipe for this machine and a model configuration.
 
+    The only file of the model that may be read is the cache policy saved with it.
+
+    live : module in memory to sample from; None means the recipe's model
     cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
 
-    Raises UserError if its engine is not available, and under the conditions of `check_lengths`.
+    Raises UserError if the recipe's engine is not available, or if a prompt and a completion exceed the model's window.
     """
     layers, kv_heads, head_dim = shape = cache_shape(config)
     caches, remarks = cache_configs(recipe), []
@@ -117,7 +120,10 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
-    """Return the caches of a recipe. A cache that it leaves open is the policy saved with the model, or else full."""
+    """Return the cache policies of a recipe.
+
+    A policy that the recipe leaves open is the policy saved with the model or, if there is none, `full`.
+    """
     caches = recipe.caches()
     if None in caches:
         saved = saved_policy(recipe.model)
@@ -129,9 +135,9 @@ def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
 def check_lengths(recipe: Recipe, config: Any) -> None:
     """Raise UserError if the longest allowed prompt and a completion do not fit into the model's window together.
 
-    The recipe's engine must already be chosen. If prompts have no bound, they are checked against `Prepared.room` when
-    the dataset is read. Completions that come from a dataset are truncated to the window, so their length is checked
-    only for vllm, which must hold the longest sequence.
+    The recipe's engine must already be chosen. If prompts have no bound, their lengths are checked against
+    `Prepared.room` when the dataset is read. Completions from a dataset are truncated to the window, so that their
+    length is checked only for vllm, which must hold the longest sequence.
     """
     if (window := window_of(config)) is None or (rollout := recipe.rollout) is None:
         return

@@ -1,15 +1,15 @@
 """The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-It uses the same command, recipes, engine and trainer as a 7B run:
+The quickstart uses the commands, recipes, engine and trainer that a 7B run uses. Its steps are:
 
 1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
-   but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
+   but seldom solves it under a cache with the budget of recipes/quickstart/grpo.yaml;
 2. for each seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
-3. evaluate all of them under eviction and with a full cache, on problems used neither in training nor in calibration.
+3. evaluate all models under eviction and with a full cache, on problems used neither in training nor in calibration.
 
-`--scratch` first trains a tiny model for each seed (recipes/quickstart/sft.yaml) and calibrates its budget: the
-smallest one that lowers its accuracy but leaves enough to learn from. The command writes results.json and three
-pictures, and prints one table.
+With `--scratch`, the command first trains a tiny model for each seed (recipes/quickstart/sft.yaml), and calibrates the
+model's budget: the smallest budget that lowers the accuracy but leaves enough correct completions to learn from. The
+command writes results.json and three pictures, and prints one table.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ METHODS = {
 SHIPPED = "quickstart/model"
 START = "sft"  # name of the row of results.json with the accuracy before RL
 LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
-DRAWN_AS = {  # name -> method whose colour it has (sparse_rl/analysis/drawing.py)
+DRAWN_AS = {  # name -> method in COLOURS that defines the colour (sparse_rl/analysis/drawing.py)
     START: "sft",
     "rl_sparse": "streaming",
     "rl_full": "full",
     "rl_mismatch": "mismatched",
 }
 SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> its label
-NEWS_SECONDS = 20  # between two progress lines of a running stage
+NEWS_SECONDS = 20  # seconds between two progress lines of a running stage
 console = Console(highlight=False, soft_wrap=True)
 
 
 class QuickstartError(StoppedError):
-    """A stage failed: one line with the path of its log."""
+    """The failure of a stage, described in one line with the path of the stage's log."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Start:
 class Stages:
     """Run `sparse-rl` stages as processes, at most `slots` at a time. If a stage fails, all others are stopped.
 
-    shown : progress display that counts finished stages out of `total`; None means no display. It estimates no
-        remaining time, because training takes longer than evaluation.
+    shown : progress display that counts finished stages out of `total`; None means no display. The display
+        estimates no remaining time, because training takes longer than evaluation.
     """
 
     def __init__(self, slots: int, shown: Stage | None = None, total: int = 0) -> None:
@@ -95,8 +95,12 @@ class Stages:
         self.failure: QuickstartError | None = None
 
     def run(self, label: str, folder: Path, arguments: Sequence[str], steps: int | None = None) -> None:
-        """Run one stage and write its output to folder/log.txt. Its progress is displayed, or printed now and then.
+        """Run one stage and write its output to folder/log.txt.
 
+        The stage's progress is shown on a terminal, and otherwise printed every NEWS_SECONDS seconds.
+
+        label : name of the stage in the output
+        arguments : command line of the stage, without `sparse-rl`
         steps : number of training steps; None for an evaluation
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,15 +143,15 @@ class Stages:
 
 
 def how_far(folder: Path) -> tuple[int, str]:
-    """Return the last logged step of a training run, and its reward or accuracy in words; (0, "") without logs."""
+    """Return (last logged step of a training run, text with the last reward or accuracy); (0, "") without logs."""
     lines = read_metrics(folder)
-    values = {key: value for line in lines for key, value in line.items()}  # last logged value of each metric
+    values = {key: value for line in lines for key, value in line.items()}  # metric -> last logged value
     shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
     return values.get("step", 0), "  ".join(shown)
 
 
 class Quickstart:
-    """The stages of all seeds.
+    """Runs the stages of all seeds.
 
     out : folder of all results
     engine : name of the engine that samples
@@ -162,13 +166,16 @@ class Quickstart:
         self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
-        """Run an evaluation and return its rows; `more` are overrides, among them the model."""
+        """Run an evaluation and return its rows.
+
+        more : further overrides of the recipe, including the model
+        """
         overrides = [f"seed={seed}", f"rollout.engine={self.engine}", f"output_dir={folder}", *more]
         self.stages.run(label, folder, ["eval", "quickstart/eval", *overrides])
         return json.loads((folder / "eval.json").read_text())["rows"]
 
     def from_scratch(self, seed: int) -> Start:
-        """Train a tiny model with this seed, and calibrate the budget that lowers its accuracy."""
+        """Train a tiny model with the seed, and calibrate the budget that lowers the model's accuracy."""
         folder = self.out / f"seed{seed}"
         self.train(f"seed {seed}: training the tiny model", folder / "sft", "sft", seed)
         model = folder / "sft/model"
@@ -200,7 +207,7 @@ class Quickstart:
         }  # fmt: skip
 
     def method(self, name: str, seed: int, start: Start) -> dict[str, Any]:
-        """Train with one method from a starting point, and evaluate the resulting model."""
+        """Train with one method from a starting point, evaluate the model, and return its row of results.json."""
         recipe = METHODS[name]
         folder = self.out / f"seed{seed}" / recipe
         budget = [] if name == "rl_full" else [f"cache.budget={start.budget}"]
@@ -235,9 +242,11 @@ def shipped_budget() -> int:
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
-    """Return the smallest budget with an accuracy under eviction in AIM.
+    """Return the smallest budget whose accuracy under eviction lies in AIM.
 
     If there is none, return the budget whose accuracy is nearest to AIM and at least LEAST.
+
+    accuracy : budget -> accuracy under eviction
     """
     for budget in sorted(accuracy):
         if AIM[0] <= accuracy[budget] <= AIM[1]:
@@ -252,7 +261,7 @@ def choose_budget(accuracy: dict[int, float]) -> int:
 
 
 def largest_gap(run: Path) -> float | None:
-    """Return the largest |log p_trainer - log p_sampler| over all steps and tokens of a run; None for SFT."""
+    """Return the largest |log p_trainer - log p_sampler| over all steps and tokens of a run; None if not logged."""
     gaps = [line["replay/gap_max"] for line in read_metrics(run) if "replay/gap_max" in line]
     return max(gaps, default=None)
 
@@ -308,7 +317,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
-    """Print the table and a summary of it."""
+    """Print the table of the results, and a summary of the table."""
     seeds = sorted({row["seed"] for row in rows})
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
     for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):

@@ -15,12 +15,15 @@ MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
     *("rollout.max_model_len", "rollout.sleep", "rollout.full_graphs", "rollout.exact", "attention_kernel"),
 )
-LENGTH = ("max_steps", "num_train_epochs")  # may change too, if the learning rate does not depend on them
+LENGTH = ("max_steps", "num_train_epochs")  # may also change if the learning rate does not depend on these keys
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
-    """Return the checkpoint that `--resume` selects for a recipe; see trainer.resume.checkpoint_of."""
+    """Return the checkpoint that `--resume` selects for a recipe.
+
+    trainer.resume.checkpoint_of compares the recipe with the checkpoint's recipe, and finds the checkpoint.
+    """
     from trainer.resume import MayChange, checkpoint_of
 
     changeable: tuple[str, ...] = MAY_CHANGE
@@ -28,6 +31,6 @@ def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
     if training.lr_scheduler_type in ENDLESS and (training.warmup_steps == 0 or training.warmup_steps >= 1):
         changeable += LENGTH
     if recipe.resolved().get("attention_kernel") == "auto":
-        changeable += ("attention_kernel",)  # not chosen yet: the training processes choose and check it again
+        changeable += ("attention_kernel",)  # not chosen yet: the training processes choose a kernel and check again
     may_change = MayChange(changeable, MAY_CHANGE_BUT_FOR_ROUNDING)
     return checkpoint_of(recipe.output_dir, resume, recipe.resolved(), may_change)

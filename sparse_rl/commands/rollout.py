@@ -54,7 +54,10 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
-    """Return (the recipe's dataset, its key, samples per problem). Raises UserError for a kind that samples nothing."""
+    """Return (the recipe's dataset, the dataset's key, number of samples per problem).
+
+    Raises UserError for a kind of recipe that samples no completions of problems.
+    """
     if isinstance(recipe, GRPORecipe):
         return recipe.data, "data", recipe.grpo.num_generations
     if isinstance(recipe, EvalRecipe):
@@ -67,7 +70,7 @@ def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
 
 
 def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
-    """Sample a recipe's first problems and write the rollouts to `folder`; return the `summary` of each rollout.
+    """Sample a recipe's first `problems` problems, write the rollouts to `folder`, and return their summaries.
 
     Sampling uses the recipe's first cache or, if the problems have contexts to compact, its first prompt cache. The
     files (rollout/files.py) are written part by part, so any number of problems fits into memory.
@@ -127,12 +130,12 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     return summaries
 
 
-Parts = Iterator[tuple[list[int], list["Rollout"]]]  # indices of problems, and their rollouts, problem-major
+Parts = Iterator[tuple[list[int], list["Rollout"]]]  # (indices of problems, rollouts sorted by problem)
 
 
 @contextmanager
 def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
-    """Yield the sampled parts of plain prompts, under the recipe's first cache."""
+    """Open an engine under the recipe's first cache, and yield an iterator over the sampled parts of plain prompts."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
@@ -144,7 +147,10 @@ def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfi
 def _behind_contexts(
     prepared: Prepared, questions: Questions, settings: SamplingConfig, folder: Path
 ) -> Iterator[Parts]:
-    """Yield the sampled parts of problems behind contexts, compacted by the recipe's first prompt cache."""
+    """Open engines, and yield an iterator over the sampled parts of problems with contexts.
+
+    The contexts are compacted by the recipe's first prompt cache.
+    """
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 

@@ -1,4 +1,4 @@
-"""Sampling for a prepared recipe: its engines, and its prompts as tokens."""
+"""Functions that create the engines of a prepared recipe, and turn its prompts into tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments of `make_engine` that a recipe sets, besides model, policy and progress.
+    """Return the arguments of `make_engine` that a recipe sets, except model, policy and progress.
 
     The recipe's engine must already be chosen.
     """
@@ -50,10 +50,11 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def engines(prepared: Prepared, progress: bool = False) -> Callable[..., AbstractContextManager[Engine]]:
-    """Return a function (policy, **options of `make_engine`) -> context manager with the recipe's engine.
+    """Return a function (policy, **options of `make_engine`) -> context manager that opens the recipe's engine.
 
-    The context manager closes the engine at its end. hf samples from one module under all policies: `prepared.live`, or
-    the recipe's model, which is loaded here. vllm loads its own copy of the model for each policy.
+    The context manager closes the engine when its block ends. The hf engine samples from one module under all policies:
+    `prepared.live`, or the recipe's model, which this function loads. The vllm engine loads a copy of the model for
+    each policy.
     """
     from rollout.make import make_engine
 
@@ -78,7 +79,7 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
 
 
 def context_engines(prepared: Prepared, folder: Path, progress: bool = False) -> ContextEngines:
-    """Return the engines of a recipe that compacts contexts; see `engines`.
+    """Return the engines of a recipe that compacts contexts: one for compacting, and one for answering.
 
     folder : directory of the compacted contexts that the compacting engine hands to the answering engine
     """
@@ -116,7 +117,7 @@ def _load_model(recipe: Recipe) -> Any:
 def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | None, where: str) -> list[list[int]]:
     """Return the prompts of a dataset as the token ids that the model receives.
 
-    room : maximum number of tokens in a prompt, see `Prepared.room`; None means no check
+    room : maximum number of tokens in a prompt; None means no check
     where : recipe key of the dataset, for error messages
     """
     from sparse_rl.data.tokens import prompt_ids, refuse_long, refuse_text
@@ -137,9 +138,9 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | Non
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
-    """Return the prompts of a dataset with contexts, each split after its context, and the prompts of self-study.
+    """Return the prompts of a dataset with contexts, each split after its context, and the self-study prompts.
 
-    The self-study prompts are phrased as a user's turn behind the first context.
+    The self-study prompts are phrased as the end of a user's turn that starts with the first context.
     """
     from rollout.context.prompts import STUDY_PROMPTS
     from rollout.evaluation.contexts import Questions

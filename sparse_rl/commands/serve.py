@@ -1,4 +1,4 @@
-"""`sparse-rl serve`: vLLM's OpenAI server, with the cache policy that a model carries."""
+"""`sparse-rl serve`: run vLLM's OpenAI server with the cache policy saved with a model."""
 
 from __future__ import annotations
 

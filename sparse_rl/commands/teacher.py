@@ -1,4 +1,4 @@
-"""`sparse-rl teacher`: write the predictions of a distillation's teacher on its dataset to disk."""
+"""`sparse-rl teacher`: write a teacher's predictions on the dataset of a distillation to disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """Write a recipe's teacher cache; return (folder, number of examples, number of shards that existed already).
 
-    Raises UserError for a recipe without teacher_cache, and TeacherCacheError if the folder holds something else.
+    Raises UserError for a recipe without teacher_cache, and TeacherCacheError if the folder holds anything but a
+    teacher cache for this recipe.
     """
     import torch
 

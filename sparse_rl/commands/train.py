@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def separate_override_from_resume(options: argparse.Namespace) -> None:
-    """Treat `--resume seed=1` as `--resume` followed by an override."""
+    """Treat the arguments `--resume seed=1` as `--resume` without a value, followed by the override `seed=1`."""
     if "=" in (options.resume or "") and not Path(options.resume).exists():
         options.overrides.append(options.resume)
         options.resume = "newest"
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def check_folder(recipe: TrainRecipe, resume: str | None) -> None:
-    """Raise UserError if the run cannot use its output_dir, as far as this can be checked without creating it."""
+    """Raise UserError if the run cannot use its output_dir. The check does not create the directory."""
     from trainer.lock import refuse_running
     from trainer.resume import refuse_used
 
@@ -71,7 +71,7 @@ def check_folder(recipe: TrainRecipe, resume: str | None) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "is not writable" if parent.is_dir() else "is not a folder"
         raise UserError(f"{folder} cannot be written: {parent} {why}; name another", "output_dir")
-    if recipe.launch.machine_rank == 0:  # this machine writes; others may start after it
+    if recipe.launch.machine_rank == 0:  # only this machine writes; the other machines may start later
         refuse_running(recipe.output_dir)
     if resume is None:
         refuse_used(recipe.output_dir)
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
 
 
 def _launch(options: argparse.Namespace, prepared: Prepared) -> int:
-    """Train in separate processes, which receive the data that this process has read."""
+    """Start the training processes, which receive the data that this process has read, and return the exit status."""
     from sparse_rl.commands.examples import taught_examples
     from trainer.launch import launch
     from trainer.once import left_words
@@ -123,7 +123,7 @@ def _launch(options: argparse.Namespace, prepared: Prepared) -> int:
 
 
 def what_next(recipe: TrainRecipe) -> str:
-    """Return commands to copy, for the next steps with the run of this recipe."""
+    """Return lines with commands that a user can run next on the run of this recipe."""
     from trainer.card import evaluation_of
 
     run = shlex.quote(recipe.output_dir)
@@ -139,10 +139,12 @@ def what_next(recipe: TrainRecipe) -> str:
 
 
 def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None] = lambda _: None) -> Path:
-    """Run a training recipe in this process (one of N in a launch) and return the directory of the final model.
+    """Run a training recipe in this process, and return the directory of the final model.
+
+    In a launch of several processes, each process calls this function.
 
     resume : checkpoint directory, or "newest" for the newest one in the recipe's output_dir
-    show : function that is called with the trainer before training (see `training_shown`)
+    show : function that is called with the trainer before training, such as the one that `training_shown` yields
     """
     from sparse_rl.commands.checks import prepare_training
 
@@ -150,7 +152,10 @@ def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None]
 
 
 def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -> Path:
-    """Train a prepared recipe (checks.py); see `train`."""
+    """Train a recipe that `prepare_training` has prepared, and return the directory of the final model.
+
+    show : function that is called with the trainer before training
+    """
     from transformers.integrations import WandbCallback
 
     from sparse_rl.attention import compute_exactly
@@ -183,7 +188,7 @@ def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -
         final = folder / RUN_MODEL
         try:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves its own
+            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves it
             export_model(trainer, final, lora=recipe.lora is not None, cache=cache)
         finally:
             close_engine(trainer)  # last, because an engine may destroy the process group

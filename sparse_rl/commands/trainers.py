@@ -1,6 +1,6 @@
 """Build the trainer of a prepared recipe: one function for each kind.
 
-Configurations of components are passed on as the recipe holds them.
+The configurations of components in the recipe are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
 
 
 def _teacher(recipe: TaughtRecipe, student: Any, examples: Any) -> Any:
-    """Return the teacher model, or the teacher cache, which must contain all these examples."""
+    """Return the teacher model, or the teacher cache, which must contain all `examples`."""
     from trainer.teacher.cache import TeacherCache
 
     folder = recipe.taught_by.teacher_cache

@@ -71,7 +71,10 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def _model(name_or_path: str | None, origin: Origin) -> str:
-    """Return the model's directory or hub name; by default the sampler's. Raises UserError if that no longer exists."""
+    """Return the directory or hub name of the replaying model, which by default is the sampler's model.
+
+    Raises UserError if the sampler's model no longer exists.
+    """
     if name_or_path is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
         raise UserError(
             f"{origin.model}, the model that sampled these rollouts, does not exist; name the model",
