@@ -1,4 +1,4 @@
-"""An engine with the trainer's weights, the probe that verifies them, and the limit of the replay guard."""
+"""Gives the trainer's weights to an engine, verifies them with a probe, and sets the limit of the replay guard."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
 from trainer.weights import give_weights, live_weights
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # number of prompts from the data, and of tokens sampled after each
-SHORTEST = 8  # minimum tokens that remain of a prompt if the cache is small
+SHORTEST = 8  # minimum number of tokens to which a prompt is shortened if the cache is small
 DROPPED = 2  # sleep level at which an engine discards its weights instead of moving them to host memory
 
 
 class ProbedEngine:
-    """An engine that samples with the trainer's weights: the live module's, or a copy that is updated after every step.
+    """An engine that samples with the trainer's weights.
+
+    The engine uses either the trainer's live module or its own copy of the weights, which is updated after every step.
 
     sleep : True frees the engine's memory while it does not sample, if the engine supports this
-    limit : limit on the mean |d| of a batch and of a probe; None before the first probe, which sets it
-    synced : step whose weights the engine's copy has; None without a copy, or before the first sync
+    limit : limit on the mean |log p_trainer - log p_sampler| of a batch and of a probe; the first probe sets the limit,
+        which is None before
+    synced : step whose weights the engine's copy has; None if the engine has no copy, or before the first sync
     probed : step at which the weights were last probed
     """
 
@@ -42,7 +45,7 @@ class ProbedEngine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the engine sample with the trainer's weights in this block: live, or a copy that is updated if stale."""
+        """Let the engine sample with the trainer's current weights in this block. A stale copy is updated first."""
         trainer, step = self.trainer, self.trainer.state.global_step
         with ExitStack() as stack:
             with trainer.clock.timed("sync"):
@@ -60,7 +63,10 @@ class ProbedEngine:
             self.sleeper.sleep(DROPPED)
 
     def _wake_with_weights(self, due: bool) -> None:
-        """Wake the engine, and update its weights if `due` or if it has slept. The larger cache memory comes last."""
+        """Wake the engine, and update its weights if `due` is True or if the engine has slept.
+
+        The memory of the cache, which is larger, is allocated after the weights are updated.
+        """
         if self.sleeper is not None:
             self.sleeper.wake_up(["weights"])
         if due or self.sleeper is not None:
@@ -69,9 +75,10 @@ class ProbedEngine:
             self.sleeper.wake_up(["kv_cache"])
 
     def _probe(self) -> None:
-        """Compare the log-probs of engine and trainer on texts that the engine samples, too short for an eviction.
+        """Compare the log-probs of engine and trainer on texts that the engine samples without any eviction.
 
-        The first probe sets the limit on the mean |d|, which also applies to every later probe.
+        The first probe sets the limit on the mean |log p_trainer - log p_engine|. The limit applies to all later
+        batches and probes.
         """
         trainer, args = self.trainer, self.trainer.args
         defaults = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
@@ -89,7 +96,7 @@ class ProbedEngine:
             out, _ = trainer.replayed(model, ids, mask, count, [r.trace for r in rollouts])
         local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
         gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
-        if self.probed != trainer.state.global_step:  # else a run resumed after a validation would log it twice
+        if self.probed != trainer.state.global_step:  # else a run resumed after a validation would log the gap twice
             trainer._metrics["train"]["sync/probe_gap"].append(gap)  # a validation's probe counts for the next step
         self.probed = trainer.state.global_step
         if self.guard.enabled:
@@ -102,7 +109,8 @@ class ProbedEngine:
     def _probe_prompts(self) -> tuple[list[list[int]], int]:
         """Return the probe's prompts, and the number of tokens that can be sampled after each without an eviction.
 
-        Prompts that leave too little room lose their first tokens; their end stays, so the text goes on as in training.
+        A prompt that leaves too little room loses its first tokens. Its end is kept, so that the sampled tokens are
+        similar to those of training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)
@@ -112,6 +120,9 @@ class ProbedEngine:
         return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
 
     def check(self, gap: Tensor) -> None:
-        """Apply the guard: raise ReplayGapError if the mean |d| of a batch is above the limit. gap : d, float [N]"""
+        """Raise ReplayGapError if the replay guard is enabled and the mean |gap| of a batch is above the limit.
+
+        gap : log p_trainer - log p_sampler of each sampled token of the batch, float [N]
+        """
         if self.guard.enabled and self.limit is not None:
             check_gap(gap, self.limit)

@@ -1,4 +1,7 @@
-"""Data of a batch's rows besides their tokens, which stays with them from sampling to the loss and in checkpoints."""
+"""Keeps the data of a batch's rows that TRL does not know, such as traces, from sampling to the loss.
+
+The same data is stored in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from sparse_rl.trace import EvictionTrace
 class Learned(NamedTuple):
     """Auxiliary losses of a forward pass.
 
-    losses : loss of each layer, float [L]
-    recalls : see LearnedView
+    losses : loss of each layer, float [layers]
+    recalls : layer -> two counts, summed over all queries: the kept tokens among those that the training target of the
+        scorers would keep, and the tokens that the target would keep; empty if there is no such target
     """
 
     losses: Tensor
@@ -26,18 +30,19 @@ class Learned(NamedTuple):
 
 @dataclass
 class Rows:
-    """The rows that TRL currently works on, with the data that its methods do not pass to one another.
+    """The rows that TRL currently works on, with the data that TRL's methods do not pass to one another.
 
-    TRL samples, scores and rewards in methods that take and return tokens, and then makes the batch, a dict, from their
-    results. Until the batch exists, and again while it is scored for a loss, the other data is kept here; every
-    generation and every loss makes a new object. In the batch, traces are a list, which TRL shuffles and splits like
-    tensors.
+    TRL's methods for sampling, scoring and rewards take and return only tokens; TRL then makes the batch, a dict, from
+    their results. Until the batch exists, and again while the batch is scored for a loss, this object keeps the other
+    data; every generation and every loss makes a new object. In the batch, traces are a list, which TRL shuffles and
+    splits like tensors.
 
     traces : trace of each row, for its forward pass
-    rollouts : rollouts that were just sampled; empty during a loss
-    rewards : rewards of all ranks, float [rows, functions]
-    logprobs : the trainer's log-probs from the last forward pass, float [B, C], detached
-    learned : losses of scorers or of a method from the last forward pass; for a loss TRL scores all rows in one pass
+    rollouts : rollouts that were just sampled; empty while a loss is computed
+    rewards : rewards of all ranks, float [rows, reward functions]
+    logprobs : the trainer's log-probs from the last forward pass, float [rows, completion width], detached
+    learned : losses of scorers or of a method from the last forward pass; TRL computes a loss in one forward pass, so
+        these losses cover all rows
     """
 
     traces: Sequence[EvictionTrace]
@@ -47,16 +52,16 @@ class Rows:
     learned: Learned | None = None
 
     def model_logprobs(self, width: int) -> Tensor:
-        """Return the rollouts' log-probs before top-p and top-k: float [B, width], 0 after the end of each."""
+        """Return the sampler's log-probs before top-p and top-k, float [rows, width], padded with 0 on the right."""
         return torch.tensor([r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in self.rollouts])
 
 
 def packed(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch as plain data and tensors, which `unpacked` reads."""
+    """Convert a batch to plain data and tensors for a checkpoint. `unpacked` reverses this."""
     return {**batch, "traces": [trace.to_state() for trace in batch["traces"]]}
 
 
 def unpacked(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the batch that `packed` has stored, on a device."""
+    """Restore a batch from the data that `packed` has returned, with its tensors on `device`."""
     tensors = {name: value.to(device) for name, value in state.items() if name != "traces"}
     return {**tensors, "traces": [EvictionTrace.from_state(trace) for trace in state["traces"]]}

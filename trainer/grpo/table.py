@@ -1,6 +1,7 @@
-"""TRL's table of the last completions, `_logs`: the advantages that it shows, and its state in a checkpoint.
+"""Corrects the advantages in TRL's table of the last completions, `_logs`, and saves the table in checkpoints.
 
-A column is a deque with one generation. `rewards` and `extra` (logged by rewards with `log_extra`) hold columns.
+A column of the table is a deque with the values of one generation. The entries `rewards` and `extra` are dicts of
+columns; reward functions write to `extra` with `log_extra`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
 
 
 def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
-    """Replace the advantages of the last rows, which TRL has written, with those of all processes."""
+    """Replace the advantages that TRL has written for the last rows with `advantages`, gathered from all processes."""
     column = logs["advantages"]
     before = list(column)[: -len(advantages)]
     column.clear()
@@ -23,7 +24,10 @@ def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
-    """Return the values of a column that a reward logs as plain data for a checkpoint. Raises UserError for others."""
+    """Convert the values of a column that a reward function logs to plain data for a checkpoint.
+
+    Raises UserError if a value cannot be converted.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -38,7 +42,7 @@ def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
 
 
 def table_state(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the table's state for a checkpoint, which `load_table` reads."""
+    """Return the state of the table for a checkpoint. `load_table` restores it."""
     return {
         name: {inner: list(values) for inner, values in logs[name].items()}
         if isinstance(logs[name], dict)

@@ -5,14 +5,16 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - rollouts come from our engine, with an eviction trace per sequence; the engine samples from the live module, or has
   its own copy of the weights, which is synced after each update and then probed (probe.py);
 - a trace stays with its row from sampling to the loss, and in checkpoints (rows.py);
-- every forward pass of policy and reference model replays the trace (forward.py; `train_attention: replay`), or ignores
-  it (`full`: the mismatched control, G-KV's "RL on mismatched masks"; RL-Full is the policy `full`);
+- with `train_attention: replay`, every forward pass of policy and reference model replays the trace (forward.py); with
+  `train_attention: full`, the traces are ignored, which is the mismatched control (G-KV's "RL on mismatched masks").
+  RL-Full is neither of these, but training with the cache policy `full`;
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
 - truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline (advantages.py);
-- our setting importance_correction selects the correction (`none`: the old log-probs are the trainer's own);
+- our setting importance_correction selects TRL's importance correction (with `none`, the old log-probs are the
+  trainer's own);
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (measures.py).
 
-All else that TRL offers (loss types, epsilon_high, GSPO, beta, ...) is unchanged.
+All other features of TRL (loss types, epsilon_high, GSPO, beta, ...) are unchanged.
 """
 
 from __future__ import annotations
@@ -45,18 +47,18 @@ from trainer.weights import load_reference, reference_state
 
 
 class RewardError(UserError):
-    """A reward function raised an exception; the message has the names of the functions and the exception."""
+    """Raised if a reward function raised an exception. The message names the reward functions and the exception."""
 
 
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    Parameters are GRPOTrainer's, with `args` made by `grpo_arguments`, and these:
+    It takes the parameters of GRPOTrainer, with `args` made by `grpo_arguments`, and three more:
 
-    make_engine : function from the live transformers model to the engine, which may sample from that model; called
-        once, before training takes its memory
+    make_engine : function that takes the live transformers model and returns the engine, which may sample from that
+        model; called once, before training allocates memory
     sleep : True frees the engine's memory while the weights are updated, if the engine supports this
-    thinking : passed to the chat template
+    thinking : value that is passed to the chat template, to turn thinking on or off
     """
 
     args: SparseGRPOArguments
@@ -77,8 +79,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
         # use_vllm is TRL's only switch for its importance correction. In the arguments, True would start a vLLM engine.
-        # Set here, after construction, it has no other effect: all other code that reads it is overridden here, or runs
-        # only with rollout_func or tools.
+        # Set here, after construction, use_vllm has no other effect: this class overrides all other code that reads
+        # it, or that code runs only with rollout_func or tools.
         self.use_vllm = self.args.sparse.importance_correction != "none"
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
@@ -99,7 +101,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        """Return TRL's sampler, with an order that a resumed run reproduces."""
+        """Return TRL's data sampler, with an order that a resumed run reproduces."""
         return EpochSampler(cast(Any, super()._get_train_sampler(dataset)))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
@@ -108,7 +110,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt (TRL repeats the prompts), and return token ids and log-probs."""
+        """Sample one completion per prompt, and return the token ids and the log-probs of the completions.
+
+        TRL repeats each prompt once per completion.
+        """
         self._generations += self.mode == "train"
         sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),
@@ -161,7 +166,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         rows = self.rows = Rows(inputs["traces"])
-        # off_policy_mask_threshold compares with the sampler's policy before top_p and top_k
+        # off_policy_mask_threshold needs the sampler's log-probs before top_p and top_k
         loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
         if rows.learned is not None:
             loss = loss + self._own_loss(rows.learned)
@@ -170,7 +175,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return loss
 
     def _own_loss(self, learned: Learned) -> Tensor:
-        """Return the scorers' boundary loss, or a method's loss, scaled like TRL's loss."""
+        """Return the boundary loss of the scorers, or the loss of a method, scaled in the same way as TRL's loss."""
         self.measures.learned(learned)
         weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
         return weight * learned.losses.mean() / self.current_gradient_accumulation_steps
@@ -186,7 +191,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Return log-probs and entropies as TRL does, for text only, with each row under its trace."""
+        """Return log-probs and entropies in TRL's format, computed with each row under its trace. Takes text only."""
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")
         size, logps, entropies = batch_size or len(input_ids), [], []
@@ -209,7 +214,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate without changing the random state: a data loader draws from it, and it shuffles the next buffer."""
+        """Evaluate, and restore the random state afterwards.
+
+        The data loader of the evaluation draws from the random state, which also shuffles the next training buffer.
+        """
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
 
@@ -220,7 +228,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.clock.restart()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the counters, the buffer of scored rollouts with traces, and the logs of the last generation."""
+        """Return the counters, the buffer of scored rollouts with traces, and the table of the last completions."""
         used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
         buffer = [] if used_up else cast(list, self._buffered_inputs)
         return {

@@ -1,1 +1,1 @@
-"""KVpop's retrofit: its settings (config.py, no torch) and trainer (trainer.py), and the trainer of DMS (gates.py)."""
+"""The retrofit of KVpop: settings in config.py (no torch), the trainer in trainer.py, and DMS's trainer in gates.py."""

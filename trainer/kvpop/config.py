@@ -14,7 +14,10 @@ from trainer.losses.config import DistillationLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopTrainingConfig(TrainingConfig):
-    """TrainingConfig with the papers' optimizer. Its learning rate is the model's; KVpopConfig has the scorers'."""
+    """TrainingConfig with the papers' optimizer settings as defaults.
+
+    learning_rate is the learning rate of the model. KVpopConfig has the learning rate of the scorers.
+    """
 
     learning_rate: Positive = 8e-5
     weight_decay: NonNegative = 1e-4
@@ -28,18 +31,20 @@ class KVpopTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopLossConfig(DistillationLossConfig):
-    """DistillationLossConfig over the teacher's most probable tokens, as in the paper."""
+    """DistillationLossConfig that by default uses only the teacher's most probable tokens, as in the paper."""
 
     top_k: PositiveInt | None = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatesConfig(Configuration):
-    """Training of DMS's gates (trainer/kvpop/gates.py). All values are our choice; the papers do not give them.
+    """Settings for the training of DMS's gates (trainer/kvpop/gates.py).
 
-    temperature : tau of the Gumbel-sigmoid
-    weight : weight of the loss for too few open gates
-    anneal_steps : number of steps in which the target ratio rises to cache.compression
+    The papers do not give these values; all defaults are our choice.
+
+    temperature : temperature of the Gumbel-sigmoid (tau)
+    weight : weight of the loss that is added if too few gates are open
+    anneal_steps : number of steps in which the target compression ratio rises linearly from 1 to cache.compression
     """
 
     temperature: Positive = 0.5
@@ -49,21 +54,22 @@ class GatesConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopConfig(Configuration):
-    """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained with it.
+    """Settings of the retrofit of the learned policy `kvpop`.
 
-    If `cache.prefill` is dense, prompt tokens see all tokens before them, as in sampling. Packed rows have no prompt.
+    The student attends under the mask that its own scorers decide, and the scorers are trained together with it. If
+    `cache.prefill` is dense, prompt tokens see all tokens before them, as in sampling. Packed rows have no prompt.
 
-    max_length : S, maximum number of tokens of a text; longer texts are dropped
-    packing : true joins texts into rows of S tokens, where each text sees those before it (the papers' choice); false
-        puts one text into a row, and only its completion is learned
-    target : future attention that the scorers learn to predict
-    boundary : the scorers' loss
+    max_length : maximum number of tokens of a text; longer texts are dropped
+    packing : true joins texts into rows of max_length tokens, where each text sees the texts before it (the papers'
+        choice); false puts one text into a row, and only the completion of the text is learned
+    target : training target of the scorers, a measure of the future attention to each token
+    boundary : settings of the scorers' loss
     boundary_weight : weight of the scorers' loss
-    gates : training of the gates of policy dms, for which target and boundary have no effect
-    scorer_learning_rate : maximum learning rate of the scorers; learning_rate and lr_scheduler_type are the model's
+    gates : settings for the gates of policy dms, for which target and boundary have no effect
+    scorer_learning_rate : maximum learning rate of the scorers; learning_rate and lr_scheduler_type apply to the model
     scorer_final_learning_rate : final learning rate of the scorers, after a cosine decay
     scorer_warmup_steps : number of steps in which the scorers' learning rate rises to its maximum
-    train_base : train the model too, by KL and cross-entropy
+    train_base : train the model as well as the scorers, by KL and cross-entropy
     """
 
     max_length: PositiveInt = 16384

@@ -1,13 +1,15 @@
-"""DMS's retrofit: gates learn from the model's losses which tokens to drop, and from a target ratio how many.
+"""The retrofit of DMS: trains the gates that decide which tokens are dropped.
 
-The student runs under soft gates (sparse_rl/methods/dms/view.py). Per micro-batch of N completion tokens
+The model's losses teach the gates to drop the right tokens, and a target ratio sets the number of tokens to drop. The
+student runs under soft gates (sparse_rl/methods/dms/view.py). The loss of a micro-batch with N completion tokens is
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + weight * max(0, target - mean alpha),       target = 1 - 1 / CR,
 
-with the mean over all tokens, layers and kv heads; CR rises linearly from 1 to `compression` over `anneal_steps`. The
-last term is one-sided: gates that open more than the target costs nothing there, only in KL and CE. Validation uses
-hard gates, as decoding does.
+where tau is the temperature of the distillation, CE the cross-entropy, and alpha the openness of a gate; an open gate
+drops its token. The mean of alpha is over all tokens, layers and kv heads. The target compression ratio CR rises
+linearly from 1 to `compression` over `anneal_steps`. The last term is one-sided: it is 0 if more gates are open than
+the target asks for; the additional open gates increase only KL and CE. Validation uses hard gates, as decoding does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from trainer.kvpop.trainer import KVpopTrainer
 
 
 class GateTrainer(KVpopTrainer):
-    """KVpopTrainer for the policy dms."""
+    """KVpopTrainer that trains the gates of the policy dms instead of scorers."""
 
     policy: DMS
     summed: tuple[str, ...] = ("kl", "ce", "ratio", "open", "retention", "sequences")
@@ -51,7 +53,7 @@ class GateTrainer(KVpopTrainer):
         return self.args.kvpop.gates.weight * ratio, ratio, share * count
 
     def _measured(self) -> dict[str, float]:
-        """Add the share of open gates, and the amount by which it is below its target."""
+        """Return the metrics since the last log, with the share of open gates and its shortfall below the target."""
         sums = self._sums
         gate_metrics = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
         return {**super(KVpopTrainer, self)._measured(), **gate_metrics}

@@ -1,15 +1,16 @@
-"""KVpop's retrofit (algorithm 1): a model learns to work with a small cache, and its scorers which tokens to keep.
+"""The retrofit of KVpop (algorithm 1): trains a model to work with a small cache, and its scorers to select tokens.
 
-The student runs under the mask that its own scorers induce, over the whole text: query q sees the sinks, the window and
-the k tokens that rank best, or within a prompt all tokens, if `cache.prefill` is dense. Per micro-batch of N completion
-tokens
+The student runs under the mask that its own scorers induce, over the whole text: a query sees the sinks, the window and
+the k tokens with the highest ranks. If `cache.prefill` is dense, a query of the prompt sees all tokens before it. The
+loss of a micro-batch with N completion tokens is
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + boundary_weight * mean over layers of the boundary loss (sparse_rl/methods/kvpop/loss.py)
 
-The scorers get detached keys and values, and a mask has no gradient. So the model learns from KL and CE alone, and
-scorers and gamma learn from the boundary loss alone. The teacher is dense. There are two learning rates: the model's is
-set as in every training; the scorers' has a warm-up and a cosine decay.
+where tau is the temperature of the distillation and CE the cross-entropy. The scorers get detached keys and values, and
+a mask has no gradient. Therefore the model learns only from KL and CE, and the scorers and their decay factor gamma
+learn only from the boundary loss. The teacher attends to all tokens. There are two learning rates: the model's is set
+as in every training, and the scorers' has a warm-up and a cosine decay.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class KVpopArguments(TaughtArguments):
 
 
 class KVpopTrainer(TaughtTrainer):
-    """Retrofits a model with scorers. Attaches new scorers to a model that has none.
+    """Trains a model together with its scorers. If the model has no scorers, attaches new ones.
 
-    Parameters are TaughtTrainer's (model, teacher, args, examples, validation), and this one:
+    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and one more:
 
-    policy : cache policy, with its scorer
+    policy : learned cache policy, which defines the scorers
     """
 
     args: KVpopArguments
@@ -98,27 +99,34 @@ class KVpopTrainer(TaughtTrainer):
         return loss + own, kl, ce, *(x.detach().to(count) for x in measured), count
 
     def _view(self, student: Any, batch: Batch) -> Any:
-        """Return the view of the student's attention, in which its scorers decide."""
+        """Return the attention view for the student, in which the student's scorers decide the evictions."""
         learns = any(True for _ in base_of(student).cache_scorers.parameters())
         width, kernel = batch.ids.shape[1], self.args.attention_kernel
         measure = not student.training
         return self.scorer_loss.view(student, *batch.sizes(), width, kernel=kernel, learn=learns, measure=measure)
 
     def _own_loss(self, view: Any, count: Tensor) -> tuple[Tensor, ...]:
-        """Return the scorers' loss times the number of tokens, and its values for `summed`."""
+        """Return the weighted loss of the scorers times the number of tokens, and then the values for `summed`."""
         losses = torch.stack(list(view.losses.values())) if view.losses else count.new_zeros(1)
         boundary = losses.mean() * count
         held, total = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
         return self.args.kvpop.boundary_weight * boundary, boundary, held, total
 
     def _measured(self) -> dict[str, float]:
-        """Add the boundary loss, and the recall: the kept share of the tokens that the target would keep."""
+        """Return the metrics since the last log, with the boundary loss and the recall.
+
+        The recall is the kept share of the tokens that the training target of the scorers would keep.
+        """
         sums = self._sums
         measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the schedule: the model's as in every training, and for scorers a warm-up and a cosine decay."""
+        """Create the schedule of the learning rates.
+
+        The model's rate follows `lr_scheduler_type`, as in every training; the scorers' rate has a warm-up and a cosine
+        decay.
+        """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             base: Any = super().create_scheduler(num_training_steps, optimizer)
@@ -132,7 +140,10 @@ class KVpopTrainer(TaughtTrainer):
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:
-    """Return the share of the peak rate at a step: linear up to 1, then a cosine down to `low`."""
+    """Return the learning rate at a step as a share of the peak rate.
+
+    The share rises linearly to 1 over `warmup` steps, and then follows a cosine down to `low` at step `steps`.
+    """
     if step < warmup:
         return step / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
