@@ -1,11 +1,12 @@
-"""The paged cache under a learned policy that decides before a layer attends: per kv head, each new token evicts one.
+"""The paged cache under a learned policy that evicts before a layer attends. In each kv head, a new token evicts one.
 
-Everything that does not depend on the new keys is computed before the forward pass, for all layers at once (L is folded
-into the rows): the worst of the competing entries, and the slot of the token that leaves the window. If a token is
-scored on arrival, that is the whole decision. A delayed score needs the layer's own new key: the layer then runs the
-scorer's step and one comparison, and writes K and V to one slot of each head, before it computes attention. Scores of
-tokens that are scored on arrival are computed after the forward pass, for all layers at once (L is folded into the
-heads).
+Everything that does not depend on the new keys is computed before the forward pass, for all layers at once (the layers
+are folded into the rows): the competing entry with the lowest priority, and the slot of the token that leaves the
+window. If tokens are scored on arrival, this entry is evicted. If scores are delayed, the score of the token that
+leaves the window depends on the layer's new key. Then each layer runs one step of its scorer, evicts the token that
+leaves the window if its priority is the lower one, and writes the new K and V to one slot of each head, before it
+computes attention. Scores of tokens that are scored on arrival are computed after the forward pass, for all layers at
+once (the layers are folded into the heads).
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from sparse_rl.policies.entries import Chunk
 
 @dataclass
 class Singles:
-    """R requests that add one token each.
+    """R requests that add one token each in this forward pass.
 
-    tokens : indices of their tokens in the batch, a slice or int64 [R]
-    first, seen : first block of each request, and tokens seen by it, int64 [R]
-    block, place : int64 [L, R, Hkv], slot that the new token is written to
+    tokens : indices of the requests' tokens in the batch, a slice or int64 [R]
+    first, seen : int64 [R], first block of each request, and number of tokens that it has seen
+    block, place : int64 [L, R, Hkv], slot that the new token is written to: block, and place in the block
     dropped : int64 [L, R, Hkv], position of the evicted token; -1 means none
     came : new keys and values [L, R, Hkv, 2 D], if tokens are scored on arrival
     leaving : tokens that leave the window, if scores are delayed
@@ -53,12 +54,15 @@ class Singles:
 
 @dataclass
 class Leaving:
-    """For each of R requests, the token that leaves the window. It is scored when the new token enters the memory.
+    """For each of R requests, the token that leaves the window of recent tokens.
+
+    It is scored when the new token has entered the scorer's memory.
 
     positions : int64 [R]; a negative position means that no token leaves
-    block, place : int64 [L, R, Hkv], slot of the leaving token
+    block, place : int64 [L, R, Hkv], slot of the leaving token: block, and place in the block
     competes : bool [R], True if the leaving token may be evicted
-    candidate : float32 [L, R, Hkv], priority of the entry that is evicted otherwise; NaN if `competes` is False
+    candidate : float32 [L, R, Hkv], priority of the entry that is evicted if the leaving token is not; NaN if
+        `competes` is False
     aged : float32 [L, R, Hkv], decay term that is subtracted from the leaving token's score to give its priority
     priority : float32 [L, R, Hkv], priority of the leaving token, filled in layer by layer
     rows : int64 [R], rows of the scorers' memory, set in the forward pass
@@ -75,7 +79,10 @@ class Leaving:
 
 
 class Scorers:
-    """Scorers of all layers, for this rank's kv heads: one per layer, and one for all L x Hkv heads, sharing memory."""
+    """Scorers of all L layers, for this rank's Hkv kv heads.
+
+    There is one scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`). They share their weights' memory.
+    """
 
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
         config = policy.config.scorer
@@ -90,9 +97,10 @@ class Scorers:
                 setattr(scorer, name, nn.Parameter(layer_weight, requires_grad=False))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Load weights by their names in cache_scorer.safetensors: layer number, parameter name. Dimension 0 is heads.
+        """Load the weights of all layers' scorers, and compute `log_decay` [L, Hkv] from them.
 
-        Also sets log_decay : [L, Hkv].
+        weights : name in cache_scorer.safetensors (layer number, ".", parameter name) -> weight of all ranks' kv heads,
+            which are dimension 0
         """
         parameters = self.by_name()
         if parameters.keys() != weights.keys():
@@ -110,7 +118,7 @@ class Scorers:
 
 
 class ArrivalState(CacheState):
-    """All layers of one worker, under a policy that decides before a query attends."""
+    """The caches of all layers of one worker, under a policy that evicts before a layer attends."""
 
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         super().__init__(vllm_config, config, kv_caches)
@@ -144,7 +152,7 @@ class ArrivalState(CacheState):
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
         counts = starts_cpu.diff()
         chunks = (counts > 1).nonzero()[:, 0].tolist()
-        lengths = plan.lengths.tolist() if chunks else []  # a prompt is held whole while it is prefilled
+        lengths = plan.lengths.tolist() if chunks else []  # all tokens of a prompt are held while it is prefilled
         self.parts = [
             (r, slice(int(starts_cpu[r]), int(starts_cpu[r + 1])), lengths[r] - int(counts[r])) for r in chunks
         ]
@@ -188,7 +196,11 @@ class ArrivalState(CacheState):
             fixed.copy_fields(self.singles, len(self.singles.first))
 
     def _at(self, blocks: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """(block, place in the block), [L, R, Hkv] each, of slots [L x R, Hkv] of requests with blocks [R, n]."""
+        """Return (block, place in the block), [L, R, Hkv] each, for slots of R requests in all L layers.
+
+        blocks : [R, max blocks], blocks of each request
+        slot : [L x R, Hkv], slots, counted from the request's first block
+        """
         slot = slot.view(len(self.caches), len(blocks), -1)
         block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
         return block, slot % self.block_size
@@ -196,7 +208,12 @@ class ArrivalState(CacheState):
     # ---- in the forward, before a layer attends ---------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """Write a layer's new keys and values [T, Hkv, D] to the cache. Returns True: vLLM need not write them."""
+        """Write the keys and values of T new tokens, [T, Hkv, D] each, to one layer's cache.
+
+        name : vLLM's name of the layer
+
+        Returns True, which means that vLLM need not write them.
+        """
         layer, singles = self.index[name], self.singles
         if singles is not None:
             new = key[singles.tokens], value[singles.tokens]
@@ -212,7 +229,10 @@ class ArrivalState(CacheState):
         return True
 
     def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
-        """Score the token that leaves the window, given the layer's new key and value, and choose the evicted token."""
+        """Score the tokens that leave the window, and choose the tokens that one layer evicts.
+
+        key, value : [R, Hkv, D], the layer's new keys and values
+        """
         leaving = singles.leaving
         assert leaving is not None
         if leaving.rows is None:
@@ -225,14 +245,18 @@ class ArrivalState(CacheState):
         for name, after in memory.items():
             self.memory[name][layer, leaving.rows] = after
         priority = torch.sub(scores, leaving.aged[layer], out=leaving.priority[layer])
-        evicted = priority <= leaving.candidate[layer]  # among equal priorities the latest token goes: the leaving one
+        evicted = priority <= leaving.candidate[layer]  # if equal, the later token is evicted: the leaving one
         for target, leaving_slot in ((singles.block[layer], block), (singles.place[layer], place)):
             torch.where(evicted, leaving_slot, target, out=target)
 
     def _take_in(self, layer: int, request: int, cached: int, key: Tensor, value: Tensor) -> None:
-        """Write a chunk of a prompt [T, Hkv, D]. A prompt is held whole, in order of position, until its prefill ends.
+        """Write the keys and values of a chunk of a prompt to one layer's cache.
 
-        cached : number of the prompt's tokens that precede the chunk
+        All tokens of a prompt are held, in the order of their positions, until its prefill ends.
+
+        request : index of the request in the batch
+        cached : number of the prompt's tokens before the chunk
+        key, value : [T, Hkv, D], keys and values of the chunk's T tokens
         """
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
@@ -262,7 +286,7 @@ class ArrivalState(CacheState):
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Write positions and priorities, and record the dropped tokens."""
+        """Write the positions and priorities of the new tokens, and record the evicted tokens."""
         singles, self.singles, self.parts = self.singles, None, []
         if singles is None:
             return
@@ -279,7 +303,10 @@ class ArrivalState(CacheState):
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
     def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
-        """Write the priorities of the tokens that left the window, and note those that were evicted themselves."""
+        """Write the priorities of the tokens that left the window, and mark those of them that were evicted.
+
+        layers : [L, 1, 1], indices of all layers
+        """
         evicted = leaving.priority <= leaving.candidate
         singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
         self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
@@ -289,7 +316,10 @@ class ArrivalState(CacheState):
         )
 
     def _score(self, singles: Singles, now: Tensor) -> Tensor:
-        """Return the priorities of the new tokens, float32 [L, R, Hkv]."""
+        """Score the new tokens on arrival. Returns their priorities, float32 [L, R, Hkv].
+
+        now : int64 [R], positions of the new tokens
+        """
         assert singles.came is not None
         x = singles.came.transpose(0, 1).flatten(1, 2)[:, :, None]  # L x Hkv heads
         rows = self.row[singles.first]

@@ -1,9 +1,11 @@
-"""Changes that eviction needs in an attention backend: it receives physical lengths and slots, and returns the queries.
+"""Changes that eviction needs in an attention backend of vLLM.
 
-`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend, `EvictingNames` into the backend:
-in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. With the option
-`exact`, float32 attention on a CPU is computed as in the trainer (exact.py). Without a policy, everything else is stock
-vLLM.
+A request's physical length and slots are those of the entries that it holds; its logical length and positions count all
+its tokens. The backend receives physical lengths and slots, and passes the queries to the cache state (state.py).
+`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend, and `EvictingNames` into the
+backend: in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. With the
+option `exact`, float32 attention on a CPU is computed as in the trainer (exact.py). Without a policy, everything else
+is stock vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from sparse_rl.policies.schedule import NEVER
 class EvictingBuilder:
     """Mixin for a metadata builder: replaces logical lengths and slots by physical ones.
 
-    They are written to memory with a fixed address, because a CUDA graph of a whole decode step reads them there.
+    Physical lengths and slots are written to memory with a fixed address, because a CUDA graph of a whole decode step
+    reads them there.
     """
 
     supports_update_block_table = False  # an update would put logical slots into our metadata
@@ -73,8 +76,8 @@ class EvictingBuilder:
 class EvictingImpl:
     """Mixin for an attention implementation: writes to physical slots, and passes the queries to the cache state."""
 
-    config: arguments.CacheConfig | None = None  # of the engine whose model was built last in this process
-    longest = NEVER  # maximum number of tokens in a sequence of that engine
+    config: arguments.CacheConfig | None = None  # settings of the engine whose model was built last in this process
+    longest = NEVER  # maximum number of tokens in a sequence of this engine
     head_size: int
     wide = 0  # the head size of the cache if biases are folded into it, else 0
 

@@ -14,7 +14,7 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
-    """Builder of vLLM's metadata on CPUs, with physical lengths, and never for AMX."""
+    """Builder of vLLM's attention metadata on CPUs, with physical lengths. It never selects AMX instructions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,7 +24,7 @@ class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
 
 
 class EvictingCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
-    """Attention over the held entries, on CPUs."""
+    """vLLM's CPU attention, over the entries that a request holds."""
 
 
 class EvictingCPUBackend(EvictingNames, CPUAttentionBackend):

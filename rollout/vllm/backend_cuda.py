@@ -1,7 +1,7 @@
 """The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels if FlashAttention cannot run.
 
-`EvictingBackend` is registered as CUSTOM and only chooses between the two. Both keep their stock names, because vLLM
-distinguishes kernels by name. This file was written from vLLM 0.31's source: none of it has been run.
+`EvictingBackend` is registered as CUSTOM, and only chooses between these two backends. Both keep their stock names,
+because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source, and has never been run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
 
 
 class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
-    """FlashAttention over the held entries."""
+    """FlashAttention over the entries that a request holds."""
 
 
 class EvictingFlashBackend(EvictingNames, FlashAttentionBackend):
@@ -47,7 +47,7 @@ class EvictingTritonBuilder(EvictingBuilder, TritonAttentionMetadataBuilder):
 
 
 class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
-    """vLLM's Triton kernels over the held entries."""
+    """vLLM's Triton attention kernels over the entries that a request holds."""
 
 
 class EvictingTritonBackend(EvictingNames, TritonAttentionBackend):
@@ -57,10 +57,10 @@ class EvictingTritonBackend(EvictingNames, TritonAttentionBackend):
 
 
 class EvictingBackend(AttentionBackend):
-    """Chooses the first of these backends that accepts a layer's configuration.
+    """Chooses EvictingFlashBackend if it accepts a layer's configuration, else EvictingTritonBackend.
 
-    vLLM asks a selected backend whether it accepts the configuration, and directly afterwards for its name. We return
-    the name of the chosen backend, so vLLM uses only that one.
+    vLLM asks the selected backend whether it accepts the configuration, and directly afterwards for its name. We return
+    the name of the chosen backend, so vLLM uses only the chosen one.
     """
 
     chosen: ClassVar[type[AttentionBackend]]

@@ -1,4 +1,4 @@
-"""Limits on the amount that vLLM compacts at once, and the transient bytes of a compaction. Does not need vLLM."""
+"""Limits on the entries that one call compacts, and the temporary bytes of a compaction. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ MOST = 2**27  # key elements of the requests of one layer in one call
 
 
 def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device: str) -> int:
-    """Number of (request, layer) pairs that vLLM compacts in one call, for requests that are due together.
+    """Return the number of (request, layer) pairs that one call compacts.
 
-    entries : entries that each request holds in a kv head
-    shape : (layers, kv heads, head dim)
+    entries : number of entries that each request holds in a kv head
+    requests : number of requests that are compacted after the same forward pass
+    shape : (number of layers, kv heads per layer, head size)
     """
     layers, kv_heads, head_dim = shape
     elements = entries * kv_heads * head_dim
@@ -25,18 +26,20 @@ def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device
 def folded_bytes(
     policy: Policy, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, dtype: str, device: str
 ) -> int:
-    """Transient bytes of vLLM's compaction of `folded_rows`, or of H2O's observation, without redundancy and fits.
+    """Return the temporary bytes of one call that compacts `rows` rows, or lets H2O observe them.
 
-    rows : (request, layer) pairs in the call
-    entries : entries that each row holds in a kv head
-    group : query heads of a kv head
+    The bytes of redundancy scores and of fits are not included.
+
+    rows : number of (request, layer) pairs in the call
+    entries : number of entries that each row holds in a kv head
+    group : query heads per kv head
     dtype : dtype of the cache
 
-    The keys and values that a policy declares to read are copied once more to become contiguous. If queries score, keys
-    are converted to float32, and the logits of the window's queries exist at the same time as their softmax. If no
-    queries score, the score is assumed to make three float64 arrays of the keys' shape. A fit holds keys and values,
-    and ordered copies of both. A policy that declares nothing reads only the entries that move, and their slots. Each
-    entry also takes its position and a few more numbers.
+    The keys and values that a policy declares to read are copied once more to become contiguous. If the policy scores
+    with queries, keys are converted to float32, and the logits of the last queries exist at the same time as their
+    softmax. If it scores without queries, the score is assumed to make three float64 arrays of the keys' shape. A fit
+    holds keys and values, and ordered copies of both. If a policy declares to read nothing, only the entries that move
+    are read, and their slots. Each entry also takes the bytes of its position and of a few more numbers.
     """
     itemsize = ITEMSIZE[dtype]
     keys, window = itemsize * head_dim, policy.last_queries or int(policy.every_query)

@@ -1,7 +1,7 @@
 """Messages from scheduler to workers in every step, over vLLM's KV connector interface. No cache is transferred.
 
-The workers receive the requests that begin, that end, and that are due to compact after this forward pass. They record
-the dropped entries, and keep this record until the engine asks for it (record.py).
+The messages name the requests that begin, the requests that end, and the requests to compact after this forward pass.
+The workers record the evicted entries, and keep this record until the engine asks for it (record.py).
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ class EvictionConnector(KVConnectorBase_V1):
         self.state = kind(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. Called before the forward pass; the V1 runner builds metadata after this call, V2 before it."""
+        """Begin a step: remove requests that have ended, and add requests that begin.
+
+        vLLM calls this before the forward pass. The V1 runner builds the attention metadata after this call, the V2
+        runner before it.
+        """
         assert isinstance(kv_connector_metadata, Step)
         self.step = kv_connector_metadata
         self.state.begin(self.step.ended, self.step.begun)
 
     def wait_for_save(self) -> None:
-        """Compact the requests that are due. vLLM calls this after the forward pass of every step."""
+        """Compact the requests that the scheduler named. vLLM calls this after the forward pass of every step."""
         self.state.after_forward()
         if self.step.due:
             self.state.compact(self.step.due)
@@ -83,12 +87,15 @@ class EvictionConnector(KVConnectorBase_V1):
         """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
-        self._end(request.request_id)  # it may have been preempted in this same step
+        self._end(request.request_id)  # the request may have been preempted in this same step
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
 
     def behind(self, request: Any, blocks: list[int]) -> Behind | None:
-        """Return the context that a request continues, if any. `blocks` are the request's blocks; see contexts.py."""
+        """Return the compacted context that a request continues; None if there is none. See contexts.py.
+
+        blocks : the request's blocks
+        """
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:

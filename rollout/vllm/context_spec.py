@@ -12,7 +12,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rollout.vllm.messages import Behind
 from rollout.vllm.spec import BoundedManager, BoundedSpec
 
-ASKED: dict[str, Behind] = {}  # by request, until its blocks are freed; the scheduler's process has only one engine
+# Request id -> the context that it continues, until the request's blocks are freed. A scheduler's process has only one
+# engine.
+ASKED: dict[str, Behind] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,8 @@ class ContextManager(BoundedManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.full: dict[str, list[KVCacheBlock]] = {}  # by context, the blocks that it fills completely
-        self.users: Counter[str] = Counter()  # by context, the number of requests that share these blocks
+        self.full: dict[str, list[KVCacheBlock]] = {}  # name of a context -> the blocks that it fills completely
+        self.users: Counter[str] = Counter()  # name of a context -> number of requests that share these blocks
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
@@ -59,7 +61,8 @@ class ContextManager(BoundedManager):
         return super().allocate_new_blocks(request_id, num_tokens - _missing_slots(request_id), num_tokens_main_model)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return a request's blocks, and forget a context's shared blocks once its last request has ended.
+        """Return a request's blocks to free. Once the last request that continues a context has ended, the context's
+        blocks are no longer shared with new requests.
 
         vLLM's blocks count their references themselves.
         """
@@ -72,6 +75,6 @@ class ContextManager(BoundedManager):
 
 
 def _missing_slots(request_id: str) -> int:
-    """Number of slots that a request uses less than it has tokens."""
+    """Return by how much the number of a request's tokens exceeds the number of its slots."""
     behind = ASKED.get(request_id)
     return 0 if behind is None else behind.gone

@@ -1,13 +1,14 @@
 """Requests that continue a compacted context (rollout/context). Their own tokens, after the context, are never evicted.
 
-For vLLM, the context's tokens are tokens that a KV connector has loaded: a request has its whole prompt and its logical
-positions. In the cache it has the context's entries, with their biases, followed by its own tokens: `gone` entries
-fewer than tokens. Requests that continue the same context share the blocks that it fills completely. Each of them has
-its own copy of the context's last, partly filled block.
+To vLLM, the context's tokens are tokens that a KV connector has loaded, so a request has its whole prompt and its
+logical positions. In the cache, the request has the context's entries, with their biases, followed by its own tokens.
+`gone` is the number of the context's tokens minus the number of its entries. Requests that continue the same context
+share the blocks that the context fills completely. Each request has its own copy of the context's last, partly filled
+block.
 
-choice      the engine names the context in a request's extra_args; a server compares the first tokens of the prompt
-worker      `ContextState` keeps the entries of each context, and writes them when a request begins
-scheduler   `ContextConnector` determines the context, `ContextManager` (context_spec.py) allocates its blocks
+choice      an engine names the context in a request's extra_args; a server compares the first tokens of the prompt
+worker      `ContextState` keeps the entries of each context, and writes them to the cache when a request begins
+scheduler   `ContextConnector` finds the context of a request, `ContextManager` (context_spec.py) allocates its blocks
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ class ContextState(CacheState):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.gone = torch.zeros_like(self.prompt_length)  # by first block
-        self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # by layer: keys, values, bias
+        self.gone = torch.zeros_like(self.prompt_length)  # `gone` of each request, indexed by its first block
+        self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # name -> (keys, values, bias) of each layer
 
     def hold(self, name: str, context: Context) -> None:
-        """Keep a context's entries of this rank's heads in host memory. Replaces the context of that name, if any."""
+        """Keep the entries of a context in host memory, for this rank's kv heads.
+
+        Replaces an earlier context of the same name.
+        """
         rank_heads = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:
@@ -64,7 +68,7 @@ class ContextState(CacheState):
 
     def _fill(self, behind: Behind) -> None:
         start = behind.shared * self.block_size
-        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # empty if all are shared
+        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # empty if all blocks are shared
         for layer, entries in enumerate(self.contexts[behind.name]):
             for cache in self.caches[layer]:
                 cache[blocks] = 0  # see `CleanSpec`: the last block is longer than its entries
@@ -86,14 +90,17 @@ class ContextState(CacheState):
 
 
 class ContextConnector(EvictionConnector):
-    """Connector that also tells the workers each request's context. Its tokens count as loaded from elsewhere."""
+    """Connector that also tells the workers the context of each request.
+
+    To vLLM, the context's tokens are tokens that the connector has loaded.
+    """
 
     kind = ContextState
     state: ContextState
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.served: list[tuple[list[int], Behind]] = []  # in a server: contexts that prompts may begin with
+        self.served: list[tuple[list[int], Behind]] = []  # in a server: (tokens, context) that prompts may begin with
         if role == KVConnectorRole.SCHEDULER:
             for path in self.config.contexts or ():
                 context = load_context(path)
@@ -112,13 +119,14 @@ class ContextConnector(EvictionConnector):
         return behind.tokens, False
 
     def _behind(self, request: Any) -> Behind | None:
-        """Return the context that a request continues, or None.
+        """Return the context that a request continues; None if there is none.
 
-        It is also None for a request with an adapter, or whose whole prompt must be computed (prompt_logprobs).
+        Also returns None for a request with an adapter, and for a request with prompt_logprobs, whose whole prompt must
+        be computed.
         """
         if request.skip_reading_prefix_cache or request.lora_request is not None:
             return None
-        if not self.served:  # an engine; a server ignores the name, because its clients could write any
+        if not self.served:  # an engine; a server ignores the name, because a client could write any name
             named = (request.sampling_params.extra_args or {}).get(KEY, {}).get("context")
             return None if named is None else Behind(*named)
         prompt = request.prompt_token_ids or ()

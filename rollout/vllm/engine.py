@@ -1,6 +1,6 @@
-"""VLLMEngine: rollouts at production speed, under the same policies and with the same record as the reference engine.
+"""VLLMEngine: samples at production speed, under the policies of the reference engine, and returns the same records.
 
-It keeps its own copy of the weights (`load_weights` replaces them). It runs in-process by default, so that every
+The engine keeps its own copy of the weights (`load_weights` replaces them). By default it runs in-process, so that each
 data-parallel rank of a trainer can have an engine; `multiprocess` and `tensor_parallel` move it to separate processes.
 """
 
@@ -48,7 +48,7 @@ ATTEMPTS = 3  # attempts at sampling a request, which fail if it is preempted af
 
 
 class VLLMEngine:
-    """Samples with vLLM under any policy. If several threads use it, one runs at a time and the others wait.
+    """Samples with vLLM under any policy. If several threads use one engine, they run one after the other.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class VLLMEngine:
     kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means that
         `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
     gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
-    block_size : tokens in a cache block; None means the platform's own choice, 32 on a CPU
+    block_size : tokens in a cache block; None means vLLM's choice for the platform, and 32 on a CPU
     max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
         means vLLM's choice
     tensor_parallel : number of processes that share the model's heads
@@ -125,7 +125,7 @@ class VLLMEngine:
             raise UserError("this process has a vllm engine already; close it first")
         self.policy, self.max_batch, self.progress, self.dtype = policy, max_batch, progress, dtype
         self.context_entries = context_entries
-        self.held: Context | None = None  # by the workers
+        self.held: Context | None = None  # the context that the workers hold
         self.turn = threading.Lock()
         self.shape = layers, kv_heads
         self.generation_config = load_generation_config(model)
@@ -171,7 +171,7 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled again."""
+        """Implement `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled again."""
         return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size, context), sampling)
 
     def simulate(
@@ -181,11 +181,11 @@ class VLLMEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """See `Engine.simulate`."""
+        """Implement `Engine.simulate`."""
         return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size, context))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
-        """See `Engine.prefill`."""
+        """Raise UserError, because vLLM cannot return its cache."""
         raise UserError("the vllm engine cannot hand out a prefilled cache; use the engine hf")
 
     def _rollouts(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
@@ -224,7 +224,7 @@ class VLLMEngine:
                 )
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
-        """Return place -> rollout for the requests that were not preempted."""
+        """Run the requests once. Returns place of the request -> rollout, without the requests that were preempted."""
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
@@ -243,7 +243,7 @@ class VLLMEngine:
         self.held = context
 
     def _sample(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Any]:
-        """Return place -> vLLM's output for each request."""
+        """Sample the requests. Returns place of the request -> vLLM's output for it."""
         import vllm
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
@@ -260,7 +260,7 @@ class VLLMEngine:
                     temperature=1.0,  # samplers.py applies the real temperature, top_p, top_k and the seed
                     extra_args={KEY: extra},
                     stop_token_ids=stop,
-                    ignore_eos=True,  # stop_token_ids has all tokens that end a sequence
+                    ignore_eos=True,  # stop_token_ids already includes the end-of-sequence tokens
                     detokenize=False,
                     output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
                 )
@@ -279,13 +279,16 @@ class VLLMEngine:
                 engine.abort_request([str(request.place) for request in requests])
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
-        """Yield (place, rollout), made of vLLM's outputs and the workers' records, max_batch sequences at a time."""
+        """Combine vLLM's outputs and the workers' records, fetched for max_batch sequences at a time.
+
+        Yields (place of the request, rollout) for each request that was not preempted.
+        """
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
             lengths = {r.place: len(r.tokens) + len(sampled[r.place].token_ids) for r in part}
             ranks = self.llm.collective_rpc("take_results", args=(lengths,))
             for request, *results in zip(part, *ranks, strict=True):
-                if results[0]["preempted"]:  # its record does not show which entries it attended to
+                if results[0]["preempted"]:  # the record does not show which entries the request attended to
                     continue
                 output, length = sampled[request.place], lengths[request.place]
                 logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
@@ -294,9 +297,10 @@ class VLLMEngine:
                 yield request.place, Rollout(request.tokens, completion, logprobs, model_logprobs, trace, reason)
 
     def _trace(self, request: Request, ranks: list[bytes | None], length: int) -> EvictionTrace:
-        """Return the trace of a request.
+        """Return the eviction trace of a request.
 
-        ranks : evictions that each rank has recorded (`Result`)
+        ranks : `evict_at` of the `Result` of each tensor-parallel rank
+        length : number of tokens of the sequence
         """
         if request.context is not None:
             return request.context.trace(length)
@@ -309,9 +313,12 @@ class VLLMEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, by their names in the Hugging Face checkpoint.
+        """Replace all weights of the model and its scorers.
 
-        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may be replaced by then.
+        weights : (name in a Hugging Face checkpoint, tensor of the weight's shape)
+
+        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may already be replaced
+        when it is raised.
         """
         checked = self._checked(weights)
         if not self.separate:
@@ -321,7 +328,7 @@ class VLLMEngine:
             self._replace("receive_weights", path, places)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and check them against the model: vLLM fuses some, and does not notice a missing part."""
+        """Yield the weights, and check their names and shapes: vLLM fuses some, and does not notice a missing part."""
         shapes, required = self._expected
         missing = set(required)
         for name, tensor in weights:
@@ -340,9 +347,10 @@ class VLLMEngine:
 
     @cached_property
     def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:
-        """Name -> shape of all accepted weights, a tied head under both of its names; and the names that are required.
+        """Return name -> shape of all accepted weights, and the names of the required weights.
 
-        The model's class is called directly: under ZeRO-3, `from_config` would partition weights that have no data.
+        A tied output head is accepted under both of its names. The model's class is called directly, because under
+        ZeRO-3 `from_config` would partition weights that have no data.
         """
         with torch.device("meta"):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
@@ -353,7 +361,7 @@ class VLLMEngine:
         return shapes, frozenset(name for name, _ in model.named_parameters())
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """See `Engine.scorer_digests`."""
+        """Implement `Engine.scorer_digests`."""
         ranks = self.llm.collective_rpc("scorer_digests")
         return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
 
@@ -364,7 +372,7 @@ class VLLMEngine:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Release the GPU's memory between two calls of `generate`. Has no effect without `sleep_mode`.
+        """Release the engine's GPU memory between two calls of `generate`. Has no effect without `sleep_mode`.
 
         level : 1 keeps the weights in host memory; 2 drops them, and the next `generate` needs `load_weights` before it
         """
@@ -375,9 +383,9 @@ class VLLMEngine:
                 self.llm.sleep(level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again.
+        """Allocate the memory that `sleep` has released.
 
-        tags : "weights" (which `load_weights` needs), "kv_cache", or both; None means both
+        tags : parts to allocate: "weights", which `load_weights` needs, "kv_cache", or both; None means both
         """
         if self.can_sleep:
             with self.turn:

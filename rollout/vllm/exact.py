@@ -30,11 +30,15 @@ def attend(
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """Compute causal attention of a ragged batch of B requests, and write it to `out`.
+    """Compute causal attention for a batch of B requests with different numbers of queries, and write it to `out`.
 
-    query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B],
-    entries held; starts int [B + 1], each request's first query. A request's last query belongs to its last entry.
-    bias : float32 [blocks, Hkv, block size], added to the logits, except for requests whose entries are all new
+    query, out : [T, Hq, D], queries of all requests, one request after the other, and their attention output
+    keys, values : [number of blocks, Hkv, block size, D], the paged cache
+    blocks : int [B, max blocks], blocks of each request
+    lengths : int [B], number of entries that each request holds; the last entry is the token of the last query
+    starts : int [B + 1], index of each request's first query, then T
+    bias : float32 [number of blocks, Hkv, block size], added to the logits, except for requests whose entries are all
+        new
     """
     counts = starts[1:] - starts[:-1]
     single = (counts == 1).nonzero()[:, 0]
@@ -43,7 +47,7 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
-        # the table also lists blocks after a request's own; NaN in these would pass through a weight of zero
+        # the table has further blocks after those of a request; NaN in these would pass through a weight of zero
         table.masked_fill_(torch.arange(0, longest, size) >= held[:, None], NOBODYS)
         key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
@@ -54,7 +58,7 @@ def attend(
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
-        # contiguous, because with keys stored as [D, N] torch does not use its fused kernel and allocates [T, N]
+        # contiguous, because torch uses no fused kernel for transposed keys, and would allocate all logits
         key, value = (read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
@@ -65,7 +69,12 @@ def attend(
 
 
 def _pieces(rows: Tensor, lengths: Tensor, elements: int) -> Iterator[Tensor]:
-    """Yield the rows in pieces that ELEMENTS allows, with rows of similar length in the same piece."""
+    """Yield the rows in pieces of about ELEMENTS key elements, with rows of similar length in the same piece.
+
+    rows : indices of rows of the batch
+    lengths : number of entries of each row of the batch
+    elements : key elements per entry
+    """
     rows = rows[lengths[rows].argsort(descending=True)]
     while len(rows):
         count = max(1, ELEMENTS // (elements * int(lengths[rows[0]])))

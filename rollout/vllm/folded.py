@@ -1,10 +1,12 @@
-"""Biases in kernels that do not support them: an additional coordinate of each head holds the bias. Needs no vLLM.
+"""Attention biases in kernels that do not support biases: an additional coordinate of each key holds its bias.
+
+For a query q, a key k, a value v, the bias b of the key, the factor `scale` on the logits and a constant c:
 
     q' = [q, c, 0 ...],    k' = [k, b / (c scale), 0 ...],    v' = [v, 0 ...]:    q' . k' scale = q . k scale + b
 
 So the kernels, and the cache that they read, have wider heads than the model; policies see the model's own heads.
-With c = 1 / scale, the coordinate is the bias itself, rounded to the cache's dtype; the only other rounding is that
-of c.
+With c = 1 / scale, the additional coordinate of k' is the bias itself, rounded to the cache's dtype. The only other
+rounding is the rounding of c. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from torch import Tensor
 from rollout.choice import CPU_HEAD_SIZES
 from sparse_rl.errors import UserError
 
-STEP = 8  # head sizes of kernels on GPUs are multiples of it
+STEP = 8  # kernels on GPUs support head sizes that are multiples of STEP
 
 
 def wide_head(head_dim: int, on_cpu: bool) -> int:
-    """Smallest head size that has room for a bias. Raises UserError if no kernel supports one."""
+    """Return the smallest supported head size above `head_dim`, so that each head has room for a bias.
+
+    Raises UserError if no kernel supports such a head size.
+    """
     if not on_cpu:
         return (head_dim // STEP + 1) * STEP
     wider = [size for size in CPU_HEAD_SIZES if size > head_dim]
@@ -33,9 +38,9 @@ def wide_head(head_dim: int, on_cpu: bool) -> int:
 
 
 def widened(x: Tensor, width: int, coordinate: float = 0.0) -> Tensor:
-    """Heads with additional coordinates, [T, H, width]: the model's own, then `coordinate`, then zeros.
+    """Return heads with additional coordinates, [T, H, width]: the D coordinates of x, then `coordinate`, then zeros.
 
-    x : [T, H, D]
+    x : [T, H, D], vectors of T tokens and H heads
     """
     wide = F.pad(x, (0, width - x.shape[-1]))
     if coordinate:

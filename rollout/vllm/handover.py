@@ -1,7 +1,8 @@
-"""Weights for an engine that runs in separate processes.
+"""Passes weights to an engine that runs in separate processes.
 
-The sender writes them to an unnamed file in memory, and the engine's processes map it. The memory is freed when the
-sender closes the file or ends for any reason. Unlike /dev/shm, which has 64 MB in a container, its size is not limited.
+The sender writes the weights to an unnamed file in memory, and the engine's processes map the file. The memory is freed
+when the sender closes the file or ends for any reason. The file's size is not limited, unlike the size of /dev/shm,
+which is 64 MB in a container.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-STEP = 64  # bytes; each weight begins at a multiple of it
+STEP = 64  # each weight begins at a multiple of STEP bytes
 
 
 @contextmanager
 def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
-    """Yield the arguments of `received`, valid in any process of this user on this machine until the context ends.
+    """Write the weights to a file in memory. Yields the two arguments with which `received` reads the file.
 
-    The weights are taken from the iterable one at a time.
+    The arguments are valid until the `with` block ends, in any process of this user on this machine. The weights are
+    taken from the iterable one at a time.
     """
     with open(os.memfd_create("weights"), "wb") as file:
         places = []
@@ -33,7 +35,10 @@ def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, li
 
 
 def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of all weights handed over. They are views of the shared memory and must not be kept."""
+    """Yield (name, weight) for all weights of `handed_over`. They are views of its memory, and must not be kept.
+
+    path, places : the values that `handed_over` yields
+    """
     memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)

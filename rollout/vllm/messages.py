@@ -1,7 +1,7 @@
 """Messages from vLLM's scheduler to its workers in every step: `Step`, the metadata of vLLM's KV connector.
 
-We send nothing back from a worker to the scheduler, which computes by itself the number of entries that a compaction
-leaves. After a run, a worker sends `Result` (record.py) to our engine.
+No message goes from a worker to the scheduler, which itself computes the number of entries that a compaction leaves.
+After a run, a worker sends a `Result` (record.py) for each request to our engine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass
 class Behind:
-    """The compacted context that a request continues, and the blocks of it that the worker must write.
+    """The compacted context that a request continues, and those of the context's blocks that the worker must write.
 
     tokens : number of tokens of the context
-    entries : number of entries per kv head that its compaction left
-    shared : number of blocks shared with earlier requests, set when blocks are allocated
+    entries : number of entries per kv head after the compaction
+    shared : number of the context's blocks that the request shares with earlier requests, set when blocks are allocated
     blocks : the context's other blocks
     """
 
@@ -30,7 +30,9 @@ class Behind:
 
     @property
     def gone(self) -> int:
-        """Number of slots that the context takes less than it has tokens: the offset of positions from slots."""
+        """Number of the context's tokens minus the number of its entries: the difference between a later token's
+        position and its slot.
+        """
         return self.tokens - self.entries
 
 
@@ -38,7 +40,7 @@ class Behind:
 class Begun:
     """A request that was admitted, for the first time or after a preemption: all its tokens are prefilled densely.
 
-    block : its first block, by which workers identify it from now on
+    block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
     behind : compacted context, if any, whose tokens need no forward pass (contexts.py)
     """
@@ -53,10 +55,10 @@ class Begun:
 class Due:
     """A request that is compacted after this forward pass.
 
-    block : its first block
-    seen : tokens seen
-    held : entries per kv head before the compaction
-    left : entries per kv head after it
+    block : the request's first block
+    seen : number of tokens that the request has seen
+    held : number of entries per kv head before the compaction
+    left : number of entries per kv head after the compaction
     """
 
     request_id: str

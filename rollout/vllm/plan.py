@@ -1,4 +1,6 @@
-"""Plan of one forward pass, the same for all layers: state.py computes it in advance, and each layer carries it out."""
+"""Plan of one forward pass, which is the same for all layers. state.py computes it before the pass, and each layer uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOBODYS = 0  # vLLM's null block, which no request ever has: writes for padding go there
+NOBODYS = 0  # vLLM's null block, which no request ever owns: padding is written to it
 
 
 @dataclass
 class Group:
     """Requests of a batch whose entries are passed to the policy together, padded to N entries.
 
-    blocks : int64 [R, N / block size]; NOBODYS after the blocks that hold entries of the row
-    lengths, seen : int64 [R], entries held and tokens seen
-    left : number of entries that a compaction leaves in each kv head, the same in all (other policies are refused)
+    blocks : int64 [R, N / block size], blocks of each of R requests; NOBODYS after the blocks that hold its entries
+    lengths, seen : int64 [R], number of entries that each request holds, and of tokens that it has seen
+    left : number of entries that a compaction leaves in each kv head; policies that leave different numbers are refused
     rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
     """
 
@@ -37,10 +39,10 @@ class Group:
 
 @dataclass
 class Watch:
-    """A group whose queries of this forward pass are observed.
+    """A group of R requests whose queries of this forward pass the policy observes.
 
-    tokens : int64 [R, T], indices of the queries in the batch
-    positions : int64 [R, T], their positions
+    tokens : int64 [R, T], indices of the queries' tokens in the batch
+    positions : int64 [R, T], positions of the queries' tokens
     """
 
     group: Group
@@ -52,16 +54,18 @@ class Watch:
 class Plan:
     """Plan of one forward pass, the same for all layers: the slots of new tokens, and the entries to attend to.
 
-    blocks : int64 [B, max blocks], blocks of each request
-    seen : int64 [B], tokens seen
-    lengths : int64 [B], entries attended to
-    slots : int64 [T], slot that each token's entry is written to
-    recent : (tokens, first blocks of their requests, places) of the queries to keep. The tokens are a slice if each
-        request adds one token, else int64; the others are int64.
-    slots_of_recent : int64, slots of these queries in a layer's query buffer. They need the row of a block, which is
-        known only in the forward pass: vLLM's V2 runner makes the plan before it announces the requests that begin.
-    watch : requests that add several tokens, under a policy that observes every query; observed in each layer
-    alone : requests that add one token, under such a policy; observed after the forward pass, in all layers at once
+    blocks : int64 [B, max blocks], blocks of each of B requests
+    seen : int64 [B], number of tokens that each request has seen after this pass
+    lengths : int64 [B], number of entries that each request attends to
+    slots : int64 [T], slot that the entry of each of T new tokens is written to
+    recent : for the queries to keep: indices of their tokens in the batch (a slice if each request adds one token, else
+        int64), first blocks of their requests (int64), and places in the request's row of the query buffer (int64)
+    slots_of_recent : int64, slots of these queries in a layer's query buffer. To compute a slot, the request's row must
+        be known. It is known only in the forward pass, because vLLM's V2 runner makes the plan before it announces the
+        requests that begin.
+    watch : requests that add several tokens, if the policy observes every query; observed in each layer
+    alone : requests that add one token, if the policy observes every query; observed after the forward pass, in all
+        layers at once
     """
 
     blocks: Tensor
@@ -75,7 +79,7 @@ class Plan:
 
     @property
     def first(self) -> Tensor:
-        """The first block of each request: int64 [B]."""
+        """First block of each request: int64 [B]."""
         return self.blocks[:, 0]
 
 
@@ -90,7 +94,7 @@ class Fixed:
         self.memory: dict[str, Tensor] = {}
 
     def copy(self, name: str, value: Tensor, count: int) -> Tensor:
-        """Copy `value` to the buffer of that name, and return the copy, valid until the next one.
+        """Copy `value` to the buffer of that name. Returns the copy, which is valid until the next copy to this buffer.
 
         count : number of requests, each of which has the same number of elements in `value`
         """
@@ -99,7 +103,7 @@ class Fixed:
         return self.memory[name][: value.numel()].view(value.shape).copy_(value)
 
     def copy_fields(self, record: Any, count: int) -> None:
-        """Replace each tensor of a dataclass, and of the dataclasses in it, by its `copy`."""
+        """Replace each tensor of a dataclass, and of the dataclasses in its fields, by the copy that `copy` returns."""
         for f in dataclasses.fields(record):
             value = getattr(record, f.name)
             if isinstance(value, Tensor):
@@ -109,9 +113,11 @@ class Fixed:
 
 
 def last_of_each(starts: Tensor, window: int) -> Tensor:
-    """Indices of the last `window` tokens of each request in a batch, int64.
+    """Return the indices in the batch of the last `window` tokens of each request, int64.
 
-    starts : int [B + 1], first token of each request, in host memory
+    A request with fewer tokens in the batch has all of them.
+
+    starts : int [B + 1], index of each request's first token in the batch, then the number of tokens; in host memory
     """
     count = starts.diff().clamp(max=window)
     tokens = torch.arange(int(count.sum()))

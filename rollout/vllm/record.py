@@ -1,7 +1,7 @@
-"""The record that one worker keeps of a run: the dropped entries, and the log-prob of each sampled token.
+"""The record that one worker keeps of a run: the evicted ("dropped") entries, and the log-prob of each sampled token.
 
-It stays in the worker until the run is over, and is then sent to the engine, one result per request. So it includes a
-request's last step, although vLLM's scheduler has already released the request by then.
+The record stays in the worker until the run is over, and is then sent to the engine, one result per request. So the
+record includes a request's last step, although vLLM's scheduler has already released the request by then.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ STEPS = 64  # maximum number of decoding steps whose evictions are held on the d
 class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are sent as bytes: vLLM sends no arrays without a type.
 
-    preempted : True if the request lost its cache in between; the record then does not match its attention
-    evict_at : int32 [L, Hkv of this rank, tokens]; None means that nothing was dropped
-    logprobs : float32 [tokens sampled, 2], under the sampling distribution, and before top-k and top-p
+    preempted : True if the request lost its cache before its end; the record then does not match its attention
+    evict_at : int32 [L, Hkv of this rank, number of tokens], first query that no longer attends to the token; None
+        means that nothing was dropped
+    logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     """
 
     preempted: bool
@@ -32,10 +33,10 @@ class Result(TypedDict):
 
 
 class Dropped(NamedTuple):
-    """Dropped entries of one request.
+    """Dropped entries of one request: `count` entries of each kv head of each layer.
 
-    at : int64 [count], first query that no longer attends to them
-    positions : int32 [count, L, Hkv]
+    at : int64 [count], position of the first query that no longer attends to the entry
+    positions : int32 [count, L, Hkv], positions of the entries
     """
 
     at: np.ndarray
@@ -43,18 +44,18 @@ class Dropped(NamedTuple):
 
 
 class RunRecord:
-    """Record of one run, for this worker's kv heads. Each run has a new record."""
+    """Record of one run, for this worker's kv heads. Each run begins a new record."""
 
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
-        # of new tokens: numbers of their requests, their positions, dropped positions; on the device, in host memory
+        # (numbers of requests, positions of their new tokens, dropped positions): on the device, then in host memory
         self._arrived: list[tuple[Tensor, ...]] = []
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
-        self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
+        self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
     def begin(self, request_id: str) -> int:
         """Note that a request was admitted, and return its number.
@@ -67,10 +68,11 @@ class RunRecord:
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
-        """Record the tokens that one step has sampled.
+        """Record the log-probs of the tokens that one step has sampled.
 
-        steps : index of each request's token in its completion
-        logprobs : float32 [B, 2] (see `Result`)
+        places : the engine's place of each request
+        steps : index of each request's token in the request's completion
+        logprobs : float32 [B, 2], log-probs of the tokens as in `Result`
 
         Tokens sampled before a prefill has ended are discarded: a later step samples them again.
         """
@@ -78,9 +80,11 @@ class RunRecord:
         self.drawn.append((request_ids, steps, logprobs))
 
     def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
-        """Record a compaction of R requests that dropped counts[r] entries of each head of request r.
+        """Record a compaction of several requests.
 
-        positions : int32 [L, sum of Hkv x counts], request by request, head by head
+        at : for each request, position of the first query that no longer attends to the dropped entries
+        counts : for each request, number of entries that each kv head dropped
+        positions : int32 [L, Hkv x sum of counts], positions of the dropped entries, request by request, head by head
         """
         heads = positions.shape[1] // sum(counts)
         parts = np.split(positions, heads * np.cumsum(counts)[:-1], axis=1)
@@ -89,7 +93,8 @@ class RunRecord:
             self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
 
     def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
-        """Record one new token for each of R requests. Waits for the device once in STEPS calls.
+        """Record one new token for each of R requests, and the entries that it evicted. Waits for the device once in
+        STEPS calls.
 
         numbers : int64 [R], numbers of the requests
         now : int64 [R], positions of the new tokens
@@ -105,7 +110,7 @@ class RunRecord:
         self._arrived.clear()
 
     def _settle(self) -> None:
-        """Sort the evictions that `arrive` has recorded by request."""
+        """Sort the evictions that `arrive` has recorded by request, and add them to `dropped`."""
         if self._arrived:
             self._fetch()
         if not self._fetched:
@@ -120,7 +125,7 @@ class RunRecord:
                 self.dropped.setdefault(names[numbers[part[0]]], []).append(Dropped(now[part], dropped[part]))
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
-        """Return the results of these requests, in this order, and remove them from the record.
+        """Return the results of these requests, in the order of `lengths`, and remove them from the record.
 
         lengths : place of the request -> number of tokens of its sequence
         """
@@ -145,7 +150,7 @@ class RunRecord:
 
 
 def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
-    """Return request -> step -> its log-probs. If a step was sampled several times, the last time counts."""
+    """Return request id -> step -> log-probs of its token. If a step was sampled several times, the last one counts."""
     by_request: dict[str, dict[int, list[float]]] = {}
     pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
     for request_ids, steps, _ in drawn:
@@ -157,7 +162,7 @@ def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     """Return `evict_at` of one request, int32 [L, Hkv, length].
 
-    It is filled row by row, all tokens of a row at once, because a policy may drop one token at a time.
+    The array is filled head by head, all tokens of a head at once, because a policy may drop one token at a time.
     """
     at, by_token = map(np.concatenate, zip(*dropped, strict=True))
     _, layers, heads = by_token.shape
