@@ -1,1 +1,1 @@
-"""The loss against a teacher: its settings (config.py, no torch) and its computation (distillation.py)."""
+"""The loss of trainings with a teacher: the settings are in config.py (no torch), the loss in distillation.py."""

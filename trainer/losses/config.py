@@ -11,16 +11,17 @@ from sparse_rl.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLossConfig(Configuration):
-    """The loss per token against a teacher (trainer/losses/distillation.py).
+    """Settings of the loss per token of trainings with a teacher (trainer/losses/distillation.py).
 
-    temperature : tau, the temperature of both distributions, and of sampling
-    divergence : forward KL(teacher || student), reverse KL(student || teacher), or the generalised JSD between them
-    jsd_beta : weight of the teacher in the generalised JSD
-    top_k : number of the teacher's most probable tokens that count separately, with all others as one outcome; None
-        means the whole vocabulary
-    renormalise : leave out the other tokens, and renormalise the top_k
-    kl_weight : weight of tau^2 KL
-    ce_weight : weight of the cross-entropy with the completions
+    temperature : temperature of the teacher's and the student's distribution, and of sampling; tau in the formulas
+    divergence : forward is KL(teacher || student), reverse is KL(student || teacher), and jsd is the generalised
+        Jensen-Shannon divergence
+    jsd_beta : weight of the teacher in the generalised Jensen-Shannon divergence
+    top_k : number of the teacher's most probable tokens that the divergence distinguishes; all other tokens count as
+        one outcome. None means the whole vocabulary
+    renormalise : leave the other tokens out, and renormalise the distributions over the top_k tokens
+    kl_weight : weight of the divergence, which is also multiplied by tau^2
+    ce_weight : weight of the cross-entropy of the completion tokens
     chunk : number of positions whose logits are in memory at a time
     """
 

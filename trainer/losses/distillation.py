@@ -1,18 +1,20 @@
-"""The loss of trainings with a teacher: the divergence from the teacher, and cross-entropy.
+"""Computes the loss of trainings with a teacher: the divergence from the teacher, and the cross-entropy.
 
-With teacher p and student s at temperature tau (p = softmax(z / tau)), per token over the vocabulary V:
+Let p and s be the distributions of teacher and student over the vocabulary at temperature tau (softmax of the logits
+divided by tau), v a token of the vocabulary, and b the setting `jsd_beta`. The divergence per token is one of
 
     forward   KL(p || s) = sum_v p_v (log p_v - log s_v)
     reverse   KL(s || p)
     jsd       b KL(p || m) + (1 - b) KL(s || m),  m = b p + (1 - b) s           generalised JSD (GKD eq. 3)
 
-The loss is kl_weight tau^2 times the divergence (G-KV appendix C; Hinton et al. 2015: the gradient then does not shrink
-with tau), plus ce_weight times the cross-entropy of the tokens at temperature 1. If only the teacher's top k tokens are
-available, both distributions are coarsened to k + 1 outcomes, of which the last is "any other token". The result is a
-true KL, and a lower bound of the full one. `renormalise` instead leaves the other tokens out of both distributions.
+The loss is kl_weight * tau^2 times the divergence, plus ce_weight times the cross-entropy of the completion tokens at
+temperature 1. The factor tau^2 keeps the gradient from shrinking as tau grows (G-KV appendix C; Hinton et al. 2015). If
+only the teacher's k most probable tokens are available, both distributions are reduced to k + 1 outcomes, and the last
+outcome is "any other token". The KL over these outcomes is a lower bound of the KL over the whole vocabulary. With
+`renormalise`, the other tokens are instead left out of both distributions.
 
-No float32 tensor [S, V] is ever in memory: the student's head runs over `chunk` positions at a time, and again in the
-backward pass.
+A float32 tensor of shape [tokens, vocabulary] never exists in memory: the student's head runs over `chunk` positions at
+a time, and runs again in the backward pass.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from trainer.losses.config import DistillationLossConfig
 
 @dataclass
 class TopK:
-    """A teacher's coarsened distribution at one temperature, for N positions.
+    """The K most probable tokens of a teacher's distribution at one temperature, for N positions.
 
-    ids : the K most probable tokens, int [N, K]
-    logprobs : their log-probs, float [N, K]
-    tail : log-probability of all other tokens together, float [N]; -inf if there are none
+    ids : ids of the K most probable tokens, int [N, K]
+    logprobs : log-probs of these tokens, float [N, K]
+    tail : log-probability of all other tokens together, float [N]; -inf if there are no other tokens
     """
 
     ids: Tensor
@@ -46,7 +48,7 @@ class TopK:
 
     @classmethod
     def of_logits(cls, logits: Tensor, count: int, temperature: float) -> TopK:
-        """Return the `count` most probable tokens of logits [N, V]."""
+        """Return the `count` most probable tokens under logits of shape [N, vocabulary]."""
         logprobs = (logits.float() / temperature).log_softmax(-1)
         top = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
         return cls(top.indices, top.values, _rest(logprobs, top.indices))
@@ -55,22 +57,23 @@ class TopK:
     def of_hidden(
         cls, hidden: Tensor, head: Callable[[Tensor], Tensor], count: int, temperature: float, chunk: int
     ) -> TopK:
-        """Return `of_logits` of hidden states [N, H], with the logits of at most `chunk` positions in memory.
+        """Return the `count` most probable tokens for hidden states of shape [N, hidden size].
 
-        head : function from hidden states [n, H] to logits [n, V]
-        count : K
+        The logits of at most `chunk` positions are in memory at a time.
+
+        head : function from hidden states [positions, hidden size] to logits [positions, vocabulary]
         """
         starts = range(0, len(hidden), chunk)
         return cls.joined([cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts])
 
     @classmethod
     def joined(cls, parts: Sequence[TopK]) -> TopK:
-        """Return the concatenation of these parts along the positions."""
+        """Concatenate `parts` along the positions."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "tail")))
 
 
 class DistillationLoss:
-    """Sums of the loss per token over many tokens."""
+    """Computes the sum of the loss over the completion tokens of a batch."""
 
     def __init__(self, config: DistillationLossConfig) -> None:
         self.config = config
@@ -82,11 +85,14 @@ class DistillationLoss:
         teacher: Callable[[slice], Tensor | TopK],
         targets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sums over N positions: (loss, divergence, cross-entropy), float32. Only the loss has gradients.
+        """Return the sums of the loss, of the divergence and of the cross-entropy over N completion tokens.
 
-        hidden : the student's last hidden states [N, H] at the positions that predict `targets`
-        head : function from hidden states [n, H] to logits [n, V]
-        teacher : function from a slice of the positions to the teacher's logits [n, V] or its top k at `temperature`
+        The sums are float32 scalars, and only the loss has gradients.
+
+        hidden : the student's last hidden states at the positions that predict `targets`, [N, hidden size]
+        head : function from hidden states [positions, hidden size] to logits [positions, vocabulary]
+        teacher : function from a slice of the N positions to the teacher's logits [positions, vocabulary], or to its
+            most probable tokens at the temperature of the configuration
         targets : completion tokens, int64 [N]
         """
         config = self.config
@@ -108,7 +114,13 @@ class DistillationLoss:
         return loss, kl.detach(), ce.detach()
 
     def per_token(self, logits: Tensor, teacher: Tensor | TopK) -> Tensor:
-        """Return the divergence of student logits [N, V] from the teacher: float32 [N], without the factor tau^2."""
+        """Return the divergence of the student from the teacher at each position, float32 [N].
+
+        The factor tau^2 is not included.
+
+        logits : the student's logits, [N, vocabulary]
+        teacher : the teacher's logits, [N, vocabulary], or its most probable tokens
+        """
         student = (logits.float() / self.config.temperature).log_softmax(-1)
         if isinstance(teacher, TopK):
             ids = teacher.ids.long()
@@ -130,14 +142,21 @@ class DistillationLoss:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) of log-probs [N, K]. An outcome with probability 0 under p adds 0."""
+    """Return KL(p || q) at each position, [N]. An outcome with probability 0 under p adds 0.
+
+    p, q : log-probs of the K outcomes, [N, K]
+    """
     impossible = p == float("-inf")
     difference = (p - q).masked_fill(impossible, 0.0)
     return (p.exp() * difference).sum(-1)
 
 
 def _rest(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probability [N] of all tokens of logprobs [N, V] that are not in `ids` [N, K]; -inf for none."""
+    """Return the log-probability of all tokens outside `ids` together, [N]; -inf if there are no such tokens.
+
+    logprobs : log-probs of all tokens, [N, vocabulary]
+    ids : token ids to leave out, int [N, K]
+    """
     if ids.shape[-1] == logprobs.shape[-1]:
         return logprobs.new_full(logprobs.shape[:1], float("-inf"))
     return logprobs.scatter(-1, ids, float("-inf")).logsumexp(-1)

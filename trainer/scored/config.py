@@ -11,12 +11,14 @@ from sparse_rl.methods.kvpop.config import BoundaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ScorersConfig(Configuration):
-    """Continue to train a learned policy's scorers by adding their boundary loss. Without this block they stay fixed.
+    """Settings for training the scorers of a learned policy further, by adding their boundary loss to the loss.
+
+    Without this block the scorers stay fixed.
 
     weight : weight of the boundary loss
-    learning_rate : learning rate of the scorers, on the model's schedule
-    target : future attention that the scorers learn to predict
-    boundary : the scorers' loss
+    learning_rate : maximum learning rate of the scorers, which follows the schedule of the model's learning rate
+    target : training target of the scorers, a measure of the future attention to each token
+    boundary : settings of the boundary loss
     """
 
     weight: Positive = 1.0

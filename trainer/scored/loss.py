@@ -1,4 +1,4 @@
-"""The scorers' boundary loss, on the keys and values of a forward pass that may serve other losses too."""
+"""Computes the boundary loss of the scorers during a forward pass, from which other losses may be computed too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from trainer.examples import Example
 
 
 class ScorerLoss:
-    """Target and boundary loss of scorers. The configuration classes describe the settings."""
+    """Computes the training target and the boundary loss of the scorers of one policy.
+
+    The classes TargetConfig and BoundaryConfig describe the settings.
+    """
 
     def __init__(self, policy: KVpopPolicyConfig, target: TargetConfig, boundary: BoundaryConfig) -> None:
         self.policy, self.target, self.boundary = policy, FutureTarget(target), BoundaryLoss(boundary)
@@ -39,14 +42,16 @@ class ScorerLoss:
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
-        """Return the view of one forward pass over B rows, which computes the scorers' loss.
+        """Return the attention view of one forward pass. The view computes the scorers' loss during that pass.
 
         student : model that carries the scorers
-        lengths, prompts : number of tokens of each row and of its prompt, int64 [B]; rows are right-padded to `width`
+        lengths : number of tokens of each row, int64 [rows]; rows are right-padded to `width`
+        prompts : number of tokens of each row's prompt, int64 [rows]
         kernel : attention kernel
-        traces : traces from an engine, one per row, under which attention runs; None means the scorers' own decisions
+        traces : traces from an engine, one per row, under which attention runs; None means that attention runs under
+            the scorers' own decisions
         learn : True computes the boundary loss
-        measure : True compares the kept tokens with those that the target would keep
+        measure : True counts the kept tokens among those that the training target would keep
         """
         policy = self.policy
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
@@ -66,10 +71,11 @@ class ScorerLoss:
 
 @torch.no_grad()
 def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float | None:
-    """Return the share of evictions on which an engine and the model's own scorers agree, of all that either makes.
+    """Return the share of evictions on which an engine and the model's own scorers agree, from 0 to 1.
 
-    The share is from 0 to 1; None means that neither makes any. An eviction is a layer, kv head and token with its
-    evict_at. The scorers decide again on the rollouts' tokens.
+    The scorers decide again on the tokens of the rollouts, and their evictions are compared with the recorded ones. The
+    two agree if the same token leaves the cache at the same step (evict_at) in the same layer and kv head. The share is
+    relative to all tokens that the engine or the scorers evict. Returns None if neither evicts a token.
     """
     same = either = 0
     for rollout in rollouts:

@@ -1,7 +1,7 @@
-"""Training of a model that carries a learned policy's scorers: saves them with it, and checks them in the engine.
+"""Supports training a model that carries the scorers of a learned policy: saves the scorers, and checks the engine's.
 
 transformers does not know scorers, so they are written beside each saved model. The engine's scorers are compared with
-the trainer's: stale scorers would not show in the replay gap, because recorded evictions are replayed in any case.
+the trainer's, because the replay gap does not reveal stale scorers: recorded evictions are replayed in any case.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainer.scored.loss import ScorerLoss
 
 
 class Scored(Trainer):
-    """A Trainer of models that may carry scorers, as the module list `cache_scorers`.
+    """A Trainer for models that may carry scorers, in the module list `cache_scorers`.
 
     learned_policy : policy to which the scorers belong; None if the model has no scorers
-    scorer_learning_rate : learning rate of the scorers; None if they are not trained
-    scorer_loss : boundary loss of the scorers; None if they are not trained by it
+    scorer_learning_rate : learning rate of the scorers; None if the scorers are not trained
+    scorer_loss : boundary loss of the scorers; None if the boundary loss is not used
     """
 
     learned_policy: Policy | None = None
@@ -36,7 +36,7 @@ class Scored(Trainer):
     scorer_loss: ScorerLoss | None = None
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Save the scorers of an engine's policy, if it has any, with the model.
+        """Make the trainer save the scorers of the engine's policy, if it has scorers, with the model.
 
         policy : the engine's policy
         learn : settings for training the scorers; None keeps them fixed
@@ -73,7 +73,7 @@ class Scored(Trainer):
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model without its scorers, which transformers does not know, and the scorers beside it."""
+        """Save the model without its scorers, which transformers does not know, and save the scorers beside it."""
         if self.learned_policy is None:
             super()._save(output_dir, state_dict)
             return
@@ -90,9 +90,9 @@ class Scored(Trainer):
 
 
 def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
-    """Return the model; under a learned policy with the frozen scorers of its directory attached.
+    """Return the model. If the policy is learned, first attach the frozen scorers that `directory` contains.
 
-    Raises UserError if the directory has no scorers, or scorers of another policy.
+    Raises UserError if the directory contains no scorers, or scorers of another policy.
     """
     if isinstance(policy, LearnedPolicy) and not hasattr(model, SCORERS):
         check_scorers(directory, policy)
@@ -102,7 +102,10 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
 
 
 def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
-    """Raise StoppedError if an engine's scorers differ from these. weights : name in a checkpoint -> tensor"""
+    """Raise StoppedError if an engine's scorers differ from the trainer's.
+
+    weights : the trainer's scorers, name in a checkpoint -> tensor
+    """
     prefix = f"{SCORERS}."
     scorers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     held = engine.scorer_digests() if scorers else {}

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: its settings (config.py, no torch) and its trainer (trainer.py)."""
+"""Supervised fine-tuning: the settings are in config.py (no torch), the trainer in trainer.py."""

@@ -10,7 +10,7 @@ from trainer.config import Scheduler, TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainingConfig(TrainingConfig):
-    """TrainingConfig with the usual learning rate and schedule of fine-tuning."""
+    """TrainingConfig with the usual learning rate and schedule of fine-tuning as defaults."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler_type: Scheduler = "linear"
@@ -18,13 +18,15 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Supervised fine-tuning with a full cache: for the quickstart's first stage, cold starts, and uptraining.
+    """Settings of supervised fine-tuning with a full cache.
 
-    Packing is TRL's: packing: true keeps documents apart; with packing_strategy: wrapped they see each other.
+    It is used for cold starts, uptraining, and the first stage of the quickstart. TRL packs the rows: with `packing:
+    true`, a token sees only its own document; with `packing_strategy: wrapped`, it sees the documents before it in the
+    row as well.
 
     from_scratch : initialise new weights from the recipe's seed; only configuration and tokenizer come from the model
-    stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches this value
-    stop_check_every : number of steps between these checks of the accuracy
+    stop_at_accuracy : accuracy on newly generated problems, with a full cache, at which the training stops
+    stop_check_every : number of steps between measurements of this accuracy
     """
 
     max_length: PositiveInt | None = 4096

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning with a full cache, on TRL's SFTTrainer: cold starts, and the quickstart's first stage."""
+"""Supervised fine-tuning with a full cache, based on TRL's SFTTrainer.
+
+It is used for cold starts and for the first stage of the quickstart.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from trainer.sft.config import SFTConfig
 
 
 class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
-    """TRL's SFTTrainer with runs that resume exactly."""
+    """TRL's SFTTrainer, extended so that its runs resume exactly."""
 
 
 def make_trainer(
@@ -36,7 +39,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     problems: Any = None,
 ) -> ResumableSFTTrainer:
-    """Return TRL's trainer for rows of prompt and completion.
+    """Return a trainer for rows with a prompt and a completion.
 
     model : a directory or Hub name, or the model itself
     config : our settings, such as `completion_only_loss`
@@ -65,7 +68,10 @@ def make_trainer(
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Stops once full-cache accuracy on `problems`, measured every `every` steps, reaches `target`."""
+    """Stops the training when the accuracy on `problems` with a full cache reaches `target`.
+
+    The accuracy is measured every `every` steps.
+    """
 
     def __init__(self, target: float, every: int, trainer: ResumableSFTTrainer, tokenizer: Any, problems: Any) -> None:
         self.target, self.every, self.problems = target, every, problems
@@ -89,7 +95,7 @@ class StopAtAccuracy(TrainerCallback):
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
         correct = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
         accuracy = sum(correct) / len(correct)
-        due = control.should_log  # `log` resets it, and this step's loss would be lost
+        due = control.should_log  # `log` resets should_log, and the loss of this step would then not be logged
         self.trainer.log({"accuracy_full": accuracy})
         control.should_log = due
         if accuracy >= self.target:

@@ -1,12 +1,13 @@
-"""A teacher's log-probs for a dataset on disk: its top k at one temperature, and the mass of all other tokens.
+"""Stores a teacher's log-probs for a dataset on disk, so that distillation needs no teacher in memory.
 
-Distillation then needs no teacher in memory. The cache is a folder of shards:
+For each completion token, the cache holds the log-probs of the K most probable tokens at one temperature, and the
+probability of all other tokens together. The cache is a folder with these files:
 
-    teacher.json          TeacherFacts, and for each shard its size, checksum, and the key and length of its rows
-    shard-00000.safetensors   ids int32 [N, K], logprobs [N, K], tail float32 [N], over its rows' N completion tokens
+    teacher.json             the TeacherFacts, and for each shard: size, checksum, and the key and length of each row
+    shard-00000.safetensors  ids int32 [N, K], logprobs [N, K], tail float32 [N] for the N completion tokens of its rows
 
-A shard is complete or absent, and an interrupted run continues after the last complete one. Rows are looked up by their
-tokens, so that neither the order nor the number of the rows matters.
+A shard is either complete or absent, and an interrupted run continues after the last complete shard. Training looks
+rows up by their tokens, so it may read the rows in any order, or only some of them.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ INDEX, FORMAT = "teacher.json", 1
 
 
 class TeacherCacheError(UserError):
-    """A teacher cache cannot be used; the message names the file and the problem."""
+    """Raised if a teacher cache cannot be used. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class TeacherFacts:
-    """The origin of the log-probs. Two caches with equal facts hold equal log-probs for equal rows.
+    """The facts that determine the log-probs in a teacher cache.
+
+    If two caches have equal facts, they hold equal log-probs for equal rows.
 
     source : directory or Hub name from which the teacher was loaded
-    teacher : fingerprint of its weights
+    teacher : fingerprint of the teacher's weights
     dtype : dtype of the log-probs on disk
     """
 
@@ -83,9 +86,9 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 class TeacherCache:
-    """A teacher's log-probs that `sparse-rl teacher` has written to a folder.
+    """Reads a teacher's log-probs from a folder that `sparse-rl teacher` has written.
 
-    expected : values that fields of TeacherFacts must have, by name
+    expected : required values of fields of TeacherFacts, name -> value
 
     Raises TeacherCacheError if the cache does not exist or is unfinished, if its facts differ from `expected`, if a
     shard (named in the message) is missing, truncated or altered, or if a row is missing.
@@ -119,7 +122,7 @@ class TeacherCache:
         return row_key(example) in self.places
 
     def read(self, examples: Sequence[Example], device: torch.device | str) -> TopK:
-        """Return the teacher's top k for the completion tokens of the examples, concatenated."""
+        """Return the teacher's most probable tokens at each completion token of the examples, concatenated."""
         parts = []
         for example in examples:
             place = self.places.get(row_key(example))
@@ -150,7 +153,9 @@ def write_teacher_cache(
     chunk: int = 512,
     progress: bool = False,
 ) -> int:
-    """Write the teacher's top k for the examples. Returns the number of complete shards that already existed.
+    """Write the teacher's most probable tokens for the examples to a teacher cache.
+
+    Returns the number of complete shards that already existed, and were kept.
 
     Raises TeacherCacheError if the folder holds a cache with other facts.
     """
@@ -188,7 +193,7 @@ def write_teacher_cache(
 def _shard_tensors(
     teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of a shard."""
+    """Return the tensors of a shard (ids, logprobs and tail) by name."""
     device = next(teacher.parameters()).device
     head = base_of(teacher).get_output_embeddings()
     batches: list[TopK] = []

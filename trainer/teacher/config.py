@@ -10,10 +10,11 @@ from sparse_rl.config import Configuration, PathText
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(Configuration):
-    """Training on the token distributions of a dense teacher.
+    """Settings of the teacher for training on the token distributions of a dense teacher.
 
     teacher : model with the student's vocabulary; None means the starting model itself
-    teacher_cache : folder that `sparse-rl teacher` writes and training reads; the teacher is then not loaded
+    teacher_cache : folder of log-probs that `sparse-rl teacher` writes and training reads; if it is set, training does
+        not load the teacher
     teacher_cache_dtype : dtype of the log-probs in the teacher cache
     """
 

@@ -1,7 +1,8 @@
 """Training on the token distributions of a dense teacher: the base of distillation and KVpop's retrofit.
 
-The teacher attends to everything. It is a model in memory, or a teacher cache (cache.py). Per update, over the N
-completion tokens of all processes,
+The teacher attends to all tokens. It is either a model in memory or a teacher cache (cache.py). The loss of an update
+is the following sum over the N completion tokens of all processes, where tau is the temperature of the distillation and
+CE the cross-entropy:
 
     loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE  (losses/distillation.py)
 
@@ -35,7 +36,7 @@ from trainer.weights import partitioned
 
 @dataclass
 class TaughtArguments(ReplayedArguments, TrainingArguments):
-    """Arguments of every TaughtTrainer. loss : settings of the loss"""
+    """Arguments that every TaughtTrainer takes. loss : settings of the loss"""
 
     loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
@@ -45,9 +46,9 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 
 
 class TaughtTrainer(Resumable):
-    """A student, `model`, that learns from a teacher.
+    """Trains a student, `model`, to match a teacher.
 
-    teacher : model with the student's vocabulary, or a teacher cache; never trained
+    teacher : model with the student's vocabulary, or a teacher cache; the teacher is never trained
     examples : training examples
     validation : held-out examples, or None
     """
@@ -74,7 +75,7 @@ class TaughtTrainer(Resumable):
         self.loss = DistillationLoss(args.loss)
         self._redirect = _ForwardRedirection()
         self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
-        self._weight = 1.0  # of a batch in the sums; 0 if a process repeats a batch because others have one more
+        self._weight = 1.0  # weight of a batch in the sums; 0 if a process repeats a batch because others have one more
 
     def _prepare_teacher(self, teacher: Any) -> Any:
         teacher.requires_grad_(False).eval()
@@ -87,7 +88,10 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return the micro-batches of one update, as lists of examples, and the completion tokens of all processes."""
+        """Return the micro-batches of one update as lists of examples, and the number of completion tokens.
+
+        The number is summed over all processes.
+        """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -96,11 +100,11 @@ class TaughtTrainer(Resumable):
         return [[next(following) for _ in batch] for batch in batches], self._count(examples)
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
-        """Return the examples to train on for these examples of the dataset."""
+        """Return the examples to train on, made from `examples` of the dataset. Subclasses may add traces."""
         return list(examples)
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Return the number of completion tokens of all processes."""
+        """Return the number of completion tokens in the examples of all processes."""
         local = torch.tensor([sum(len(example.completion) for example in examples)], device=self.accelerator.device)
         return self.accelerator.gather(local * int(self._weight)).sum()
 
@@ -110,7 +114,7 @@ class TaughtTrainer(Resumable):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
-        """Return the loss. It is computed inside the wrapper's forward, as DeepSpeed and DDP need it."""
+        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require."""
         student = self.accelerator.unwrap_model(model)
         loss, *others = self._redirect(model, student, self._losses, student, inputs)
         sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)
@@ -120,11 +124,16 @@ class TaughtTrainer(Resumable):
         return loss / total * self.accelerator.num_processes  # the gradients of the processes are averaged
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
-        """Return sums over the completion tokens: the loss, the values named in `summed`, and the count."""
+        """Return the loss and the values named in `summed`, summed over the completion tokens, and the token count."""
         raise NotImplementedError
 
     def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return sums over the completion tokens, under autocast if in use: loss, divergence, cross-entropy, count."""
+        """Return the sums of loss, divergence and cross-entropy over the completion tokens, and the token count.
+
+        Call this under autocast, if the training uses autocast.
+
+        hidden : the student's last hidden states at the positions that predict the completion tokens
+        """
         teacher_outputs = self._teacher_outputs(batch)
         sums = self.loss(hidden, base_of(student).get_output_embeddings(), teacher_outputs, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
@@ -136,7 +145,7 @@ class TaughtTrainer(Resumable):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
         head = whole.get_output_embeddings()
-        # goes through DeepSpeed's forward if DeepSpeed wraps the teacher
+        # _redirect calls DeepSpeed's forward if DeepSpeed wraps the teacher.
         hidden = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
         if config.top_k is None:
             return lambda part: head(hidden[part])
@@ -149,13 +158,13 @@ class TaughtTrainer(Resumable):
         super().log(logs, start_time)
 
     def _measured(self) -> dict[str, float]:
-        """Return the means per token, and the mean retention per sequence."""
+        """Return the metrics since the last log: KL and cross-entropy per token, and mean retention per sequence."""
         sums = self._sums
         means = {name: sums[name] / sums["tokens"] for name in ("kl", "ce")}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure KL to the teacher and cross-entropy per token on the held-out examples, with training's attention."""
+        """Measure KL and cross-entropy per token on the held-out examples, with the same attention as in training."""
         before, self._sums = self._sums, defaultdict(float)
         model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training
