@@ -143,7 +143,7 @@ def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: p
 def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
     machine("cpu")
     assert choose_engine(RolloutConfig(), None, ())[0] == "hf"
-    with pytest.raises(UserError, match=r"rollout\.engine: vllm keeps its own weights"):
+    with pytest.raises(UserError, match=r"rollout\.engine: vllm keeps its own copy of the weights"):
         choose_engine(RolloutConfig(engine="vllm"), None, ())
 
 
@@ -176,7 +176,7 @@ def test_make_engine_names_the_missing_requirement(machine: Callable, tmp_path: 
     machine(None)
     with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.31\.\*", or use the engine hf'):
         make_engine("vllm", model=tmp_path)
-    with pytest.raises(ValueError, match="keeps its own weights: give it a model's directory"):
+    with pytest.raises(ValueError, match="keeps its own weights: pass the directory of a model"):
         make_engine("vllm", model=build_model(0))
     with pytest.raises(ValueError, match="unknown engine 'sglang'; known: hf, vllm"):
         make_engine("sglang", model=tmp_path)

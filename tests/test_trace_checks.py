@@ -319,10 +319,10 @@ def planted(name: str, place: tuple | int, value: float) -> Callable[[Sections],
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
-    "a page of the future": (planted("opened", (0, 1, 6, 0), 3), r"opened\[0, 1, 6\] has page 3, where 1 pages have"),
-    "a page opened by a query of the prompt": (planted("opened", (0, 0, 3, 0), 0), "has page 0, where 0 pages have"),
-    "a page opened by the last token": (planted("opened", (0, 0, 13, 0), 0), "has page 0, where 0 pages have"),
-    "a page beyond the last": (planted("opened", (0, 0, 12, 0), 99), "has page 99, where 4 pages have"),
+    "a page of the future": (planted("opened", (0, 1, 6, 0), 3), r"opened\[0, 1, 6\] is page 3, but only 1 pages"),
+    "a page opened by a query of the prompt": (planted("opened", (0, 0, 3, 0), 0), "is page 0, but only 0 pages"),
+    "a page opened by the last token": (planted("opened", (0, 0, 13, 0), 0), "is page 0, but only 0 pages"),
+    "a page beyond the last": (planted("opened", (0, 0, 12, 0), 99), "is page 99, but only 4 pages"),
     "a page twice": (planted("opened", (0, 0, 12), 1), "a page twice for one query"),
     "a page that closes late": (planted("closed_at", 1, 8), "is wrong: pages of 2 tokens after 1 sinks close"),
     "a page that closes in the prompt": (planted("closed_at", 0, 3), "is wrong: pages of 2 tokens"),

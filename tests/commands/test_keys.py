@@ -43,7 +43,7 @@ def test_every_key_of_a_kind_is_shown_once(kind, capsys):
 def test_a_key_has_its_type_default_and_words(capsys):
     lines = said(capsys, "grpo", "save_steps")
     at = lines.index("save_steps: a whole number >= 0 (default 100)")
-    assert lines[at + 1] == "    0: no checkpoint, only the final model"
+    assert lines[at + 1] == "    number of steps between checkpoints; 0 writes only the final model"
     assert "model: text that is not empty (required)" in said(capsys, "sft")
 
 
@@ -65,7 +65,7 @@ def test_policies_scorers_and_rewards(capsys):
     assert [line.split(":")[0] for line in said(capsys, "scorers") if line.startswith("scorer ")] == [
         f"scorer {name}" for name in SCORERS
     ]
-    assert said(capsys, "policies", "full") == ["policy full: Nothing is evicted. It has no parameters."]
+    assert said(capsys, "policies", "full") == ["policy full: Nothing is evicted. The policy has no parameters."]
     assert [line.split("(")[0] for line in said(capsys, "rewards") if line.startswith("reward ")] == [
         f"reward {name}" for name in REWARDS
     ]

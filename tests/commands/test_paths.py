@@ -108,7 +108,7 @@ def test_eval_without_problems_prints_the_key_to_set(trained, capsys):
             (trained / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
         place = "run" if override else "run/model"
         says = answer(capsys, "eval", place, status=2)
-        assert f"sparse-rl eval RECIPE model={place}" in says and "which problems" in says
+        assert f"sparse-rl eval RECIPE model={place}" in says and "the problems to evaluate" in says
 
 
 def test_a_run_directory_is_not_a_recipe(trained, capsys):
@@ -138,7 +138,7 @@ def test_files_of_an_earlier_call_are_not_overwritten(here, capsys, monkeypatch,
     with monkeypatch.context() as patched:
         patched.setattr("sparse_rl.models.load.load_config", lambda *_: 1 / 0)
         says = answer(capsys, *words, "seed=1", status=2)
-    assert f"{place} already holds {first}; --overwrite replaces it" in says and contents(here) == before
+    assert f"{place} already holds {first}; add --overwrite to replace it" in says and contents(here) == before
     (here / place / "traces-00009.safetensors").write_text("of an earlier call")
     answer(capsys, *words, "seed=1", "--overwrite")
     assert contents(here) != before

@@ -51,7 +51,7 @@ def test_stop_tokens_do_not_end_a_simulation(model_of: Callable, policy_of: Call
 @pytest.mark.parametrize(
     ("prompts", "completions", "says"),
     [
-        ([[1]], [], "1 prompts and 0 completions"),
+        ([[1]], [], "1 prompts but 0 completions"),
         ([[1], []], [[1], [1]], "prompt 1 is empty"),
         ([[1]], [[]], "completion 0 is empty"),
     ],
