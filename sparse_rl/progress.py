@@ -25,7 +25,7 @@ from rich.table import Column
 from rich.text import Text
 
 FIRST_SIGN = 20.0  # without a terminal: seconds until the first progress line; each further interval is twice as long
-WIDE, NARROW = 80, 60  # terminal columns: from WIDE on the bar is long, below NARROW there is none
+WIDE, NARROW = 80, 60  # terminal columns: from WIDE on the bar is long, below NARROW there is no bar
 LONGEST = 40  # maximum characters of the name of the thing that is loaded, checked or saved
 
 

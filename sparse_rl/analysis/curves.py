@@ -148,7 +148,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
     """Return label -> run directory.
 
-    A label is the last names of the path of the run directory, just as many as make all labels different.
+    A label is the end of the run directory's path, with the fewest names that make all labels different.
     """
     full = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     for depth in range(1, max(len(path.parts) for path in full) + 1):

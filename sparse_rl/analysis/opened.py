@@ -158,8 +158,8 @@ def plot_opened(
 def closing_line(closed_at: Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
     """Return the line between closed pages (below) and pages that are not closed yet (above), in cell edges of the map.
 
-    Returns (queries at which pages close, number of tokens up to the end of the pages closed from there on), both minus
-    0.5.
+    Returns two lists of equal length: the first query of each step of the line, and the number of tokens from the start
+    of the sequence to the end of the pages that are closed from that query on. Both are shifted by -0.5.
 
     closed_at : first query for which each page is closed: int32 [P], for P pages
     length : number of tokens in the sequence

@@ -106,7 +106,7 @@ def _is_number(value: Any) -> bool:
 def varied(sweep: Sweep) -> str | None:
     """Return the key of AXES for the x axis: the first key that has several values in one method.
 
-    Returns None if no key has.
+    Returns None if no key has several values.
     """
     for axis in AXES:
         for points in _methods(sweep.points, axis).values():

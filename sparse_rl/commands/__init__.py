@@ -8,7 +8,7 @@ checks.py     resolves a training recipe, and makes all checks of the recipe and
 trainers.py   builds the trainer of a prepared recipe, one function per kind
 examples.py   reads the training rows of a prepared recipe, and turns them into tokens
 sampling.py   builds the engine and prompts of a prepared recipe
-resume.py     finds the checkpoint to resume from, and knows the keys that may differ in a resumed run
+resume.py     finds the checkpoint to resume from, and lists the keys that may differ in a resumed run
 memory.py     predicts the memory of a run
 machine.py    reads the memory of this machine
 

@@ -27,7 +27,7 @@ NOT_CHECKED = (
 
 
 def prepare_training(recipe: T, resume: str | None = None, here: bool = True) -> Prepared[T]:
-    """Resolve a training recipe, its data, rewards and checkpoint, and check all of them except its output folder.
+    """Resolve a training recipe, its data, rewards and checkpoint, and check everything except the output folder.
 
     resume : value of --resume; None means a new run
     here : True if this process trains; choices are then printed, and attention kernels are checked on the process's GPU

@@ -39,7 +39,7 @@ TIGHT = 0.9  # share of the memory above which a fit is called tight
 class Item:
     """Bytes that one process holds on its device and in host memory.
 
-    name, note : label of the bytes, and remark on them, in the memory table
+    name, note : label and remark of the item in the memory table
     device, host : bytes in device memory and in host memory
     when : phase in which the bytes are held: always, update, sampling, or avoided (shown, but not counted)
     """

@@ -1,6 +1,6 @@
 """The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-The quickstart uses the commands, recipes, engine and trainer that a 7B run uses. Its steps are:
+The quickstart uses the command, kinds of recipe, engine and trainer that a 7B run uses. Its steps are:
 
 1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
    but seldom solves it under a cache with the budget of recipes/quickstart/grpo.yaml;
@@ -49,7 +49,7 @@ METHODS = {
     "rl_sparse": "grpo",
     "rl_full": "grpo_full",
     "rl_mismatch": "grpo_mismatch",
-}  # name -> recipe, also its folder
+}  # name -> recipe, which is also the name of the run's folder
 SHIPPED = "quickstart/model"
 START = "sft"  # name of the row of results.json with the accuracy before RL
 LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
@@ -261,7 +261,7 @@ def choose_budget(accuracy: dict[int, float]) -> int:
 
 
 def largest_gap(run: Path) -> float | None:
-    """Return the largest |log p_trainer - log p_sampler| over all steps and tokens of a run; None if not logged."""
+    """Return the largest |log p_trainer - log p_sampler| over all steps and tokens; None for SFT, which logs no gap."""
     gaps = [line["replay/gap_max"] for line in read_metrics(run) if "replay/gap_max" in line]
     return max(gaps, default=None)
 

@@ -70,7 +70,7 @@ def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
 
 
 def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
-    """Sample a recipe's first `problems` problems, write the rollouts to `folder`, and return their summaries.
+    """Sample a recipe's first `problems` problems, write the rollouts to `folder`, and return each rollout's `summary`.
 
     Sampling uses the recipe's first cache or, if the problems have contexts to compact, its first prompt cache. The
     files (rollout/files.py) are written part by part, so any number of problems fits into memory.

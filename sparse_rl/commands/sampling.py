@@ -79,7 +79,7 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
 
 
 def context_engines(prepared: Prepared, folder: Path, progress: bool = False) -> ContextEngines:
-    """Return the engines of a recipe that compacts contexts: one for compacting, and one for answering.
+    """Return the engines that compact the contexts of a recipe, and answer the questions after the contexts.
 
     folder : directory of the compacted contexts that the compacting engine hands to the answering engine
     """

@@ -33,7 +33,7 @@ CHECK_PROBLEMS = 256  # problems on which stop_at_accuracy measures the accuracy
 
 
 def training_arguments(recipe: TrainRecipe) -> dict[str, Any]:
-    """Return the options that the TrainingArguments of transformers and those of TRL share."""
+    """Return the options that both transformers' TrainingArguments and TRL's configurations have."""
     return training_options(
         recipe.training,
         recipe.launch,

@@ -1,8 +1,8 @@
 """All keys of a recipe, read from the configurations' dataclasses: each key with its type, default and description.
 
 The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from
-these keys. The name, type and default of a key are those of the dataclass field. The description comes from the
-dataclass's docstring: an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
+these keys. A key takes its name, type and default from the dataclass field. The description comes from the dataclass's
+docstring: an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
 """
 
 from __future__ import annotations

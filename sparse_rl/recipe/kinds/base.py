@@ -26,9 +26,9 @@ R = TypeVar("R", bound="Recipe")
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Configuration):
-    """Validation on held-out problems at regular intervals. GRPO measures the rewards and the entropy of
-    sampled completions. Distillation and KVpop measure KL and cross-entropy, including once before the first step, and
-    do not use `samples`.
+    """Validation on held-out problems at regular intervals. GRPO measures the rewards and the entropy of sampled
+    completions. Distillation and KVpop measure KL and cross-entropy, including once before the first step, and do not
+    use `samples`.
 
     every : number of training steps between two validations
     problems : maximum number of held-out problems
@@ -211,6 +211,6 @@ class TrainRecipe(Recipe):
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
         """Return (name, note) of each further copy of the model in one process.
 
-        own_engine : True if the engine has its own copy of the weights, which is counted elsewhere
+        own_engine : True if the engine has a copy of the weights, which memory.py counts separately
         """
         return []

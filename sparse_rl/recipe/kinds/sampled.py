@@ -21,7 +21,7 @@ GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with
 class ReplayedRecipe(TrainRecipe):
     """Training whose attention reads only the entries that a cache under evictions would have held.
 
-    The evictions were recorded before training, or are decided during training.
+    The evictions were recorded when the sequences were sampled or simulated, or are decided in training's forward pass.
     """
 
     replay: ReplayConfig = flat(ReplayConfig)
