@@ -1,4 +1,4 @@
-"""The cache methods, one folder each: settings, policy, cache, replay and all other code of that method alone.
+"""The cache methods, one folder each. A folder holds the settings, policy, cache, replay and other code of one method.
 
 eviction/    evictions on a schedule: streaming, H2O, TOVA, SnapKV, MorphKV, R-KV, G-KV, CAKE, lined attention
 kvpop/       KVpop: evictions by scorers that a model has learned

@@ -1,7 +1,7 @@
 """The settings of every cache policy, one dataclass each; importing them needs no torch.
 
     config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
-    config.schedule.peak            # entries; see schedule.py
+    config.schedule.peak            # maximum number of entries; see sparse_rl/policies/schedule.py
 
 These dataclasses are the only place that defines a parameter's default and the rule that its value must satisfy.
 """
@@ -64,7 +64,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "gkv": GKVConfig,
     "cake": CAKEConfig,
     "am": AMConfig,
-    "kvpop": KVpopPolicyConfig,  # kvpop and dms are retrofitted to a model (trainer/kvpop/)
+    "kvpop": KVpopPolicyConfig,  # a model is trained for kvpop and dms (trainer/kvpop/)
     "dms": DMSConfig,
     "clustered": ClusteredConfig,
     "layered": LayeredConfig,

@@ -1,9 +1,12 @@
 """The contract between a cache policy and an engine.
 
-A policy is pure tensor code over R sequences and all kv heads of one layer. It never sees prompts, tokens, models or
-engines, and it keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves along
-with the entry. The schedule (schedule.py) decides when a compaction runs and how many entries it leaves. If a
-compaction drops an entry after query q, the engine records evict_at = q + 1 for it.
+A policy is pure tensor code over R sequences and all kv heads of one layer. The policy never sees prompts, tokens,
+models or engines, and keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves
+along with the entry. The schedule (schedule.py) decides when a compaction runs and how many entries a compaction
+leaves. If a compaction drops an entry after query q, the engine records evict_at = q + 1 for that entry.
+
+Sizes in shapes: R rows (sequences), Hkv kv heads, Hq query heads, N entries of a kv head, S tokens of a prompt,
+T tokens or queries of a call, D head_dim.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from sparse_rl.policies.schedule import Schedule
 
 
 class Policy:
-    """A cache policy: keep the sinks, the window, and the best-scored other entries, `Entries.left` per kv head in all.
+    """A cache policy. By default, a compaction keeps the sinks, the window, and the other entries with the best scores.
 
-    A new policy is a subclass that implements `score`; docs/extending.md lists the other steps and the tests.
+    In all, `Entries.left` entries of each kv head are kept. A new policy is a subclass that implements `score`;
+    docs/extending.md lists the other steps and the tests.
 
     `observe` and `compact` do not depend on the layer: their argument `layer` only names the layer in error messages,
     and several layers may be stacked along R in one call. `take_in` and `before_attending` may use parameters of each
@@ -51,11 +55,11 @@ class Policy:
 
     @property
     def last_queries(self) -> int:
-        """Number of last queries that `score` needs in `Entries.queries`."""
+        """Number of most recent queries that the policy needs in `Entries.queries`."""
         return 0
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """Maximum number of entries of a kv head that a decoding query reads until `fed` tokens have been fed.
+        """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed.
 
         prompt : length of the prompt in tokens, included in `fed`
         """
@@ -67,19 +71,23 @@ class Policy:
         return False
 
     def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
-        """The policies of a model's layers, in order, each with its number of layers; these sum to `layers`."""
+        """Return the policies of a model's layers, in order, each with the number of layers that it covers.
+
+        The numbers sum to `layers`.
+        """
         return [(self, layers)]
 
     def summaries(self, entries: int) -> int:
-        """Number of summaries that a kv head with this many entries holds besides them, a key and a value each."""
+        """Return the number of summaries that a kv head with `entries` entries also holds, each a key and a value."""
         return 0
 
     def compaction_bytes(
         self, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, device: str, dtype: str
     ) -> dict[str, tuple[int, str]]:
-        """Temporary memory that `compact` needs besides its inputs: name -> (bytes, a note on how they are used).
+        """Return the temporary memory that `compact` needs besides its inputs: name -> (bytes, a note on their use).
 
-        rows : rows compacted at once, from one layer or several; group : query heads per kv head
+        rows : number of rows compacted at once, from one layer or several
+        group : number of query heads per kv head
         dtype : dtype of the cache
         """
         if not self.compares_keys:
@@ -90,18 +98,18 @@ class Policy:
 
     @property
     def delay(self) -> int:
-        """Number of tokens between an entry's arrival and the writing of its memory (`take_in`, `before_attending`)."""
+        """Number of tokens that arrive between an entry and the policy's writing of its memory of that entry."""
         return 0
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-        """The policy's memory of one sequence in one layer, at the sequence's start: name -> [Hkv, ...], on the CPU.
+        """Return the policy's initial memory of one sequence in one layer: name -> [Hkv, ...], on the CPU.
 
-        An engine forks, selects and releases it together with its sequence. Empty by default.
+        An engine forks, selects and releases this memory together with its sequence. The memory is empty by default.
         """
         return {}
 
     def bound_to(self, model: Any) -> Policy:
-        """Return the policy with the data that it takes from a model: its scorers, or its number of layers.
+        """Return the policy with the data that it needs from a model: the model's scorers, or its number of layers.
 
         Engines sample only under a bound policy. Raises UserError if the model lacks something that the policy needs.
         """
@@ -117,7 +125,7 @@ class Policy:
         raise NotImplementedError
 
     def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
-        """evict_at within prompts, int32 [R, Hkv, S]. None, the default, means that prompts are prefilled densely.
+        """Return evict_at within prompts, int32 [R, Hkv, S], or None if prompts are prefilled densely, the default.
 
         state : name -> float32 [R, Hkv, S], the memory of all entries of the prompts
         lengths : int64 [R], number of tokens of each prompt
@@ -125,12 +133,14 @@ class Policy:
         return None
 
     def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
-        """Choose the entries that the arriving query at q = entries.seen - 1 still sees, before it attends.
+        """Choose the entries that an arriving query sees, before the query attends.
 
-        Called for each decoding query if `schedule.before_attending` is true. `entries` holds the entries that the
-        previous query saw; the policy may write to their memory. Returns bool [R, Hkv, N], True for entries that stay.
-        A dropped entry gets evict_at = q, and its slot goes to the arriving token. After a dense prefill, `compact`
-        runs at the end of a prompt that is longer than the budget.
+        Called for each decoding query, at position q = entries.seen - 1, if `schedule.before_attending` is true.
+        `entries` holds the entries that the previous query saw; the policy may write to their memory. A dropped entry
+        gets evict_at = q, and its slot goes to the arriving token. After a dense prefill, `compact` runs at the end of
+        a prompt that is longer than the budget.
+
+        Returns bool [R, Hkv, N], True for entries that stay.
         """
         raise NotImplementedError
 
@@ -138,21 +148,23 @@ class Policy:
         """Process the queries of a forward pass, and update `entries.state` in place. Called if `every_query` is true.
 
         queries : [R, Hq, T, D], after RoPE
-        query_positions : int64 [R, T]; positions >= `entries.seen` are padding
+        query_positions : int64 [R, T], positions of the queries; those >= `entries.seen` are padding
         """
         raise NotImplementedError
 
     def score(self, layer: int, entries: Entries) -> Tensor:
-        """The score of each entry, float32 [R, Hkv, N]; higher is kept. Only competing entries' scores count.
+        """Return the score of each entry, float32 [R, Hkv, N]. A compaction keeps the entries with the highest scores.
 
-        A policy with memory replaces `entries.state[name]`; the kept entries carry the new values along.
+        Only the scores of competing entries matter. A policy that has memory of its entries replaces
+        `entries.state[name]`; the new values stay with the kept entries.
         """
         raise NotImplementedError
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose the entries that stay: sinks, window, and the best by `score`, `entries.left` in every kv head.
+        """Choose the entries that stay in a compaction: sinks, window, and the entries with the highest `score`.
 
-        Among equal scores the earlier position stays. Raises NotFiniteError if a competing entry's score is NaN.
+        In every kv head, `entries.left` entries stay. Among equal scores, the entry at the earlier position stays.
+        Raises NotFiniteError if a competing entry's score is NaN.
         """
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
@@ -169,16 +181,17 @@ class Policy:
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
-        """The sections of a trace besides evict_at: name -> tensor, such as refit_at int32 [C] (trace/sections.py).
+        """Return the trace sections of a sequence, except evict_at: name -> tensor, such as refit_at.
 
-        prompt : number of tokens of the prompt; length : number of tokens of prompt and completion
+        prompt : number of tokens of the prompt
+        length : number of tokens of prompt and completion
         """
         return {}
 
     # ---- identity -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Any]:
-        """The settings as plain values: make_policy(name, **parameters) makes the same policy."""
+        """Return the settings as plain values: make_policy(name, **parameters) makes the same policy."""
         return self.config.parameters()
 
     def __repr__(self) -> str:

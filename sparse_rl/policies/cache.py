@@ -1,4 +1,4 @@
-"""The interface of the hf engine's caches, the construction of a policy's cache, and sizes in bytes."""
+"""The interface of the hf engine's caches, a function that makes a policy's cache, and sizes of caches in bytes."""
 
 from __future__ import annotations
 
@@ -33,28 +33,34 @@ class Cache(KVView, Protocol):
     def seen(self) -> list[int]: ...
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """Prepare for a forward pass over whole prompts [B, max P], right-padded, or over one piece of them."""
+        """Prepare for a forward pass over right-padded prompts, or over one piece of them.
+
+        prompt_lengths : number of tokens of each prompt
+        """
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """Prepare for a forward pass over one token per row; rows that are not active are frozen permanently."""
+        """Prepare for a forward pass over one token per row.
+
+        active : False for rows that have ended; such a row changes no more
+        """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be repeated (one prompt, many samples)."""
+        """Keep only `rows`, in this order. A row may be repeated, to sample several completions of one prompt."""
 
     def fork(self, rows: Sequence[int]) -> Self:
-        """Return a separate cache with these rows, in this order; see `select`."""
+        """Return a separate cache with `rows`, in this order; see `select`."""
         ...
 
     def queries(self, layer: int) -> Tensor:
-        """The last queries of each row, oldest first: [B, Hq, W, D], W = policy.last_queries."""
+        """Return the last queries of each row, oldest first: [B, query heads, policy.last_queries, head_dim]."""
         ...
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """The recorded trace of one row, a sequence of `length` tokens."""
+        """Return the recorded trace of one row, a sequence of `length` tokens."""
         ...
 
     def allocated_bytes(self) -> int:
-        """Bytes allocated for keys and values, all layers together."""
+        """Return the number of bytes allocated for keys and values of all layers."""
         ...
 
 
@@ -64,19 +70,23 @@ def make_cache(policy: Policy) -> Any:
 
 
 def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of the keys and values of one sequence with `entries` entries per kv head."""
+    """Return the bytes of the keys and values of one sequence with `entries` entries per kv head."""
     return 2 * layers * kv_heads * head_dim * entries * itemsize
 
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes that a policy and its cache store for one sequence besides keys and values.
+    """Return the bytes that a policy and its cache store for one sequence, without keys and values.
 
-    They are an int64 position and float32 scores for each entry, and the policy's memory of the sequence itself.
+    These are, for each entry, an int64 position and the policy's float32 memory, and the policy's memory of the
+    sequence itself.
     """
     sequence_memory_bytes = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
     return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + sequence_memory_bytes)
 
 
 def query_bytes(policy: Policy, layers: int, heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of the last queries of one sequence, over all `heads` query heads, that a policy scores or fits by."""
+    """Return the bytes of the last queries of one sequence that a cache stores for the policy.
+
+    heads : number of query heads
+    """
     return layers * policy.last_queries * heads * head_dim * itemsize

@@ -1,4 +1,4 @@
-"""The settings that every cache policy has, and the names of the classes that implement its method."""
+"""The settings that every cache policy has, and the names of the classes that implement the policy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sparse_rl.policies.schedule import NeverEvicts, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(NamedConfiguration):
-    """The settings that all cache policies have: the policy's name, its schedule, and the parts of its method.
+    """Base class of the settings of all cache policies: name, schedule, and the classes that implement the policy.
 
-    A part is named as "module:class", and imported only when `part` is called, so that settings need no torch.
+    The classes are named as "module:class", and are imported only when `part` is called, so that settings need no
+    torch.
 
     `PolicyConfig.from_block({"policy": name, ...})` makes the settings of any policy. Raises UserError for an unknown
     name or parameter, a missing budget, and a value that breaks a parameter's rule.
@@ -34,7 +35,7 @@ class PolicyConfig(NamedConfiguration):
 
     @classmethod
     def part(cls, kind: Literal["policy", "cache", "view", "learned_view"]) -> Any:
-        """The class that `policy_class`, `cache_class`, `view_class` or `learned_view_class` names."""
+        """Import and return the class that `policy_class`, `cache_class`, `view_class` or `learned_view_class` names."""
         module, name = getattr(cls, f"{kind}_class").split(":")
         return getattr(importlib.import_module(module), name)
 
@@ -52,12 +53,12 @@ class PolicyConfig(NamedConfiguration):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule: when the policy compacts, and how many entries a compaction leaves."""
+        """Schedule of the policy: the times of compactions, and the number of entries that a compaction leaves."""
         raise NotImplementedError
 
     @property
     def only_hf(self) -> str | None:
-        """The reason why only the hf engine samples under the policy, in a few words; None if all engines do."""
+        """Reason why only the hf engine can sample under the policy, in a few words; None if all engines can."""
         return None
 
     @property
@@ -66,20 +67,24 @@ class PolicyConfig(NamedConfiguration):
         return 4
 
     def check_trainable(self) -> None:
-        """Raise UserError, with the setting as its key, if rollouts under the policy cannot be replayed in training."""
+        """Raise UserError if rollouts under the policy cannot be replayed in training; the error names the setting."""
 
     def remark(self, group: int, layers: int) -> str | None:
-        """A remark for the user about these settings on a model with `group` query heads per kv head, or None."""
+        """Return a remark for the user about these settings on a model, or None if there is nothing to say.
+
+        group : number of query heads per kv head of the model
+        layers : number of layers of the model
+        """
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Plain values: `as_block` without the policy's name."""
+        """Return the settings as plain values, as in a recipe, without the policy's name."""
         return as_mapping(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullConfig(PolicyConfig):
-    """Nothing is evicted. The policy has no parameters."""
+    """No entry is evicted. The policy has no parameters."""
 
     name: ClassVar[str] = "full"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.full:Full"

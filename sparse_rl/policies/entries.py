@@ -12,7 +12,7 @@ from sparse_rl.errors import StoppedError
 
 
 def one_rank(value: Tensor) -> Tensor:
-    """The mean over the tensor-parallel ranks if there is only one rank: the value itself."""
+    """Return `value`: with only one tensor-parallel rank, the mean over the ranks is the value itself."""
     return value
 
 
@@ -21,10 +21,11 @@ class Entries:
     """The entries of one layer's cache for R sequences, right-padded to N entries, in any order.
 
     The contents of the padding are meaningless; `valid` marks the real entries. Several layers may be stacked along R.
+    The layer has Hkv kv heads, with G query heads each, and head dimension D.
 
-    keys, values : [R, Hkv, N, D], keys after RoPE; None if `Policy.score_reads` (in `observe`, `observe_reads`) does
+    keys, values : [R, Hkv, N, D], keys after RoPE; None if `Policy.score_reads` (in `observe`: `observe_reads`) does
         not name them
-    positions : int64 [R, Hkv, N], logical: the place of each entry's token in prompt and completion
+    positions : int64 [R, Hkv, N], positions of the entries' tokens in prompt and completion
     lengths : int64 [R], number of entries held; the slots after them are padding
     seen : int64 [R], number of tokens seen so far; the last query is at position seen - 1
     queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None if W is 0
@@ -48,50 +49,55 @@ class Entries:
     mean_over_ranks: Callable[[Tensor], Tensor] = one_rank
 
     def valid(self) -> Tensor:
-        """True for slots that hold an entry, False for padding: bool [R, 1, N]."""
+        """Return a mask that is True for slots that hold an entry, and False for padding: bool [R, 1, N]."""
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
     def left_tensor(self) -> Tensor:
-        """`left` as a tensor on the entries' device: int64 [R]."""
+        """Return `left` as a tensor on the entries' device: int64 [R]."""
         return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
 
     def by_position(self) -> Tensor:
-        """The slots in order of their entries' positions, padding last: int64 [R, Hkv, N]."""
+        """Return the slots sorted by the positions of their entries, with padding last: int64 [R, Hkv, N]."""
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
     def at(self, positions: Tensor) -> Tensor:
-        """The slots that hold these positions: int64 [R, Hkv]; 0 if a kv head no longer holds the row's position.
+        """Return, for each kv head, the slot that holds the entry at the given position: int64 [R, Hkv].
 
-        positions : int64 [R], one for each row
+        The slot is 0 if the kv head no longer holds that position.
+
+        positions : int64 [R], one position for each row
         """
         return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
 
     def read(self, slots: Tensor) -> Tensor:
-        """Key and value of one entry of each kv head, concatenated to [k; v]: [R, Hkv, 2 D].
+        """Return the key and value of one entry of each kv head, concatenated: [R, Hkv, 2 D].
 
-        slots : int64 [R, Hkv]
+        slots : int64 [R, Hkv], slots of the entries
         """
         assert self.keys is not None and self.values is not None
         at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
         return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
 
     def competing(self, sinks: int, window: int) -> Tensor:
-        """True for entries that may be dropped, because they are not padding, sinks or window: bool [R, Hkv, N].
+        """Return a mask that is True for entries that may be dropped: bool [R, Hkv, N].
 
-        sinks : number of first tokens that always stay; window : number of most recent tokens that always stay
+        The mask is False for padding, sinks and window.
+
+        sinks : number of first tokens that always stay
+        window : number of most recent tokens that always stay
         """
         older = self.positions < (self.seen - window)[:, None, None]
         return self.valid() & (self.positions >= sinks) & older
 
     def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
-        """The attention of queries over the entries held, softmax(`scaling` q K^T), causal: float32 [R, Hkv, G, T, N].
+        """Return the causal attention of T queries over the entries, softmax(`scaling` q K^T).
 
-        queries : [R, Hq, T, D], after RoPE
-        query_positions : int64 [R, T]
-        seen_by_all : number of first entries that are real and no later than any query, and so need no mask
+        queries : [R, Hq, T, D], after RoPE, of all Hq query heads
+        query_positions : int64 [R, T], positions of the queries
+        seen_by_all : number of first entries that are real and not later than any query, and therefore need no mask
 
-        Padding, and entries later than the query, get 0.
+        Returns float32 [R, Hkv, G, T, N]. The attention to padding and to entries later than the query is 0.
         """
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
@@ -105,7 +111,7 @@ class Entries:
         return logits.softmax(-1)
 
     def window_attention(self, window: int) -> Tensor:
-        """The attention of the last `window` queries over the entries held: float32 [R, Hkv, G, window, N]."""
+        """Return the attention of the last `window` queries over the entries: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         query_positions = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
         needs_mask = ~self.valid() | (
@@ -117,11 +123,11 @@ class Entries:
 
 @dataclass
 class Arriving:
-    """One arriving token per row, at position `Entries.seen` - 1; it is not among the entries yet.
+    """The arriving token of each of R rows, at position `Entries.seen` - 1, before it is one of the entries.
 
     keys, values : [R, Hkv, D], keys after RoPE
     state : name -> float32 [R, Hkv], the policy's memory of the new entries; the policy may write to it
-    memory : name -> [R, Hkv, ...], the policy's memory of these sequences, which it updates in place
+    memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
     """
 
     keys: Tensor
@@ -132,14 +138,14 @@ class Arriving:
 
 @dataclass
 class Chunk:
-    """T tokens of R prompts; a prompt is read in one chunk or in several.
+    """T consecutive tokens of R prompts; a prompt is read in one chunk or in several.
 
     keys, values : [R, Hkv, T, D], keys after RoPE
-    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], of the tokens before the chunk; meaningless before
-        position 0
+    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], keys and values of the tokens right before the chunk;
+        meaningless before position 0
     start : int64 [R], position of the first token
     lengths : int64 [R], number of tokens of each row, the rest is padding; None means all T
-    memory : as in Arriving
+    memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
     """
 
     keys: Tensor
@@ -155,8 +161,8 @@ class Chunk:
 class Kept:
     """The outcome of a compaction: the entries that stay, and the policy's memory of them.
 
-    keep : bool [R, Hkv, N], True for entries that stay; `Entries.left` is their expected number. A policy may leave
-            another number in each kv head; an engine that cannot hold such a cache raises an error (`check_counts`).
+    keep : bool [R, Hkv, N], True for entries that stay. `Entries.left` entries should stay in each kv head; a policy
+        may keep other numbers, but an engine that cannot hold such a cache raises an error (`check_counts`)
     state : name -> float32 [R, Hkv, N], the policy's memory after the compaction
     values : [R, Hkv, N, D], the values of the kept entries after the compaction; None means unchanged
     """
@@ -166,11 +172,11 @@ class Kept:
     values: Tensor | None = None
 
     def counts(self) -> Tensor:
-        """Number of entries of each kv head that stay: int64 [R, Hkv]."""
+        """Return the number of entries that stay in each kv head: int64 [R, Hkv]."""
         return self.keep.sum(-1)
 
     def check_counts(self, entries: Entries, policy: str) -> None:
-        """Raise StoppedError if a kv head does not keep `Entries.left` entries; for engines that hold no other number.
+        """Raise StoppedError if a kv head does not keep `Entries.left` entries. For engines that need this number.
 
         policy : name of the policy, for the error
         """
@@ -183,7 +189,7 @@ class Kept:
             )
 
     def slots(self, most: int) -> Tensor:
-        """Slots of the entries that stay, ascending: int64 [R, Hkv, most]; padded with 0 if fewer than `most` stay."""
-        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # dropped entries go behind the others
+        """Return the slots of the entries that stay, ascending: int64 [R, Hkv, most], padded with 0 if fewer stay."""
+        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # dropped entries come after the others
         slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
         return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]

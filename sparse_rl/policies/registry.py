@@ -1,4 +1,4 @@
-"""Construction of a cache policy from a description, and its fingerprint."""
+"""Functions that make a cache policy from a description, and the fingerprint of a policy."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Schedules: when a cache is compacted, and how many entries it holds, as pure functions of token counts.
+"""Schedules: the times at which a cache is compacted, and the number of entries it holds, from token counts alone.
 
-`prompt` is the length of the prompt; `seen` (or `fed`) is the number of prompt and completion tokens that the cache has
-seen. All methods but `next_due` take ints or int64 tensors of one shape, and therefore do not branch on counts. The
-module does not import torch.
+In all methods, `prompt` is the length of the prompt, and `seen` (or `fed`) is the number of prompt and completion
+tokens that the cache has seen. All methods except `next_due` take ints or int64 tensors of one shape, and therefore do
+not branch on counts. The module does not import torch.
 
-A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves,
-or at the end of a prefill that is at least that long. A prompt is held whole until its prefill ends. All layers have
-the same counts. Everything is counted per sequence, so that a trace never depends on the batch.
+A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves.
+If the prompt is at least that long, the first compaction runs at the end of the prefill. A prompt is held whole until
+its prefill ends. All layers have the same counts. Everything is counted per sequence, so that a trace never depends on
+the batch.
 
-This module uses neither scores nor the contents of tensors: the policy chooses WHICH entries stay (base.py).
+A schedule sets only numbers of entries; the policy chooses the entries that stay (base.py).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ NEVER = 1 << 30  # more tokens than any sequence has
 class Schedule:
     """A compaction leaves `budget` entries, and the next one runs `period` tokens later.
 
-    For a budget that grows, override `left`, and also `first`, which is written here for a constant budget; everything
-    else follows from these two.
+    For a budget that grows, a subclass overrides `left` and `first`: `first` as written here is for a constant budget.
+    Everything else follows from these two methods.
 
-    budget : entries per kv head that a compaction leaves
-    period : tokens between two compactions
+    budget : number of entries per kv head that a compaction leaves
+    period : number of tokens between two compactions
     """
 
     budget: int
@@ -39,11 +40,17 @@ class Schedule:
     counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; the counts are upper bounds
 
     def left(self, prompt: Any, seen: Any) -> Any:
-        """Entries per kv head that a compaction leaves after `seen` tokens; never decreases as `seen` grows."""
+        """Return the number of entries per kv head that a compaction leaves after `seen` tokens.
+
+        The number never decreases as `seen` grows.
+        """
         return self.budget
 
     def first(self, prompt: Any) -> Any:
-        """Tokens seen at the first compaction: the smallest n >= prompt with n >= left(prompt, n) + period."""
+        """Return the number n of tokens seen at the first compaction.
+
+        It is the smallest n >= prompt with n >= left(prompt, n) + period.
+        """
         return _larger(prompt, self.left(prompt, prompt) + self.period)
 
     @property
@@ -53,41 +60,44 @@ class Schedule:
         return self.left(0, 0) + self.period if constant else None
 
     def due(self, prompt: Any, seen: Any) -> Any:
-        """True if a compaction runs once `seen` tokens have been seen."""
+        """Return True if a compaction runs when `seen` tokens have been seen."""
         over = seen - self.first(prompt)
         return (over >= 0) & (over % self.period == 0)
 
     def next_due(self, prompt: int, seen: int) -> int:
-        """The smallest token count greater than `seen` at which a compaction runs."""
+        """Return the smallest number of tokens, greater than `seen`, at which a compaction runs."""
         over = seen - self.first(prompt)
         return seen + (self.period - over % self.period if over >= 0 else -over)
 
     def held(self, prompt: Any, seen: Any) -> Any:
-        """Entries held after `seen` tokens, and after the compaction that is due then, if any."""
+        """Return the number of entries held after `seen` tokens; if a compaction is due then, after that compaction."""
         over = seen - self.first(prompt)
         since = over % self.period  # tokens since the last compaction
         return seen + (over >= 0) * (self.left(prompt, seen - since) + since - seen)
 
     def attended(self, prompt: Any, seen: Any) -> Any:
-        """Entries that the last of `seen` tokens attends to, itself included: the number before a compaction runs."""
+        """Return the number of entries that the last of `seen` tokens attends to, including its own entry.
+
+        The token attends before a compaction runs.
+        """
         return self.held(prompt, seen - 1) + 1
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        """Maximum number of entries that a decoding query attends to until `fed` tokens have been fed."""
+        """Return the maximum number of entries that a decoding query attends to until `fed` tokens have been fed."""
         return _smaller(fed, self.left(prompt, fed) + self.period)
 
     def most_held(self, prompt: Any, fed: Any) -> Any:
-        """Maximum number of entries held until `fed` tokens have been fed, the prefill of the prompt included."""
+        """Return the maximum number of entries held until `fed` tokens have been fed, including the prefill."""
         return _smaller(fed, _larger(prompt, self.most_decoding(prompt, fed)))
 
 
 @dataclass(frozen=True)
 class KeepsAFraction(Schedule):
-    """A compaction leaves `budget` entries, and one more for every `compression` tokens.
+    """A compaction leaves `budget` entries, and one more entry for every `compression` tokens that count.
 
-    compression : >= 2
-    of_prompt : True counts all tokens of the prompt; False counts the tokens seen beyond `budget`, so that the number
-        of entries left grows
+    compression : number of tokens per additional entry, >= 2
+    of_prompt : if True, all tokens of the prompt count; if False, the tokens seen beyond `budget` count, so that the
+        number of entries left grows
     """
 
     compression: int = 2
@@ -180,7 +190,7 @@ class NothingCompacts(NeverEvicts):
 
 @dataclass(frozen=True)
 class ReadsPages(NothingCompacts):
-    """All entries are held; from the first query after the prompt on, closed pages are read as summaries."""
+    """The cache holds all entries; from the first query after the prompt on, closed pages are read as summaries."""
 
     def first(self, prompt: Any) -> Any:
         return _larger(prompt + 1, prompt * 0 + self.begins)
@@ -188,15 +198,15 @@ class ReadsPages(NothingCompacts):
 
 @dataclass(frozen=True)
 class PerLayer(NothingCompacts):
-    """Each layer is compacted by its own schedule; this schedule only gives counts: means over layers, rounded up.
+    """Each layer is compacted by its own schedule; this schedule only returns counts: means over layers, rounded up.
 
-    parts : (number of layers, their schedule) of each range of layers
+    parts : number of layers and schedule of each range of layers
     """
 
     parts: tuple[tuple[int, Schedule], ...] = ()
 
     def first(self, prompt: Any) -> Any:
-        """Tokens seen at the first compaction of any layer."""
+        """Return the number of tokens seen at the first compaction of any layer."""
         first, *others = (schedule.first(prompt) for _, schedule in self.parts)
         for other in others:
             first = _smaller(first, other)
@@ -215,7 +225,7 @@ class PerLayer(NothingCompacts):
 
 @dataclass(frozen=True)
 class GatesDecide(NothingCompacts):
-    """Gates decide how many entries are dropped before queries attend, per kv head; the counts are upper bounds."""
+    """For each kv head, gates decide which entries are dropped before a query attends. All counts are upper bounds."""
 
     before_attending: ClassVar[bool] = True
     counts_vary: ClassVar[bool] = True

@@ -20,9 +20,11 @@ class AMConfig(EvictingConfig):
         period if that is less
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass
-    aggregate : reduction of the attention of all reference queries to a key: root mean square, mean or max
-    ridge : ridge of the fit of values, which shrinks towards the old values; in units of the attention's mean square
-    fit : ridge; or paper, the paper's own solvers, for comparison only, because training cannot replay them
+    aggregate : how the attention of all reference queries to a key is reduced to one number: root mean square, mean
+        or max
+    ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
+    fit : ridge fits by ridge regression; paper uses the paper's own solvers, for comparison only, because training
+        cannot replay them
     """
 
     name: ClassVar[str] = "am"
@@ -55,7 +57,7 @@ class AMConfig(EvictingConfig):
 
     @property
     def refitted(self) -> int:
-        """Number of entries of a kv head that a compaction keeps and fits; sinks and window are kept unchanged."""
+        """Number of entries that a compaction fits in each kv head; it also keeps sinks and window, unchanged."""
         return self.budget - self.sinks - self.window
 
     def check_trainable(self) -> None:
@@ -63,7 +65,7 @@ class AMConfig(EvictingConfig):
             raise UserError("the paper's own solvers cannot be replayed in training; use ridge", "fit")
 
     def conditions(self, group: int) -> int:
-        """Number of reference queries of a kv head, over its group of query heads."""
+        """Return the number of reference queries of a kv head, counted over its `group` query heads."""
         assert self.reference_queries is not None
         return self.reference_queries * group
 

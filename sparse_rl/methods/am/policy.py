@@ -1,13 +1,14 @@
 """Attention Matching during sampling: kept entries stand in for the evicted ones (sparse_rl/matching).
 
-Section 3 of "Fast KV compaction via attention matching" (AM), applied at every compaction while a sequence is sampled.
-Among the competing entries, the keys that receive the most attention stay (or the keys that orthogonal matching pursuit
-chooses). Each gets a bias, which attention adds to its logits, to match the attention mass, and a new value, to match
-the output. If an entry already has a bias from an earlier compaction, the new bias is added to it.
+This policy applies section 3 of "Fast KV compaction via attention matching" (AM) at every compaction while a sequence
+is sampled. Among the competing entries, it keeps the keys that receive the most attention (or the keys that orthogonal
+matching pursuit chooses). Each kept entry gets a bias, which attention adds to the entry's logits, and a new value. The
+biases are fitted to preserve the attention mass, the values to preserve the attention output. If an entry already has a
+bias from an earlier compaction, the new bias is added to the old one.
 
 A departure from appendix F.3: the reference queries are the sampler's own queries of the last tokens; the paper repeats
 the context to get them. The trace records which entries are evicted and when; biases and values follow from that, and
-a trainer computes them again, with gradients (sparse_rl/methods/am/view.py).
+a trainer recomputes biases and values, with gradients (sparse_rl/methods/am/view.py).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.entries import Entries, Kept
 
 BIAS = "bias"
-FITTED_AT_ONCE = 2**25  # logits, in float64; a fit allocates several arrays of that size
+FITTED_AT_ONCE = 2**25  # maximum number of float64 logits in one fit, which allocates several arrays of that size
 
 
 def rows_at_once(logits: int) -> int:
-    """Number of rows of a layer that are fitted at once, if each row has this many logits."""
+    """Return the number of rows of a layer to fit at once, if each row has `logits` logits."""
     return max(1, FITTED_AT_ONCE // logits)
 
 
@@ -51,10 +52,10 @@ class AM(Policy):
         return Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose entries with `match`, and also return the new biases and values of the kept entries.
+        """Choose entries with `match`; return the kept entries with their new biases and values.
 
-        Entries are processed in order of position, because an engine holds them in any order, and the order of a sum
-        changes its rounding. Raises NotFiniteError if keys, queries or values are not finite.
+        Entries are sorted by position first: engines store them in different orders, and the order in which numbers
+        are summed changes the rounding. Raises NotFiniteError if keys, queries or values are not finite.
         """
         assert entries.keys is not None and entries.values is not None and entries.queries is not None
         order = entries.by_position()
@@ -90,7 +91,7 @@ class AM(Policy):
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         times, seen = [], self.schedule.first(prompt)
-        while seen < length - 1:  # a later compaction affects no query
+        while seen < length - 1:  # no query comes after a later compaction
             times.append(seen)
             seen = self.schedule.next_due(prompt, seen)
         return Record.of(self.config).sections(times)

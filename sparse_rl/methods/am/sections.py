@@ -1,4 +1,4 @@
-"""Trace sections of Attention Matching: the times at which entries got new biases and values, and the settings."""
+"""Trace sections of Attention Matching: the times at which entries got new biases and values, and the fit settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torch import Tensor
 from sparse_rl.trace.checks import NEVER, Sections, last_query
 from sparse_rl.trace.sections import batch_times, numbers
 
-SETTINGS = 7  # numbers in refit_with
+SETTINGS = 7  # length of refit_with
 
 
 def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that the times ascend from the end of the prompt to the last query, and that they match evict_at.
+    """Check the times of the compactions, `refit_at`; return an error message, or None if they are valid.
 
-    Tokens are evicted only at these times, and each compaction keeps the sinks, the window and `refitted` entries
-    between them (see `check_refit_with`).
+    The times must ascend, and lie between the end of the prompt and the last query. They must match evict_at: tokens
+    are evicted only at these times, and each compaction keeps the sinks, the window and `refitted` other entries, as
+    `refit_with` says.
     """
     evict_at, last, shown = sections["evict_at"], last_query(sections), times.tolist()[:20]
     if bool((times.diff() <= 0).any()) or bool(((times < 1) | (times > last)).any()):
@@ -47,7 +48,11 @@ def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str
 
 
 def check_refit_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check sinks, window, refitted, reference queries, ridge, and two flags (sparse_rl/matching/record.py)."""
+    """Check the fit settings, `refit_with`; return an error message, or None if they are valid.
+
+    The seven numbers are sinks, window, refitted, reference queries, ridge, and two flags
+    (sparse_rl/matching/record.py).
+    """
     message = f"refit_with {values.tolist()[:20]} is not a valid list of fit settings"
     if len(values) != SETTINGS or not bool((values.isfinite() & (values >= 0)).all()) or int(values[:4].max()) >= NEVER:
         return message
@@ -59,6 +64,6 @@ def check_refit_with(values: Tensor, sections: Sections, prompt: int | None) -> 
 SECTIONS = (
     # the settings under which entries got new biases and values (sparse_rl/matching/record.py)
     numbers("refit_with", torch.float64, "setting", check_refit_with, needs=("refit_at",)),
-    # the number of tokens seen at each of these compactions
+    # the number of tokens seen at each compaction that fits entries
     numbers("refit_at", torch.int32, "compaction", check_refit_at, batch_times, ("refit_with",)),
 )

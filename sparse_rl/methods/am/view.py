@@ -1,12 +1,17 @@
-"""Replay of Attention Matching: between two compactions all queries see the same entries, recomputed, not stored.
+"""Replay of Attention Matching in training: recompute the kept entries of every compaction instead of storing them.
 
-The trace records the times of the compactions and the entries that stayed. They divide a sequence into *segments*. In
-each segment, one dense call attends to the entries that the previous compaction left, with their biases, and causally
-to the segment's own tokens. Between two segments, biases and values are computed again by the sampler's function
-(sparse_rl/matching), with gradients: through them, the model learns to represent a token well after its eviction. No
-S x S mask is made.
+The trace records the times of the compactions and the entries that stayed. The compactions divide a sequence into
+*segments*; all queries of a segment see the same kept entries. In each segment, one dense attention call attends to the
+entries that the previous compaction left, with their biases, and causally to the segment's own tokens. Between two
+segments, the sampler's function (sparse_rl/matching) recomputes biases and values, with gradients: through these
+gradients, the model learns to represent tokens well even after their eviction. No mask of sequence length x sequence
+length is made.
 
-Rows are ragged, and each has its own compactions; the c-th compactions of all rows that have one are done in one call.
+Rows differ in length and in their compactions. The c-th compactions of all rows that have at least c of them are done
+in one call.
+
+Sizes in shapes: B rows of the batch, R rows of a segment, T columns of a segment, S columns of the batch, L layers, H
+(or Hkv) kv heads, Hq query heads, K kept entries, D head_dim.
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ from sparse_rl.matching.block import fit_bytes
 class Segment:
     """The tokens between two compactions, for the R rows that have this segment.
 
-    rows : int64 [R], indices of the rows; kept_rows : int64 [R], their indices among the rows of the previous segment
-    own : int64 [R, T], the segment's columns, right-padded; real : bool [R, T], False for padding
-    first : int64 [R], column of each row's first token
+    rows : int64 [R], indices of the rows in the batch
+    kept_rows : int64 [R], indices of the same rows among the rows of the previous segment
+    own : int64 [R, T], columns of the segment's tokens, right-padded
+    real : bool [R, T], False for padding
+    first : int64 [R], column of the first token of each row's sequence
     """
 
     rows: Tensor
@@ -44,9 +51,11 @@ class Segment:
 
 @dataclass
 class Held:
-    """The entries that a compaction left.
+    """The entries that a compaction left, K for each kv head.
 
-    index : int64 [R, H, K], their columns, ascending; bias : float32 [R, H, K]; values : [R, H, K, D]
+    index : int64 [R, H, K], columns of the entries, ascending
+    bias : float32 [R, H, K], biases of the entries
+    values : [R, H, K, D], values of the entries
     """
 
     index: Tensor
@@ -55,10 +64,11 @@ class Held:
 
 
 class MatchedView(TraceView):
-    """The view of traces with evictions and refits.
+    """Replays the traces of Attention Matching, which record evictions and fits.
 
-    It reads evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]. `kernel` is ignored; if
-    `through` is False, biases and values are constants.
+    The view reads three trace sections: evict_at int32 [L, B, Hkv, S]; refit_at int32 [B, C], the times of up to C
+    compactions of each row; refit_with float64 [7], the settings of the fits. `kernel` is ignored. If `through` is
+    False, no gradient flows through biases and values.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -67,7 +77,7 @@ class MatchedView(TraceView):
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
         self.evict_at = batch["evict_at"]
         self.residuals: list[tuple[float, float, float]] | None = (
-            None  # if requested: of mass, of output, largest |bias|
+            None  # if set to a list, each compaction appends: residual of mass, residual of output, largest |bias|
         )
         self.record = Record.read(batch["refit_with"])
         self.segments = self._segments(batch["refit_at"])
@@ -83,7 +93,10 @@ class MatchedView(TraceView):
         return [("fits and masks", 3 * fits // 2 + masks, note)]  # the backward pass needs more memory
 
     def _segments(self, refit_at: Tensor) -> list[Segment]:
-        """Plan the segments of a forward pass; they are the same for every layer."""
+        """Return the segments of a forward pass, which are the same for every layer.
+
+        refit_at : int32 [B, C], number of tokens seen at each compaction
+        """
         real = self.evict_at[0, :, 0] > 0  # no query sees a pad key
         width = real.shape[1]
         start = real.int().argmax(1)
@@ -128,7 +141,10 @@ class MatchedView(TraceView):
         value: Tensor,
         scaling: float,
     ) -> Held:
-        """The entries that the rows of `after` hold after the compaction at its start."""
+        """Replay the compaction between segments `before` and `after`; return the entries that the rows then hold.
+
+        held : the entries that the previous compaction left; None if this is the first compaction
+        """
         record, heads = self.record, key.shape[1]
         rows, kept_rows = after.rows, after.kept_rows
         now = after.own[:, :1]
@@ -136,7 +152,7 @@ class MatchedView(TraceView):
         window = now + torch.arange(-record.window, 0, device=self.device)
         if held is None:
             raw = before.own[kept_rows, record.sinks :]
-        else:  # after the entries fitted last time: the window then, and the tokens since
+        else:  # entries that were not fitted last time: the window of that time, and the tokens since then
             raw = torch.cat(
                 [held.index[kept_rows, 0, held.index.shape[2] - record.window :], before.own[kept_rows]], dim=1
             )
@@ -177,19 +193,22 @@ def _tensors(held: Held | None) -> tuple[Tensor, ...]:
 
 
 def _saved(function: Any, *tensors: Tensor) -> Any:
-    """Call the function on these tensors; only they are saved, and the backward pass recomputes everything else."""
+    """Return function(*tensors), with gradient checkpointing: only `tensors` are saved for the backward pass."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Gather x [R, H, S, D] at columns int64 [R, H, N]: [R, H, N, D]."""
+    """Gather the columns int64 [R, H, N] of x [R, H, S, D]. Returns [R, H, N, D]."""
     return x.gather(2, columns[..., None].expand(*columns.shape, x.shape[-1]))
 
 
 def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value: Tensor, *held: Tensor) -> Tensor:
-    """Attend from a segment's queries to the entries held and, causally, to its own tokens: [R, Hq, T, D]."""
+    """Attend from a segment's queries to the entries `held` and, causally, to the segment's own tokens.
+
+    Returns the attention output [R, Hq, T, D].
+    """
     rows, own = segment.rows, segment.own
     heads, width = key.shape[1], own.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
@@ -212,7 +231,7 @@ def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value:
 
 
 def _refit(block: Any, chosen: Tensor, record: Record, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Biases and values of the kept entries; see `sparse_rl.matching.refit`."""
+    """Return the biases and values of the kept entries `chosen`; see `sparse_rl.matching.refit`."""
     return refit(block(*tensors), chosen, record.fit)
 
 
@@ -227,11 +246,13 @@ def _block(
     value: Tensor,
     *held: Tensor,
 ) -> Block:
-    """The block of entries and reference queries of a compaction.
+    """Return the `Block` of a compaction: its N entries per kv head, and its reference queries.
 
-    index : int64 [R, H, N], columns of the entries; competing : bool [R, H, N]
-    query_columns : int64 [R, n], columns of the reference queries
-    held : biases and values of the entries that were fitted before
+    rows : int64 [R], rows of the batch that compact
+    index : int64 [R, H, N], columns of the entries
+    competing : bool [R, H, N], True for entries that compete
+    query_columns : int64 [R, reference queries], columns of the reference queries
+    held : biases and values of the entries that an earlier compaction fitted; empty at the first compaction
     """
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     query, key, value = query[rows], key[rows], value[rows]

@@ -1,5 +1,6 @@
-"""DMS (dynamic memory sparsification): a gate decides for each arriving token if it will be dropped.
+"""DMS (dynamic memory sparsification): a gate decides for each arriving token whether it will be dropped.
 
-config.py    the settings;  policy.py  the policy;  cache.py  its cache, with different counts in kv heads
+config.py    the settings;  policy.py  the policy
+cache.py     the cache, whose kv heads hold different numbers of entries
 view.py      attention in training, under soft gates
 """

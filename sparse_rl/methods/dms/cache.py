@@ -1,7 +1,7 @@
-"""GatedCache: physical caches whose kv heads hold different numbers of entries, as DMS's gates decide.
+"""GatedCache: physical caches whose kv heads hold different numbers of entries, because DMS's gates decide per head.
 
-A new token takes any free slot of its head, and a mask marks the slots in use. A layer's buffers are as long as its
-longest head ever needed.
+In each kv head, a new token takes any free slot, and a mask marks the slots in use. A layer's buffers are as long as
+the largest number of entries that any of the layer's heads has held so far.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sparse_rl.methods.eviction.cache import EvictingCache, Layer
 from sparse_rl.policies.entries import Arriving
 from sparse_rl.trace import NEVER
 
-HELD = "held"  # stored with the policy's memory of an entry: 1.0 if the slot is in use
+HELD = "held"  # name in the policy's memory of an entry: 1.0 if the slot is in use, else 0.0
 GROW = 16  # slots added at a time
 
 
 class GatedCache(EvictingCache):
     """The caches of DMS, whose kv heads hold different numbers of entries.
 
-    Counts per row (`lengths`, `_held`) are upper bounds: the number of tokens seen.
+    For each row, `lengths` and `_held` are only upper bounds of the entries held: the number of tokens seen.
     """
 
     policy: DMS
@@ -64,7 +64,10 @@ class GatedCache(EvictingCache):
         return out
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """Drop the entries that are due, then put each row's new token [B, Hkv, D] into a free slot of each head."""
+        """Drop the entries that are due, then put each row's new token into a free slot of each kv head.
+
+        key, value : [B, Hkv, D], of the new token of each of the B rows
+        """
         now, active = self._seen_tensor - 1, self._active[:, None]
         count = layer.keys.shape[2]
         entries = self._entries(layer, slice(None), count, scaling, ("keys", "values"))

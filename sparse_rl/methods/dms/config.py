@@ -13,10 +13,11 @@ from sparse_rl.policies.schedule import GatesDecide, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class DMSConfig(LearnedConfig):
-    """DMS: a gate decides, when a token arrives, whether the token is dropped when it leaves the window.
+    """DMS: when a token arrives, a gate decides whether the token is dropped when it leaves the window.
 
-    compression : tokens per entry held, averaged over layers and kv heads; the target in training the gates
-    bias : added to a gate's score; gates start at this value, nearly closed (our choice, the papers do not say)
+    compression : number of tokens per entry held, averaged over layers and kv heads; the gates are trained to reach it
+    bias : added to the score of every gate; a negative bias means that gates start nearly closed (the default is our
+        choice, the papers give no value)
     """
 
     name: ClassVar[str] = "dms"

@@ -1,8 +1,8 @@
-"""DMS (dynamic memory sparsification), KVpop's baseline: a gate decides for each arriving token if it will be dropped.
+"""DMS (dynamic memory sparsification), KVpop's baseline: a gate decides when a token arrives whether to drop it later.
 
-A token t with an open gate, score + bias > 0, is dropped when query t + w arrives, before the query attends:
-evict_at = t + w. So each kv head holds the number of entries that its gates allow. Only training controls the average
-number (`compression`).
+The gate of token t is open if score + bias > 0. A token with an open gate is dropped when query t + w arrives, before
+that query attends (evict_at = t + w); w is the window. So the number of entries that a kv head holds depends on its
+gates. Only training controls the average number, through `compression`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ class DMS(LearnedPolicy):
     entry_memory = {GOES: 0.0}
 
     def goes(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """1.0 for tokens to drop when they leave the window (open gate, no sink), else 0.0: float32 [R, Hkv, T].
+        """Return 1.0 for tokens to drop when they leave the window (open gate, not a sink), else 0.0.
 
-        scores : float32 [R, Hkv, T]; positions : int64 [R, T]
+        scores : float32 [R, Hkv, T], scores of T tokens in each of R rows
+        positions : int64 [R, T], positions of the tokens
+
+        Returns float32 [R, Hkv, T].
         """
         return ((scores + self.config.bias > 0) & (positions >= self.config.sinks)[:, None]).float()
 
@@ -41,9 +44,11 @@ class DMS(LearnedPolicy):
         return torch.where((state[GOES] > 0) & (at < lengths[:, None, None]), at, NEVER).int().contiguous()
 
     def gone_in_prompt(self, state: dict[str, Tensor], positions: Tensor, ends: Tensor) -> Tensor:
-        """True for entries that have been dropped by the end of their prompts: bool [R, Hkv, N].
+        """Return a mask that is True for entries that are dropped before the end of their prompt: bool [R, Hkv, N].
 
-        positions : int64 [R, Hkv, N]; ends : int64 [R, 1, 1], number of tokens of each prompt
+        state : the policy's memory of N entries per kv head, in each of R rows
+        positions : int64 [R, Hkv, N], positions of the entries
+        ends : int64 [R, 1, 1], number of tokens of each prompt
         """
         return (state[GOES] > 0) & (positions + self.config.window < ends)
 

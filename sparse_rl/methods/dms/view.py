@@ -1,11 +1,15 @@
-"""Attention under DMS's gates, in training: gates are soft and reduce the weight of a token instead of dropping it.
+"""Attention under DMS's gates in training. The gates are soft: they reduce a token's weight instead of dropping it.
 
-    alpha_t = sigmoid((score_t + bias + g) / tau),  g = logistic noise: the Gumbel-sigmoid
-    logit of query q and token t: + log(1 - alpha_t) if q - t >= w (and, under dense prefill, q is after the prompt)
+The gate of token t is the Gumbel-sigmoid with temperature tau and logistic noise g:
 
-The biases of one layer would be [B, Hkv, S, S], so they are computed for CHUNK queries at a time, and again in the
-backward pass. Without a temperature the gates are hard, as in decoding: a token t with score + bias > 0 is not seen
-from query t + w on.
+    alpha_t = sigmoid((score_t + bias + g) / tau)
+
+If q - t >= w, where w is the window, log(1 - alpha_t) is added to the logit of query q and token t. Under dense
+prefill, this is done only for queries q after the prompt.
+
+For B rows of S tokens, the added terms of one layer would have the shape [B, Hkv, S, S], so they are computed for CHUNK
+queries at a time, and once more in the backward pass. Without a temperature the gates are hard, as in decoding: query
+t + w and later queries do not see a token t with score + bias > 0.
 """
 
 from __future__ import annotations
@@ -30,25 +34,26 @@ CHUNK = 256  # queries whose biases are computed at a time
 
 
 class GatedView:
-    """A `kv_view` for one forward pass, and its backward pass, over B right-padded rows.
+    """A `kv_view` for one forward and backward pass over B right-padded rows of S columns.
 
     Parameters
     ----------
-    scorers : one per layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
-    policy : settings, of which sinks, window and bias are used
+    scorers : one function per layer, called with (keys, values, window); it returns the scores, float32 [B, Hkv, S],
+        and the logarithm of each kv head's decay gamma, [Hkv]
+    policy : settings; only sinks, window and bias are used
     lengths : int64 [B], number of tokens of each row
-    prompts : int64 [B], number of tokens of each prompt, which sees all of itself; None means that gates apply from the
-        start
+    prompts : int64 [B], number of tokens of each prompt; no gate applies to the queries of a prompt. None means that
+        gates apply from the first query
     temperature : tau; None means hard gates
-    kernel : one of ATTENTION_KERNELS, for hard gates
+    kernel : one of ATTENTION_KERNELS, used with hard gates
 
     Attributes
     ----------
-    open : by layer, the sum of alpha over all real tokens and heads, with its graph; for hard gates, the number of open
-        gates
+    open : for each layer, the sum of alpha over all real tokens and heads, with its autograd graph; for hard gates, the
+        number of open gates
     gates : number of gates of a layer
-    retained : by layer, float [B], the share of each row's tokens that is held at the end. The token of a soft gate
-        counts as 1 - alpha if it is due to be dropped by then
+    retained : for each layer, float [B], the share of each row's tokens that is held at the end of the row. With soft
+        gates, a token that could have been dropped by then counts as 1 - alpha
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class GatedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Memory that the soft gates hold."""
+        """Return the memory that the soft gates need."""
         held = gates_bytes(replayed.rows, replayed.heads, replayed.kv_heads, replayed.length, replayed.itemsize)
         return [("gates", held, "estimate, soft biases of a chunk of one layer's queries")]
 
@@ -85,7 +90,7 @@ class GatedView:
         self.gates = int(real.sum())
         goes_at = torch.maximum(
             places + self.policy.window, self.prompts[:, None]
-        )  # the first query that no longer sees the token
+        )  # first query to which the token's gate applies
         if self.temperature is None:
             evict_at = self.evict_at(logits, may_go, goes_at)
             self.open.setdefault(layer, ((logits > 0) & may_go[:, None]).sum().float())
@@ -103,9 +108,12 @@ class GatedView:
     def _soft_attention(
         self, query: Tensor, key: Tensor, value: Tensor, stays: Tensor, goes_at: Tensor, scaling: float
     ) -> Tensor:
-        """Attention under log(1 - alpha), in chunks of queries; the backward pass computes their biases again.
+        """Return the attention output under soft gates, computed in chunks of queries.
 
-        stays : [B, Hkv, S]; goes_at : [B, S]
+        The backward pass recomputes the biases of each chunk.
+
+        stays : [B, Hkv, S], log(1 - alpha), the term that a token's gate adds to its logits
+        goes_at : [B, S], the first query to which a token's gate applies
         """
         wide, parts = computing_dtype(query, value), list[Tensor]()
         grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
@@ -119,16 +127,21 @@ class GatedView:
         return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
     def evict_at(self, logits: Tensor, may_go: Tensor, goes_at: Tensor) -> Tensor:
-        """evict_at under hard gates: int32 [B, Hkv, S]."""
+        """Return evict_at under hard gates, int32 [B, Hkv, S]: the first query that does not see each token.
+
+        logits : [B, Hkv, S], score + bias; the gate is open if it is positive
+        may_go : bool [B, S], False for sinks and padding
+        goes_at : [B, S], the first query to which a token's gate applies
+        """
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
     def share(self) -> Tensor:
-        """Mean of alpha over all gates of all layers, after the forward pass."""
+        """Return the mean of alpha over all gates of all layers. Call this after the forward pass."""
         return torch.stack(list(self.open.values())).sum() / max(1, self.gates * len(self.open))
 
     @torch.no_grad()
     def _logistic(self, layer: int, like: Tensor) -> Tensor:
-        """The noise of a layer, the same when the layer is recomputed."""
+        """Return the logistic noise of a layer. Calls for the same layer return the same noise."""
         if layer not in self._noise:
             uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
             self._noise[layer] = uniform.log() - (-uniform).log1p()
@@ -145,10 +158,14 @@ def _attend_softly(
     value: Tensor,
     stays: Tensor,
 ) -> Tensor:
-    """Attend from C queries, the first at `first`, to all tokens up to the last of them: [B, Hkv, G, C, D].
+    """Attend causally, under soft gates, from a chunk of C consecutive queries to all tokens up to the last query.
 
-    query : [B, Hkv, G, C, D]; goes_at : [B, S], the first query at which a token's gate applies
-    stays : log(1 - alpha) [B, Hkv, S]
+    first : position of the first query
+    goes_at : [B, S], the first query to which a token's gate applies
+    query : [B, Hkv, G, C, D], with G query heads per kv head
+    stays : [B, Hkv, S], log(1 - alpha)
+
+    Returns the attention output [B, Hkv, G, C, D].
     """
     last = first + query.shape[3]
     tokens = torch.arange(last, device=query.device)
@@ -157,14 +174,15 @@ def _attend_softly(
     bias = torch.where(late, stays[:, :, None, :last], 0.0)
     hidden = (queries < tokens) | (tokens >= lengths[:, None, None, None])  # later tokens, and padding
     bias = bias.masked_fill(hidden & (queries != tokens), float("-inf")).to(query.dtype)
-    # kv heads are folded into the batch: neither keys nor biases are repeated
+    # kv heads are folded into the batch, so that neither keys nor biases are repeated
     keys, values = (x[:, :, None, :last].expand(-1, -1, query.shape[2], -1, -1).flatten(0, 1) for x in (key, value))
     return sdpa(query.flatten(0, 1), keys, values, scaling, bias.flatten(0, 1)[:, None]).view(query.shape)
 
 
 def gates_bytes(sequences: int, heads: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """Bytes that DMS's soft gates hold for one chunk of a layer's queries: a bias in float32 and in the attention's
-    dtype, and three arrays of logits for the backward pass.
+    """Return the bytes that DMS's soft gates need for one chunk of a layer's queries.
+
+    They need the biases in float32 and in the attention's dtype, and three arrays of logits for the backward pass.
     """
     pairs = sequences * min(CHUNK, length) * length
     return pairs * (kv_heads * (4 + itemsize) + 3 * heads * itemsize)

@@ -1,7 +1,7 @@
 """Policies that evict on a schedule, by a score of each entry.
 
-config.py          their settings
-cache.py           their cache in the hf engine, which really shrinks
+config.py          settings of these policies
+cache.py           the cache of these policies in the hf engine; its buffers really shrink
 full.py            no eviction
 streaming.py       sinks and the most recent tokens (StreamingLLM)
 h2o.py, lined.py   accumulated attention (H2O); the same score with a budget that is a fraction of the tokens (LuKA)

@@ -1,12 +1,16 @@
 """EvictingCache: physical KV caches that really shrink, for a batch of sequences of different lengths.
 
-The cache is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention passes it the new queries, keys and
-values; the cache stores them, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b]
-slots of every buffer, per kv head; in order of position, unless the policy decides before a query attends. An entry
-that a compaction drops after query q is recorded as evict_at = q + 1; an entry dropped as query q arrives, as
-evict_at = q.
+The cache is a `kv_view` (sparse_rl/attention/interface.py): the attention of each layer passes its new queries, keys
+and values to the cache. The cache stores keys and values, attends, lets the policy observe the attention, and compacts.
+
+The entries of row b occupy the first lengths[b] slots of every buffer, in every kv head. They are in order of position,
+unless the policy decides before a query attends. An entry that a compaction drops after query q is recorded as
+evict_at = q + 1; an entry that is dropped when query q arrives is recorded as evict_at = q.
 
 This module depends on tensors and a policy, not on models or sampling.
+
+Sizes in shapes: B rows (sequences), L layers, Hkv kv heads, Hq query heads, C slots, N slots that queries attend to,
+S columns of the prompts or of the record, W recent queries that the policy reads, D head_dim.
 """
 
 from __future__ import annotations
@@ -31,11 +35,14 @@ GROW = 128  # slots, or positions of the record, added at a time
 
 @dataclass
 class Layer:
-    """One layer's buffers; all but `evict_at` and `queries` have C slots.
+    """The buffers of one layer. Those of keys, values, positions and state have C slots per kv head.
 
-    keys, values [B, Hkv, C, D]; positions int64 [B, Hkv, C]; state name -> float32 [B, Hkv, C];
-    queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S];
-    memory name -> [B, Hkv, ...], the policy's memory of each sequence.
+    keys, values : [B, Hkv, C, D]
+    positions : int64 [B, Hkv, C], positions of the tokens in their sequences
+    queries : [B, Hq, W, D], the last W queries; the query at position p is in slot p % W
+    evict_at : int32 [B, Hkv, S], the record of evictions
+    state : name -> float32 [B, Hkv, C], the policy's memory of each entry
+    memory : name -> [B, Hkv, ...], the policy's memory of each sequence
     """
 
     keys: Tensor
@@ -47,17 +54,17 @@ class Layer:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def slotted(self) -> dict[str, Tensor]:
-        """The buffers with slots, by name."""
+        """Return the buffers that have C slots, by name."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
 
     def replace(self, buffers: dict[str, Tensor]) -> None:
-        """Replace the buffers with slots by these, under the names that `slotted` uses."""
+        """Replace the buffers that have slots by `buffers`, whose names are those that `slotted` returns."""
         self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
         self.state = {name: buffers[name] for name in self.state}
 
 
 class EvictingCache:
-    """The `Cache` of a policy that evicts."""
+    """A `Cache` for policies that evict entries; see the module docstring."""
 
     past = 0
     piece: int | None = None
@@ -100,7 +107,10 @@ class EvictingCache:
                 layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
 
     def _plan(self, held: list[int], device: torch.device) -> None:
-        """Compute, for all layers of this forward pass, the entries held while attending and the rows that compact."""
+        """Prepare a forward pass for all layers: store the counts of entries, and mark the rows that will compact.
+
+        held : number of entries that each row holds while its queries attend
+        """
         self._held = held
         self._held_tensor = torch.tensor(held, device=device)
         self._seen_tensor = torch.tensor(self.seen, device=device)
@@ -135,18 +145,18 @@ class EvictingCache:
         return EvictionTrace.recorded(self.evict_at(row, length), self.further(row, length))
 
     def evict_at(self, row: int, length: int) -> Tensor:
-        """The record of one row: int32 [L, Hkv, length]."""
+        """Return the record of evictions of one row, for its first `length` tokens: int32 [L, Hkv, length]."""
         record = torch.stack([self.layers[i].evict_at[row] for i in sorted(self.layers)])
         missing = length - record.shape[-1]
         return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
 
     def further(self, row: int, length: int) -> dict[str, Tensor]:
-        """The trace sections of one row besides evict_at."""
+        """Return the trace sections of one row, except evict_at."""
         return self.policy.further(self.prompt_lengths[row], length)
 
     @property
     def capacity(self) -> int:
-        """C, the number of slots allocated for each kv head."""
+        """Number of slots allocated for each kv head (C in the shapes)."""
         return next(iter(self.layers.values())).keys.shape[2]
 
     def allocated_bytes(self) -> int:
@@ -196,12 +206,12 @@ class EvictingCache:
         return out
 
     def _empty_memory(self, key: Tensor) -> dict[str, Tensor]:
-        """The policy's memory of each row's sequence, at the start of the sequences."""
+        """Return the policy's initial memory of each sequence, before any token: name -> [B, Hkv, ...]."""
         empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
         return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
 
     def _take_in(self, index: int, key: Tensor, value: Tensor, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Let the policy read whole prompts; returns its memory of their entries: name -> [B, Hkv, S]."""
+        """Let the policy read whole prompts. Returns the policy's memory of their entries: name -> [B, Hkv, S]."""
         delay = self.policy.delay
         no_earlier = key.new_zeros(*key.shape[:2], delay, key.shape[3])
         start = torch.zeros(len(key), dtype=torch.long, device=key.device)
@@ -209,13 +219,17 @@ class EvictingCache:
         return {name: F.pad(values[..., delay:], (0, min(delay, key.shape[2]))) for name, values in state.items()}
 
     def _last_queries(self, query: Tensor) -> Tensor | None:
-        """The last W queries of each prompt, the query at position p in slot p % W: [B, Hq, W, D]."""
+        """Return the last W queries of each prompt, [B, Hq, W, D], with the query at position p in slot p % W.
+
+        Returns None if the policy reads no queries.
+        """
         window = self.policy.last_queries
         if not window:
             return None
         back = torch.arange(window, device=query.device)
         last = self._held_tensor[:, None] - 1
-        positions = (last - (last - back) % window).clamp(min=0)  # the latest position of each slot; slots may be empty
+        # the latest position that belongs to each slot; a slot stays empty if the prompt is shorter than the window
+        positions = (last - (last - back) % window).clamp(min=0)
         index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, index)
 
@@ -252,11 +266,17 @@ class EvictingCache:
         return out
 
     def _slots_seen(self, layer: Layer) -> tuple[int, Tensor | None]:
-        """N, the slots that queries attend to, and the mask of held slots, bool [B, 1 or Hkv, 1, N]; None means all."""
+        """Return N, the number of slots that queries attend to, and a mask that is True for slots that hold entries.
+
+        The mask is bool [B, 1 or Hkv, 1, N]; None means that all N slots hold entries.
+        """
         return max(self._held), self._mask
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """Put each row's new token [B, Hkv, D] into the slot of the entry dropped for it, or into a free slot."""
+        """Put each row's new token into the slot of the entry that is dropped for it, or into a free slot.
+
+        key, value : [B, Hkv, D], of the new token of each row
+        """
         held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
         entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
         shape, device = key.shape[:2], key.device
@@ -270,14 +290,19 @@ class EvictingCache:
                 f"kv heads of each sequence, but the schedule says {spare[:, 0].tolist()}"
             )
         dropped_at = torch.where(dropped, now[:, None, None], NEVER).to(torch.int32)
-        # amin, because free slots may repeat a position, with NEVER
+        # amin: a free slot may repeat the position of a dropped entry, and its NEVER must not overwrite the record
         layer.evict_at.scatter_reduce_(-1, entries.positions, dropped_at, reduce="amin")
         free = self._slots.clamp(max=self.capacity - 1)[:, None]
         slot = torch.where(spare > 0, dropped.int().argmax(-1), free)
         self._write(layer, slot, key, value, state)
 
     def _write(self, layer: Layer, slot: Tensor, key: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
-        """Write the new tokens [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
+        """Write the new token of each active row into a slot of each kv head.
+
+        slot : int64 [B, Hkv], slots to write to
+        key, value : [B, Hkv, D], of the new tokens
+        state : name -> [B, Hkv], the policy's memory of the new entries
+        """
         batch, heads = slot.shape
         where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
         active, now = self._active[:, None], (self._seen_tensor - 1)[:, None].expand(slot.shape)
@@ -300,9 +325,12 @@ class EvictingCache:
         left: Sequence[int] = (),
         lengths: Tensor | None = None,
     ) -> Entries:
-        """The entries of these rows, for a policy; a slice gives views, an index tensor gives copies.
+        """Return the entries of some rows, as a policy reads them.
 
-        reads : the tensors that the policy reads: "keys", "values"
+        rows : the rows; with a slice, the result holds views of the buffers, with an index tensor, copies
+        held : number of slots to include
+        reads : names of the tensors that the policy reads: "keys", "values"
+        left : number of entries that a compaction must leave in each row
         lengths : int64 [B], number of entries of each row; None means the entries that the row attends to
         """
         queries = None
@@ -321,7 +349,10 @@ class EvictingCache:
         )
 
     def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
-        """Let the policy choose for the rows that are due, record its evictions, and move kept entries to the front."""
+        """Compact the rows `due`: let the policy choose entries, record the evictions, move kept entries to the front.
+
+        held : number of slots in use, at most, in these rows
+        """
         left = [self.lengths[row] for row in due]
         all_rows = len(due) == layer.keys.shape[0]
         rows = slice(None) if all_rows else torch.tensor(due, device=layer.keys.device)
@@ -332,7 +363,7 @@ class EvictingCache:
 
         dropped = entries.valid() & ~kept.keep
         dropped_at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
-        # amin, because padding slots may repeat a position, with NEVER
+        # amin: a padding slot may repeat the position of a dropped entry, and its NEVER must not overwrite the record
         record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, dropped_at, reduce="amin")
         layer.evict_at[rows] = record
 
@@ -352,11 +383,14 @@ class EvictingCache:
 
 
 def _oldest_first(queries: Tensor, seen: Tensor) -> Tensor:
-    """Sort queries [B, Hq, W, D], stored at position % W, by position. seen : int64 [B], tokens seen by each row"""
+    """Return queries [B, Hq, W, D] in order of position; as given, the query at position p is in slot p % W.
+
+    seen : int64 [B], number of tokens seen by each row
+    """
     order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
 
 
 def at_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """Gather slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
+    """Gather the slots int64 [B, Hkv, N] of keys or values x [B, Hkv, C, D]. Returns [B, Hkv, N, D]."""
     return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -41,7 +41,7 @@ class EvictingConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig(EvictingConfig):
-    """Only sinks and window stay. The window is the budget minus the sinks."""
+    """Keeps only the sinks and the window. The window is the budget minus the sinks."""
 
     name: ClassVar[str] = "streaming"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.streaming:Streaming"
@@ -72,8 +72,8 @@ class LinedConfig(PolicyConfig):
     """Keeps a fraction of the tokens besides sinks and window, by H2O's scores (LuKA sections 3.1 and 4.2).
 
     compression : one of every `compression` tokens is kept
-    of : tokens that the fraction counts: seen, all tokens seen beyond sinks and window, so that the cache grows;
-        prompt, all tokens of the prompt
+    of : tokens of which the fraction is taken: with seen, all tokens seen except sinks and window, so that the cache
+        grows; with prompt, all tokens of the prompt
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     period : number of tokens between two compactions
@@ -98,7 +98,7 @@ class LinedConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TovaConfig(EvictingConfig):
-    """The last query's attention scores the entries. The policy has no parameters of its own."""
+    """The score of an entry is the last query's attention to it. The policy has no parameters of its own."""
 
     name: ClassVar[str] = "tova"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.tova:Tova"
@@ -106,9 +106,9 @@ class TovaConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredWindowConfig(EvictingConfig):
-    """Settings of policies that score by the attention of the window's queries.
+    """Settings of policies that score an entry by the attention that the window's queries pay to it.
 
-    window : number of most recent tokens, never evicted; their queries score the other entries
+    window : number of most recent tokens, never evicted; the attention of their queries scores the other entries
     """
 
     window: PositiveInt = 16
@@ -117,7 +117,7 @@ class ScoredWindowConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKVConfig(ScoredWindowConfig):
-    """The score is the window's mean attention, max-pooled over neighbouring entries.
+    """The score of an entry is the mean attention of the window's queries, max-pooled over neighbouring entries.
 
     pooling : number of neighbouring entries over which the maximum of the score is taken
     """
@@ -129,7 +129,7 @@ class SnapKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MorphKVConfig(ScoredWindowConfig):
-    """The score is the window's mean attention. The policy has no parameters of its own."""
+    """The score of an entry is the mean attention of the window's queries. The policy adds no parameters."""
 
     name: ClassVar[str] = "morphkv"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.scored_window:MorphKV"
@@ -137,10 +137,10 @@ class MorphKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RKVConfig(ScoredWindowConfig):
-    """The score is the window's mean attention minus the redundancy of the key.
+    """The score of an entry is the mean attention of the window's queries minus the redundancy of the entry's key.
 
-    lam : lambda, the weight of importance against redundancy
-    pooling : as for snapkv
+    lam : lambda, the weight of the attention; the redundancy has the weight 1 - lambda
+    pooling : number of neighbouring entries over which the maximum of the attention is taken
     """
 
     name: ClassVar[str] = "rkv"
@@ -151,13 +151,16 @@ class RKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GKVConfig(ScoredWindowConfig):
-    """The score is a global score, over this compaction and the earlier ones, minus the redundancy of the key.
+    """The score of an entry is its global score minus the redundancy of its key.
 
-    form : combination of the previous global score with the local score: max, mean or sum (G-KV eqs. 3 to 5)
+    The global score combines the mean attention of the window's queries at this compaction and at earlier compactions.
+
+    form : how the previous global score is combined with the local score of this compaction: max, mean or sum (G-KV
+        eqs. 3 to 5)
     alpha : weight of the previous global score
-    redundancy : true lowers the score of keys that repeat other keys
-    lam : lambda, the weight of the score against redundancy
-    pooling : as for snapkv
+    redundancy : true lowers the score of entries whose keys are similar to other keys
+    lam : lambda, the weight of the global score; the redundancy has the weight 1 - lambda
+    pooling : number of neighbouring entries over which the maximum of the global score is taken; 1 is off
     """
 
     name: ClassVar[str] = "gkv"
@@ -171,9 +174,9 @@ class GKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CAKEConfig(ScoredWindowConfig):
-    """The score is the mean plus gamma times the variance of the window's attention.
+    """The score of an entry is the mean of the window's attention to it, plus gamma times the variance.
 
-    gamma : the weight of the variance of attention over the window
+    gamma : weight of the variance over the window's queries
     """
 
     name: ClassVar[str] = "cake"

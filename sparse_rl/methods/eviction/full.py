@@ -1,4 +1,4 @@
-"""Full cache: nothing is evicted. The baseline (RL-Full); every engine does the same before its first compaction."""
+"""Full cache, the baseline RL-Full: no entry is evicted. Under any policy, this holds before the first compaction."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from sparse_rl.policies.base import Policy
 
 
 class Full(Policy):
-    """Keeps all entries; `compact` is never called."""
+    """A policy that keeps all entries; its `compact` is never called."""
 
     config: FullConfig

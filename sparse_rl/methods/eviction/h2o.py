@@ -1,7 +1,8 @@
-"""H2O: accumulated attention (heavy hitters) and the most recent tokens.
+"""H2O: keep the tokens with the most accumulated attention (heavy hitters) and the most recent tokens.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference" (2023), §4: the score of token j is the sum
-of the attention that all queries so far have paid to it, F_j = sum_q A[q, j], without decay, over prefill and decoding.
+of the attention A[q, j] that all queries q so far have paid to it, F_j = sum_q A[q, j], without decay. The sum covers
+prefill and decoding.
 Under grouped-query attention, the sum includes all query heads of the group. By default, half of the budget is recent
 tokens.
 """
@@ -14,11 +15,11 @@ from sparse_rl.methods.config import H2OConfig
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.entries import Entries
 
-CHUNK = 256  # prompt queries at a time, which take [R, Hkv, G, CHUNK, N] floats
+CHUNK = 256  # prompt queries whose attention is computed at a time
 
 
 class H2O(Policy):
-    """Scores by the attention that an entry has received so far: F_j = sum_q A[q, j] (section 4)."""
+    """Scores an entry by the sum of the attention that it has received so far (H2O section 4)."""
 
     config: H2OConfig
     entry_memory = {"mass": 0.0}

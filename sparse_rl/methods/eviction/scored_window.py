@@ -1,8 +1,8 @@
-"""The scored-window family: the attention of the last w queries scores the older entries.
+"""The scored-window family: the score of an older entry is the attention that the last queries pay to it.
 
-SnapKV, MorphKV, R-KV, G-KV and CAKE use one score with different parts switched on. A is the attention of the last w
-queries over the entries held (softmax over all, causal inside the window), and j is a competing entry (neither sink nor
-window):
+SnapKV, MorphKV, R-KV, G-KV and CAKE use one score with different parts switched on. A[g, w, j] is the attention of
+query head g of the group, at query w of the window, to entry j. The softmax runs over all entries held, causally inside
+the window. The scores below are those of competing entries j, which are neither sinks nor in the window:
 
     S_j  = mean_w max_g A[g, w, j]                         local score            G-KV eqs. 1-2
     S^_j = S_j / max_i S_i                                 normalised             G-KV eq. 3
@@ -11,10 +11,13 @@ window):
          = a F'_j + S^_j                                   "sum"                  G-KV eq. 5
     R_j  = softmax_j mean_i sim(i, j)                      redundancy             R-KV eqs. 4-6
 
-F' is the entry's score from the previous compaction; an entry without one (all of the old window) has F = S^. F is
-stored before pooling and redundancy. sim is the cosine of two keys; it is set to 0 on the diagonal, for values under
-0.5, and, for each i, for the most recent of its similar tokens, which represents the others. R-KV, its code and G-KV's
-code average over i; G-KV's appendix writes a sum, which would make the softmax N times as sharp.
+F'_j is the global score of entry j from the previous compaction. An entry without F' (every token that was in the
+window then, or came later) has F = S^. F is stored before pooling and redundancy. sim(i, j) is the cosine of the keys
+of entries i and j. It is set to 0 if i = j, if the cosine is under 0.5, and, for each i, for the most recent of the
+entries similar to i, which represents the others. R-KV, its code and G-KV's code average over i; G-KV's appendix writes
+a sum, which would multiply the argument of the softmax by the number of entries.
+
+In the scores of the policies, l is `lam`, a is `alpha`, and Var_w is the variance over the window:
 
     snapkv   max-pool(S)                     SnapKV eq. 4 (kernel 7) at decode time, as extended by G-KV
     morphkv  S                               MorphKV §3 (attention fused over the window)
@@ -47,7 +50,7 @@ NO_HISTORY = -1.0
 
 
 class ScoredWindow(Policy):
-    """Base class of the family: the window's queries, and the parts of the score."""
+    """Base class of the policies in this module. It computes the parts of the score from the window's queries."""
 
     config: ScoredWindowConfig
 
@@ -56,15 +59,21 @@ class ScoredWindow(Policy):
         return self.config.window
 
     def window_scores(self, entries: Entries) -> Tensor:
-        """max_g A, the attention of each window query, maximum over its group: float32 [R, Hkv, W, N]."""
+        """Return the attention of W window queries to N entries, the maximum over the query heads of each group.
+
+        Returns float32 [R, Hkv, W, N], for R rows and Hkv kv heads.
+        """
         return entries.window_attention(self.config.window).amax(dim=2)
 
     def local_score(self, entries: Entries) -> Tensor:
-        """S, the mean of `window_scores` over the window (G-KV eqs. 1-2): float32 [R, Hkv, N]."""
+        """Return the local score S, float32 [R, Hkv, N], the mean of `window_scores` over the window (G-KV eq. 2)."""
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: Tensor, entries: Entries, kernel: int) -> Tensor:
-        """Maximum over `kernel` neighbouring entries, counting only competing ones: [R, Hkv, N]."""
+        """Return each entry's maximum score over `kernel` neighbours in order of position: [R, Hkv, N].
+
+        Only competing entries count.
+        """
         order = entries.by_position()
         competing = entries.competing(self.config.sinks, self.config.window)
         in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
@@ -73,7 +82,7 @@ class ScoredWindow(Policy):
 
 
 class SnapKV(ScoredWindow):
-    """max-pool(S): the window's mean attention, pooled over neighbours (SnapKV eq. 4)."""
+    """Scores by the window's mean attention, max-pooled over neighbouring entries (SnapKV eq. 4)."""
 
     config: SnapKVConfig
 
@@ -82,7 +91,7 @@ class SnapKV(ScoredWindow):
 
 
 class MorphKV(ScoredWindow):
-    """S: the window's mean attention, not pooled (MorphKV section 3)."""
+    """Scores by the window's mean attention, without pooling (MorphKV section 3)."""
 
     config: MorphKVConfig
 
@@ -91,7 +100,7 @@ class MorphKV(ScoredWindow):
 
 
 class RKV(ScoredWindow):
-    """l max-pool(S) - (1 - l) R: importance against redundancy (R-KV eq. 7)."""
+    """Scores by the pooled mean attention minus the redundancy of the key, weighted by `lam` (R-KV eq. 7)."""
 
     config: RKVConfig
     compares_keys = True
@@ -102,7 +111,7 @@ class RKV(ScoredWindow):
 
 
 class GKV(ScoredWindow):
-    """l F - (1 - l) R / max R: a global score, which outlives a compaction, against redundancy (G-KV section 5)."""
+    """Scores by a global score, carried over between compactions, minus the redundancy of the key (G-KV section 5)."""
 
     config: GKVConfig
     entry_memory = {"history": NO_HISTORY}
@@ -131,7 +140,7 @@ class GKV(ScoredWindow):
 
 
 class CAKE(ScoredWindow):
-    """S + gamma Var_w max_g A: the mean of the window's attention and its variance (CAKE, as in G-KV)."""
+    """Scores by the mean of the window's attention plus gamma times its variance (CAKE, as compared in G-KV)."""
 
     config: CAKEConfig
 
@@ -141,12 +150,15 @@ class CAKE(ScoredWindow):
 
 
 def _over_max(scores: Tensor, competing: Tensor) -> Tensor:
-    """scores / max over the competing entries, per head; 0 if all of these scores are 0."""
+    """Divide the scores of each head by the maximum over its competing entries; return 0 if that maximum is 0."""
     top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
     return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def redundancy(entries: Entries) -> Tensor:
-    """R, the similarity of each entry's key to the other keys: float32 [R, Hkv, N] (R-KV §3.2)."""
+    """Return the redundancy of N entries: the softmax of each key's mean similarity to the other keys (R-KV §3.2).
+
+    Returns float32 [R, Hkv, N], for R rows and Hkv kv heads.
+    """
     assert entries.keys is not None
     return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

@@ -1,7 +1,8 @@
-"""StreamingLLM: attention sinks and the most recent tokens.
+"""StreamingLLM: keep the attention sinks and the most recent tokens.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. The window is the budget minus
-the sinks. (Their rolling cache renumbers positions; here positions stay logical, as in G-KV's baseline.)
+the sinks. (The paper's rolling cache renumbers the positions of its entries; here each entry keeps its position in the
+sequence, as in G-KV's baseline.)
 """
 
 from __future__ import annotations

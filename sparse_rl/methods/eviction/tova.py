@@ -15,7 +15,7 @@ from sparse_rl.policies.entries import Entries
 
 
 class Tova(Policy):
-    """Scores by the last query's attention, the mean over all heads of a layer (section 3.2)."""
+    """Scores an entry by the last query's attention to it, the mean over all heads of a layer (TOVA section 3.2)."""
 
     config: TovaConfig
 

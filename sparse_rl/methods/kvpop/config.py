@@ -1,4 +1,4 @@
-"""The settings of the learned policies, which decide by a model's scorers."""
+"""The settings of the learned policies, whose evictions depend on the scores of a model's scorers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparse_rl.policies.schedule import EvictsBeforeAttending, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedConfig(PolicyConfig):
-    """Settings of policies that decide by a model's scorers.
+    """Settings of policies whose evictions depend on the scores of a model's scorers.
 
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     scorer : a scorer, {name: ..., its parameters} or the name alone
-    prefill : dense, each prompt token sees all tokens before it, and evictions begin at the end of the prompt; masked,
-        evictions begin within the prompt, as in the paper's appendix C (hf only)
+    prefill : with dense, each prompt token sees all tokens before it, and evictions begin at the end of the prompt;
+        with masked, evictions begin within the prompt, as in the paper's appendix C (hf only)
     """
 
     in_parts: ClassVar[bool] = False
@@ -39,8 +39,8 @@ class LearnedConfig(PolicyConfig):
 class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
     """KVpop: keeps sinks, window, and the k other tokens that the model's scorers rank highest.
 
-    budget : number of entries of a kv head, B = sinks + window + k (+ state_entries)
-    decay_every : n, number of positions after which a score decays by one step
+    budget : number of entries of a kv head: sinks + window + k + state_entries
+    decay_every : number of positions after which a score decays by one step
     state_entries : number of entries of the budget that are not used, because the scorer's state takes their memory
     """
 
@@ -70,15 +70,16 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryConfig(Configuration):
-    """The scorers' loss (loss.py).
+    """Settings of the scorers' boundary loss, whose equations are in sparse_rl/methods/kvpop/loss.py.
 
-    temperature : tau
-    margin : true weights pairs by the target's margin
-    margin_floor : omega_min, the minimum of this weight
-    margin_temperature : tau_omega, its temperature
-    balance_min, balance_max : c_min and c_max, bounds of the weights of kept and dropped pairs, 1 / (2 their share)
-    queries : number of queries drawn per row; None means all
-    late : share of the queries that is drawn with a bias towards the row's end
+    temperature : tau, divides the score difference of a pair
+    margin : true weights pairs by the margin between the training target's scores of the two tokens
+    margin_floor : omega_min, the minimum of the margin weight
+    margin_temperature : tau_omega, divides the margin in the margin weight
+    balance_min, balance_max : c_min and c_max, bounds of the balance weight of kept or of dropped pairs; without
+        bounds, that weight is 1 / (2 x the share of such pairs)
+    queries : number of queries sampled at random per row; None means all
+    late : share of the queries that is sampled with a bias towards the row's end
     """
 
     temperature: Positive = 1.0

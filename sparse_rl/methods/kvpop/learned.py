@@ -1,4 +1,4 @@
-"""Base class of the learned policies: binding to a model's scorers, and the scorers' memory of a sequence."""
+"""Base class of the learned policies, which use the scorers of a model and keep the scorers' memory of a sequence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sparse_rl.policies.entries import Chunk
 
 
 class LearnedPolicy(Policy):
-    """Decides before a query attends, by the scores of the tokens.
+    """Base class of policies that evict by the scores of the tokens, before a query attends.
 
-    scorers : one per layer, after `bound_to` a model
+    scorers : one scorer per layer, set by `bound_to`; empty until then
     """
 
     config: LearnedConfig
@@ -36,7 +36,11 @@ class LearnedPolicy(Policy):
         return self.with_scorers(scorers)
 
     def check(self, scorer: ScorerConfig | None, whose: str) -> None:
-        """Raise UserError if a model's scorers differ from the policy's settings; None means it has no scorers."""
+        """Raise UserError if a model has no scorers, or if they differ from the policy's settings.
+
+        scorer : the settings of the model's scorers; None means that the model has no scorers
+        whose : the name of the model in the message
+        """
         if scorer is None:
             remedy = "train some with kind: kvpop, or use another policy"
             raise UserError(
@@ -65,7 +69,10 @@ class LearnedPolicy(Policy):
         return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
 
     def scores_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Scores float32 [R, Hkv, T] of tokens `delay` before the chunk's, and their positions int64 [R, T] >= 0."""
+        """Return scores and positions of T tokens: those that are `delay` positions before the tokens of the chunk.
+
+        Returns the scores float32 [R, Hkv, T], for R rows, and the positions int64 [R, T], clamped to at least 0.
+        """
         count = chunk.keys.shape[2]
         x = torch.cat([chunk.keys, chunk.values], dim=-1)
         to_score = x

@@ -14,10 +14,12 @@ from sparse_rl.methods.kvpop.view import LayerTarget
 
 @dataclass(frozen=True)
 class Pairs:
-    """At sampled queries q, pairs of the token that leaves the window and the worst token that the target keeps.
+    """One pair of tokens for each of N sampled queries, in each kv head of B rows.
 
-    new, boundary int64 [B, Hkv, N]: tokens; label float [B, Hkv, N]: +1 if the target keeps the new token, else -1
-    weight float [B, Hkv, N]: omega; 0 if there is no pair
+    new : int64 [B, Hkv, N], the token that leaves the window when the query arrives
+    boundary : int64 [B, Hkv, N], the worst of the tokens that the training target keeps at this query
+    label : float [B, Hkv, N], +1 if the target keeps the new token, else -1
+    weight : float [B, Hkv, N], omega, the weight of the pair in the loss; 0 if the query has no pair
     """
 
     new: Tensor
@@ -27,19 +29,21 @@ class Pairs:
 
 
 class BoundaryLoss:
-    """KVpop's loss of a layer's scores r, against the target's scores r*, at the tokens where the cache decides.
+    """KVpop's loss: it trains a layer's scores r to decide as the training target's scores r* do.
 
-    The target keeps the k tokens with the best r*. At query q, token t_new = q - w leaves the window; y = +1 if it is
-    one of these k, else -1; t_bnd is the worst of the k. With r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma,
+    The target keeps the k tokens with the best r*. At query q, token t_new = q - w leaves the window of w tokens. The
+    label y is +1 if t_new is one of the k tokens that the target keeps, else -1. t_bnd is the worst of these k tokens.
+    The score of token t, decayed up to query q, is r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma, where n is
+    `decay_every` and gamma the decay of the kv head. The loss is
 
         L = E[omega softplus(-y (r_new(q) - r_bnd(q)) / tau)]
         omega = beta / E[beta] (omega_min + (1 - omega_min) sigmoid(D / tau_omega))                  appendix B.5
         beta = min(max(1 / (2 rho), c_min), c_max),  D = y (r*_new(q) - r*_bnd(q))
 
-    rho is the share of pairs of the same kind (kept or dropped) in the pair's head. The balance beta is normalised to a
-    mean of 1 before it is multiplied by the margin weight, so that a layer with small margins has a small loss. If the
-    new token is itself the worst of the k, there is no pair. Our choices: the values of omega_min, tau_omega, c_min and
-    c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
+    rho is the share of pairs with the same label (kept or dropped) in the pair's kv head. The balance beta is
+    normalised to a mean of 1 before it is multiplied by the margin weight, so that a layer with small margins has a
+    small loss. If the new token is itself the worst of the k, there is no pair. Our choices: the values of omega_min,
+    tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
 
     In the configuration, temperature is tau; margin turns the weight by D on; margin_floor is omega_min;
     margin_temperature is tau_omega; balance_min and balance_max are c_min and c_max. Queries are drawn with repetition,
@@ -50,10 +54,13 @@ class BoundaryLoss:
         self.config = config
 
     def draw(self, lengths: Tensor, first: int, width: int) -> Tensor:
-        """Draw queries from `first` up to each row's end: int64 [B, N]; -1 in rows that are too short.
+        """Draw the positions of N queries for each of B rows, from position `first` up to the row's end.
 
-        lengths : int64 [B]
-        width : number of tokens of the longest row; if the configuration sets no number of queries, each is a query
+        lengths : int64 [B], number of tokens of each row
+        width : number of tokens of the longest row; used only if the configuration sets no number of queries, because
+            then every token from `first` on is a query
+
+        Returns int64 [B, N], with -1 in rows that are too short.
         """
         count = (lengths - first).clamp(min=0)[:, None]
         if self.config.queries is None:
@@ -67,12 +74,13 @@ class BoundaryLoss:
 
     @torch.no_grad()
     def pairs(self, target: LayerTarget, log_decay: Tensor, queries: Tensor, *, window: int, decay_every: int) -> Pairs:
-        """The pairs of one layer at sampled queries, with their labels and weights.
+        """Return the pairs of one layer at the sampled queries, with their labels and weights.
 
-        target : the layer's target scores r*, and the tokens that a cache ranking by them would hold
+        target : the layer's target scores r*, and the tokens that a cache would hold that ranks by r*
         log_decay : log gamma, float32 [Hkv]
         queries : int64 [B, N], from `draw`; -1 means no query
-        window : w; decay_every : n
+        window : w in the class docstring
+        decay_every : n in the class docstring
         """
         best, heads = target.best, target.scores.shape[1]
         at = queries.clamp(min=0)[:, None].expand(-1, heads, -1)
@@ -94,9 +102,10 @@ class BoundaryLoss:
         return Pairs(new, boundary, label, weight)
 
     def __call__(self, scores: Tensor, log_decay: Tensor, pairs: Pairs, *, decay_every: int) -> Tensor:
-        """The loss L of one layer, a scalar: the mean over its pairs. Gradients reach the scores and gamma.
+        """Return the loss L of one layer, a scalar: the mean over the layer's pairs. Gradients reach scores and gamma.
 
-        scores : r, float32 [B, Hkv, S]; log_decay : float32 [Hkv]
+        scores : r, float32 [B, Hkv, S], for B rows of S tokens
+        log_decay : log gamma, float32 [Hkv]
         """
         lead = _lead(scores, log_decay, decay_every, pairs.new, pairs.boundary)
         losses = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
@@ -104,6 +113,9 @@ class BoundaryLoss:
 
 
 def _lead(scores: Tensor, log_decay: Tensor, decay_every: int, new: Tensor, boundary: Tensor) -> Tensor:
-    """r_new(q) - r_bnd(q), which is the same for every q: float32 [B, Hkv, N]."""
+    """Return r_new(q) - r_bnd(q), the decayed score difference of each pair, which does not depend on q.
+
+    Returns float32 [B, Hkv, N].
+    """
     younger = boundary // decay_every - new // decay_every  # <= 0
     return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

@@ -1,14 +1,16 @@
 """KVpop: keeps sinks, the window, and the k other entries that a learned scorer ranks highest.
 
-Token t = q - w leaves the window as query q arrives, and competes before q attends; a token dropped then gets
-evict_at = q. All scores of a kv head decay at one rate, so their order never changes and a dropped token never returns:
+When query q arrives, token t = q - w leaves the window of w tokens. It then competes with the entries kept so far,
+before q attends. A token that is dropped at this point gets evict_at = q. All scores of a kv head decay at the same
+rate gamma, so their order never changes and a dropped token never returns. The score of token t at query q is
 
     r_t(q) = r_t + (floor(q / n) - floor(t / n)) log gamma        (n = 1 in the papers' main runs)
 
-A departure: for n > 1 the papers write floor((q - t) / n), under which a dropped token could come back.
+where n is `decay_every`. A departure: for n > 1 the papers write floor((q - t) / n), under which a dropped token could
+come back.
 
-Training decides for all queries at once, with `sparse_rl.kernels.running_topk`; decoding decides here, for one query
-after another.
+In training, `sparse_rl.kernels.running_topk` decides for all queries at once; in decoding, this module decides for one
+query after another.
 """
 
 from __future__ import annotations
@@ -22,21 +24,26 @@ from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.policies.entries import Arriving, Chunk, Entries
 
-PRIORITY = "priority"  # r_t - floor(t / n) log gamma, which gives the same order at every q
+PRIORITY = "priority"  # r_t - floor(t / n) log gamma; it orders tokens as r_t(q) does at every query q
 
 
 class KVpop(LearnedPolicy):
-    """KVpop; in decoding, a full kv head holds exactly `budget - state_entries` entries."""
+    """The policy KVpop. In decoding, a full kv head holds exactly `budget - state_entries` entries."""
 
     config: KVpopPolicyConfig
     entry_memory = {PRIORITY: 0.0}
 
     def priority(self, scores: Tensor, log_decay: Tensor, positions: Tensor) -> Tensor:
-        """r_t - floor(t / n) log gamma for scores [R, Hkv, T] of tokens at int64 [R, T], as in running_topk."""
+        """Return r_t - floor(t / n) log gamma, the priority by which `running_topk` ranks tokens too.
+
+        scores : r, [R, Hkv, T], of T tokens in each of R rows
+        log_decay : log gamma, [Hkv]
+        positions : int64 [R, T], positions t of the tokens
+        """
         return scores - self.aged(log_decay[:, None], positions[:, None])
 
     def aged(self, log_decay: Tensor, positions: Tensor) -> Tensor:
-        """floor(t / n) log gamma, for log gamma and positions of any shapes that broadcast."""
+        """Return floor(t / n) log gamma, for `log_decay` and positions t whose shapes broadcast."""
         return log_decay * (positions // self.config.decay_every)
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
@@ -83,9 +90,12 @@ class KVpop(LearnedPolicy):
         return entries.valid() & ~(full & (slots == worst_slot[..., None]))
 
     def worst(self, entries: Entries, but: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """(slot, priority, NaN flag), each [R, Hkv], of the worst competing entry as query seen - 1 arrives.
+        """Find the worst competing entry of each kv head when the newest query arrives.
 
-        but : number of tokens left out, from those that left the window last
+        but : number of tokens that do not compete although they have left the window: those that left it last
+
+        Returns the slot of the entry, its priority, and a flag that is True if a priority is NaN, each [R, Hkv] for R
+        rows. Among equal priorities, the latest entry is the worst.
         """
         competing = entries.competing(self.config.sinks, self.config.window + but)
         among = entries.state[PRIORITY].masked_fill(~competing, float("inf"))

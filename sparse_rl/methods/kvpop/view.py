@@ -1,7 +1,7 @@
 """Attention in training under the evictions that scorers decide; each layer decides by its own keys and values.
 
-The decisions of a forward pass are made once, and the recomputed forward pass replays them, as it replays an engine's
-decisions: otherwise a kernel that sums in another order could evict another token in the backward pass.
+The evictions of a forward pass are decided once. Gradient checkpointing recomputes the forward pass; the recomputation
+uses the same evictions, because a kernel that sums in another order could otherwise evict another token.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from sparse_rl.methods.config import KVpopPolicyConfig
 
 
 def share_held(held: Tensor, lengths: Tensor) -> Tensor:
-    """Share of each row's fed tokens (all but the last) that is held at the end: float [B], mean over heads.
+    """Return the share of each row's fed tokens (all but the last) that is held at the row's end, the mean over heads.
 
     held : float [B, Hkv, S], from 0 to 1, the degree to which the last query that is fed sees each token
-    lengths : int64 [B]
+    lengths : int64 [B], number of tokens of each row
+
+    Returns float [B].
     """
     fed = (lengths - 1).clamp(min=1)
     counted = torch.arange(held.shape[-1], device=held.device) < fed[:, None]
@@ -36,7 +38,11 @@ def share_held(held: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass
 class LayerTarget:
-    """A layer's target: scores float32 [B, Hkv, S], and the tokens that a cache ranking by them would keep."""
+    """The training target of a layer's scorer.
+
+    scores : float32 [B, Hkv, S], the scores that the scorer learns to predict
+    best : the tokens that a cache would keep that ranks by `scores`
+    """
 
     scores: Tensor
     best: RunningTopK
@@ -44,7 +50,12 @@ class LayerTarget:
 
 @dataclass
 class _Decided:
-    """A layer's decisions: evict_at int32 [B, Hkv, S]; evicts: True if any token is; known: input of the loss."""
+    """A layer's decisions.
+
+    evict_at : int32 [B, Hkv, S], the first query that does not see each token
+    evicts : True if any token is evicted
+    known : third input of the loss, from `prepare`
+    """
 
     evict_at: Tensor
     evicts: bool
@@ -52,28 +63,31 @@ class _Decided:
 
 
 class LearnedView:
-    """A `kv_view` for one forward pass, and its backward pass, over B right-padded rows.
+    """A `kv_view` for one forward and backward pass over B right-padded rows of S columns.
 
     Parameters
     ----------
-    scorers : one per layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
-    policy : settings, of which sinks, window, k and decay are used
+    scorers : one function per layer, called with (keys, values, window); it returns the scores, float32 [B, Hkv, S],
+        and the logarithm of each kv head's decay gamma, [Hkv]
+    policy : settings; only sinks, window, k and decay_every are used
     lengths : int64 [B], number of tokens of each row
-    prompts : int64 [B], number of tokens of each prompt, which sees all of itself; evictions within it happen at its
-        end. None means that evictions apply from the start
-    target : the target that the scorers learn to predict; None means no target, only attention
-    prepare : (target, log gamma) -> the third input of `loss`; called once per layer, without gradients
-    loss : (scores, log gamma, result of `prepare`) -> a scalar
+    prompts : int64 [B], number of tokens of each prompt; evictions that fall within a prompt happen at its end, so that
+        prompt queries see all prompt tokens before them. None means that evictions apply from the first query
+    target : computes the training target that the scorers learn to predict; None means that there is no target, and the
+        view only attends
+    prepare : function, (training target, log gamma) -> the third input of `loss`; called once per layer, without
+        gradients
+    loss : function, (scores, log gamma, result of `prepare`) -> a scalar
     kernel : one of ATTENTION_KERNELS
     recorded : int32 [L, B, Hkv, S], evict_at of an engine, used in attention instead of the scorers' own decisions
 
     Attributes
     ----------
-    own : by layer, the scorers' own decisions, int32 [B, Hkv, S]; stored only if `recorded` is given
-    losses : by layer, the losses, after the forward pass; they keep its graph alive
-    recalls : by layer, (held, of): over all queries, the number of tokens that the target would keep (of), and the
-        number of these that are kept (held)
-    retained : by layer, float [B], the share of each row's tokens that is held at the end, as in
+    own : for each layer, evict_at as the scorers decide, int32 [B, Hkv, S]; stored only if `recorded` is given
+    losses : for each layer, the loss, after the forward pass; the losses keep the autograd graph alive
+    recalls : for each layer, a pair (held, of), summed over all queries: `of` counts the tokens that the target would
+        keep, and `held` counts those among them that are kept
+    retained : for each layer, float [B], the share of each row's tokens that is held at the row's end, as in
         EvictionTrace.retention
     """
 
@@ -101,7 +115,7 @@ class LearnedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Memory that the replay of the view's decisions holds, and memory of the scorers' target."""
+        """Return the memory that replaying the evictions needs, and the memory of the scorers' training target."""
         sizes = replayed.rows, replayed.heads, replayed.head_dim, replayed.length
         held = future_bytes(*sizes, replayed.model_itemsize, replayed.cuda)
         return [*ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
@@ -113,14 +127,14 @@ class LearnedView:
             self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)
         decided = self._decided[layer]
         if self.loss is not None:
-            loss = self.loss(scores, log_decay, decided.known)  # computed again when the layer is recomputed
+            loss = self.loss(scores, log_decay, decided.known)  # also computed when checkpointing recomputes the layer
             self.losses.setdefault(layer, loss)
         if not decided.evicts:
             return sdpa(query, key, value, scaling, causal=True)
         return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.kernel)
 
     def running_topk(self, scores: Tensor, log_decay: Tensor) -> RunningTopK:
-        """The running top k under the policy, of scores [B, Hkv, S]."""
+        """Return the tokens that the policy keeps at every query if it ranks by the scores [B, Hkv, S]."""
         policy = self.policy
         return running_topk(
             scores,

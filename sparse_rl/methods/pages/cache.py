@@ -1,8 +1,12 @@
-"""PagedCache: all keys and values, and the summaries of closed pages; a query reads a cover of them.
+"""PagedCache: holds all keys and values and the summaries of closed pages; a query reads only a cover of them.
 
-A cover represents every token once, by its own entry or by a summary. Token t of a row is in slot t. When a query
-arrives, pages that close at this query are summarised. Then the query chooses pages, and attends to sinks, tail, the
-other summaries and the chosen pages' tokens. So a step reads O(sinks + window + pages + K n) entries.
+A cover represents every token once, either by the token's own entry or by a summary. Token t of a row is in slot t.
+When a query arrives, the pages that close at this query are summarised. Then the query chooses up to K pages, and
+attends to the sinks, the tail, the tokens of the chosen pages, and the summaries of the other pages. So a step reads
+O(sinks + window + number of pages + K n) entries, with n tokens in a page.
+
+Sizes in shapes: B rows, Hkv kv heads, Hq query heads, C slots, M pages, K pages that a query opens, S tokens,
+D head_dim.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.methods.pages.pages import attention_weights, choose, random_weights, summarise
 from sparse_rl.policies.base import Policy
 
-KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
-OPENED = "opened"  # also in a layer's memory: int16 [B, Hkv, S, K]
+KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: summaries [B, Hkv, M, D], rounded to the cache's dtype
+OPENED = "opened"  # in a layer's memory: the pages that each query opened, int16 [B, Hkv, S, K]
 RECEIVED, WEIGHTS = (
     "received",
     "pi",
-)  # in a layer's state, [B, Hkv, C]: attention received so far; weight in its summary, float32
+)  # in a layer's state, [B, Hkv, C]: attention that a token received so far; weight of a token in its page's summary
 MOST_PAGES = torch.iinfo(torch.int16).max
 CHUNK = 256  # prompt queries whose attention is summed at a time
 ROOM = 64  # pages for which memory is added at a time
@@ -51,7 +55,7 @@ class PagedCache(EvictingCache):
         self._plan_cover(device)
 
     def _plan_cover(self, device: torch.device) -> None:
-        """Plan what all layers of this forward pass read in common: the raw tokens, int64 [B, R], and the summaries."""
+        """Prepare a forward pass for all layers: store the columns of the raw tokens to read, and the closed pages."""
         pages = self.pages
         start = [pages.sinks + count * pages.size for count in self._closed]
         longest = max(max(n - s for n, s in zip(self.seen, start, strict=True)), 0)
@@ -62,7 +66,7 @@ class PagedCache(EvictingCache):
         self._tokens, self._hidden = tokens.masked_fill(hidden, 0), hidden[:, None, None]
         closed = torch.tensor(self._closed, device=device)
         numbers = torch.arange(max(self._closed), device=device)
-        self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], pages not closed yet
+        self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], True for pages that are not closed yet
         self._allowed = None
         if self.config.fraction is not None:
             self._allowed = torch.tensor([self.most_opened(count) for count in self._closed], device=device)
@@ -75,7 +79,7 @@ class PagedCache(EvictingCache):
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
     def further(self, row: int, length: int) -> dict[str, Tensor]:
-        """The sections paged_with, closed_at, opened, and also pi if summaries are not plain means."""
+        """Return the trace sections paged_with, closed_at, opened, and, if summaries are not plain means, pi."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
         missing = length - opened.shape[2]
@@ -146,7 +150,7 @@ class PagedCache(EvictingCache):
         return out.to(value.dtype).reshape(query.shape)
 
     def _close(self, index: int, layer: Layer) -> None:
-        """Summarise the pages for which this query is the first to read a summary."""
+        """Summarise the pages that close at the current query, which is the first query to read their summaries."""
         low = min(a for a, b in zip(self._were, self._closed, strict=True) if a < b)
         high, device, pages = max(self._closed), layer.keys.device, self.pages
         batch, heads = layer.keys.shape[:2]
@@ -181,9 +185,11 @@ class PagedCache(EvictingCache):
 
 
 def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention with one softmax over several parts: output [..., T, D], and weights of the first part [..., T, N].
+    """Attend from T queries to several parts of N entries each, with one softmax over all parts.
 
     read : (logits [..., T, N], values [..., N, D]) of each part
+
+    Returns the attention output [..., T, D], and the attention weights of the first part [..., T, N].
     """
     shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
     parts = [a @ v for a, (_, v) in zip(shares, read, strict=True)]
@@ -191,9 +197,13 @@ def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _prompt_attention(query: Tensor, key: Tensor, scaling: float, lengths: Tensor) -> Tensor:
-    """Attention that each prompt token receives from all queries of its prompt, mean over a group: [B, Hkv, S].
+    """Return the attention that each prompt token receives from all queries of its prompt: [B, Hkv, S].
 
-    query : [B, Hq, S, D]; key : [B, Hkv, S, D]; lengths : int64 [B], number of tokens of each prompt
+    The attention is summed over the queries, and averaged over the query heads of a group.
+
+    query : [B, Hq, S, D]
+    key : [B, Hkv, S, D]
+    lengths : int64 [B], number of tokens of each prompt
     """
     heads, width = key.shape[1:3]
     grouped, key_positions = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)

@@ -1,10 +1,14 @@
 """Clustered attention: no entry is evicted, but a query reads only a part of the entries (sparse_rl/methods/pages).
 
-LuKA section 3.2. The pages that a query opens are recorded and replayed. Three departures, each with the setting that
-restores the paper's form: log n is added to the logit of a summary of n tokens, which in equation 1 weighs as one token
-(`bias: none`); the softmax is over everything that is read, but equation 3 leaves the mass of an opened page unchanged
-(`softmax: nested`); and a summary is the mean of its page, but section 5 weights tokens by their attention
-(`compressor: attention`).
+This is LuKA section 3.2. The pages that a query opens are recorded and replayed. There are three departures from the
+paper; a setting restores each of the paper's forms:
+
+- log n is added to the logit of a summary of n tokens. In equation 1, a summary weighs as much as one token
+  (`bias: none`).
+- One softmax covers all entries that are read. In equation 3, opening a page leaves its attention mass unchanged
+  (`softmax: nested`).
+- A summary is the mean of its page's tokens. In section 5, tokens are weighted by their attention
+  (`compressor: attention`).
 """
 
 from __future__ import annotations
@@ -17,18 +21,18 @@ from sparse_rl.policies.base import Policy
 
 
 class Clustered(Policy):
-    """LuKA's clustered attention: all entries are held, and queries read most pages as summaries (module docstring)."""
+    """LuKA's clustered attention: the cache holds all entries, and queries read most pages as summaries."""
 
     config: ClusteredConfig
     score_reads = ()
 
     @property
     def pages(self) -> Pages:
-        """The division of tokens into pages."""
+        """Division of tokens into pages, as the settings define it."""
         return Pages.of(self.config)
 
     def most_opened(self, closed: int) -> int:
-        """Maximum number of pages that a query may open if `closed` pages are closed."""
+        """Return the maximum number of pages that a query may open if `closed` pages are closed."""
         share = 1 if self.config.fraction is None else self.config.fraction
         return min(self.pages.most, math.ceil(share * closed - 1e-9))  # as floats, 0.07 x 100 is a little more than 7
 
@@ -36,7 +40,11 @@ class Clustered(Policy):
         return entries // self.config.page
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """Number of sinks, tail tokens and summaries, with the tokens of each opened page instead of its summary."""
+        """Return the maximum number of entries that a decoding query reads until `fed` tokens have been fed.
+
+        A query reads sinks, tail, and one summary per closed page; for an opened page, it reads the page's tokens
+        instead of the summary.
+        """
         pages = self.pages
 
         def read(query: int) -> int:

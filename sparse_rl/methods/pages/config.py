@@ -16,21 +16,22 @@ from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredConfig(PolicyConfig):
-    """All entries are held, and queries read most pages of tokens as one summary each (LuKA section 3.2).
+    """The cache holds all entries; queries read most pages of tokens as one summary per page (LuKA section 3.2).
 
     page : number of tokens of a page
-    window : minimum number of tokens after a page before its summary is read instead of its tokens
+    window : minimum number of tokens between the end of a page and the first query that reads the page's summary
+        instead of its tokens
     sinks : number of first tokens, which belong to no page
-    open_pages : maximum number of pages that a query reads token by token; null means 3, or 16 if threshold or fraction
-        is given
-    bias : log_n, a summary weighs as much as its n tokens; none, as much as one token
-    values : kept; or zero, summaries have only keys, for comparison
-    compressor : weights of a page's tokens in its summary: mean, equal weights; attention, by the attention that each
-        token received until the page closed; random, one token of the page is the summary
-    threshold : only pages whose summary has a larger share of the attention are opened; for evaluation only
+    open_pages : maximum number of pages that a query opens, that is, reads token by token; null means 3, or 16 if
+        threshold or fraction is given
+    bias : with log_n, a summary weighs as much in the softmax as its n tokens; with none, as much as one token
+    values : with kept, summaries have keys and values; with zero, their values are zero (for comparison)
+    compressor : weights of a page's tokens in its summary: mean weights all tokens equally; attention weights each
+        token by the attention that it received until the page closed; random uses one random token as the summary
+    threshold : only pages whose summary has a larger share of the attention than this are opened; for evaluation only
     fraction : share of the closed pages that is opened, rounded up; for evaluation only
-    softmax : joint, one softmax over everything that is read; nested, the tokens of an opened page share the weight of
-        its summary (the paper's equation 3), for evaluation only
+    softmax : joint uses one softmax over all entries that are read; with nested, the tokens of an opened page share the
+        weight of the page's summary (the paper's equation 3), for evaluation only
     """
 
     name: ClassVar[str] = "clustered"
@@ -83,7 +84,8 @@ class ClusteredConfig(PolicyConfig):
 class PartConfig(Configuration):
     """The policy of a range of layers.
 
-    layers : number of layers if the parts sum to the model's number of layers; otherwise a proportion
+    layers : number of layers of the range; if these numbers do not sum to the model's number of layers, they are taken
+        as proportions
     cache : policy of these layers, {policy: a name, its parameters}, or the name alone
     """
 
@@ -92,7 +94,7 @@ class PartConfig(Configuration):
 
 
 def mixed() -> list[PartConfig]:
-    """The parts of LuKA's mixed attention for 36 layers, as in the paper's figure 5."""
+    """Return the parts of LuKA's mixed attention for 36 layers, as in the paper's figure 5."""
     return [
         PartConfig(layers=8, cache=LinedConfig()),
         PartConfig(layers=20, cache=ClusteredConfig()),
@@ -104,8 +106,8 @@ def mixed() -> list[PartConfig]:
 class LayeredConfig(PolicyConfig):
     """A separate policy for each range of layers, as in LuKA's mixed attention.
 
-    parts : ranges of layers in order, from the first layer on; null means 8 layers lined, 20 clustered, 8 lined, each
-        with the defaults of its policy
+    parts : ranges of layers in order, from the first layer on; null means 8 layers with lined, 20 with clustered and 8
+        with lined, all with the default parameters
     """
 
     name: ClassVar[str] = "layered"
@@ -131,12 +133,12 @@ class LayeredConfig(PolicyConfig):
 
     @property
     def ranges(self) -> list[PartConfig]:
-        """The parts, either given or default."""
+        """Ranges of layers with their policies: `parts`, or the default."""
         assert self.parts is not None
         return self.parts
 
     def spans(self, layers: int) -> list[int]:
-        """Number of layers of each part, in a model with this many layers."""
+        """Return the number of layers of each part in a model with `layers` layers."""
         return spans([part.layers for part in self.ranges], layers)
 
     @property
@@ -168,7 +170,7 @@ class LayeredConfig(PolicyConfig):
 
 
 def spans(shares: Sequence[int], whole: int) -> list[int]:
-    """Split `whole` in these proportions; each boundary is rounded."""
+    """Split the number `whole` in the proportions `shares`, with rounded boundaries; return the parts."""
     total, past, cuts = sum(shares), 0, [0]
     for share in shares:
         past += share

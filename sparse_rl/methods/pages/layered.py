@@ -1,7 +1,7 @@
 """A separate policy for each range of layers (LuKA section 3.3).
 
-The paper's mixed attention is lined in the first and last layers, and clustered in between. An engine gives each part
-its own cache; this policy only defines the layers of each part.
+The paper's mixed attention uses lined attention in the first and last layers, and clustered attention in between. An
+engine gives each part its own cache; this policy only defines the layers of each part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparse_rl.policies.schedule import PerLayer
 
 
 class Layered(Policy):
-    """A separate policy for each range of layers; an engine keeps their caches apart.
+    """A separate policy for each range of layers; an engine gives each range its own cache.
 
     parts : the policies, in order of layers
     spans : number of layers of each part; taken from the settings until the policy is `bound_to` a model
@@ -40,6 +40,6 @@ class Layered(Policy):
         return list(zip(self.parts, self.config.spans(layers), strict=True))
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """Mean over layers, rounded up."""
+        """Return the maximum number of entries that a decoding query reads, the mean over layers, rounded up."""
         read = [part.most_read(prompt, fed) * span for part, span in zip(self.parts, self.spans, strict=True)]
         return math.ceil(sum(read) / sum(self.spans))

@@ -1,6 +1,6 @@
-"""LayeredCache: a separate cache for each range of layers, under its own policy.
+"""LayeredCache: a separate cache for each range of layers, under the policy of that range.
 
-Each part keeps its own counts, because the number of entries held differs between layers.
+Each cache keeps its own counts, because the number of entries held differs between layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayeredCache:
 
     policy : the policy, bound to the model
 
-    parts : (layers, their cache), from the first layer on
+    parts : a range of layers and the cache of these layers, for each range from the first layer on
     """
 
     past = 0
@@ -63,7 +63,11 @@ class LayeredCache:
         return self._of(layer).queries(layer)
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """The trace of one row, with the pages' sections, filled up for layers without pages, and the paged layers."""
+        """Return the trace of one row, of `length` tokens.
+
+        Sections with values for all layers get filler values in layers without pages. If there are pages, the section
+        paged_layers names the layers that have them.
+        """
         evict_at = torch.cat([cache.evict_at(row, length) for _, cache in self.parts])
         sections: dict[str, Tensor] = {}
         paged: list[int] = []
@@ -72,7 +76,7 @@ class LayeredCache:
             paged += layers if "opened" in part_sections else []
             for name, values in part_sections.items():
                 if name not in OF_LAYERS:
-                    sections[name] = values  # sections without layers, the same in all parts
+                    sections[name] = values  # a section without a layer axis is the same in all parts
                     continue
                 empty = values.new_full((len(evict_at), *values.shape[1:]), OF_LAYERS[name])
                 sections.setdefault(name, empty)[layers.start : layers.stop] = values

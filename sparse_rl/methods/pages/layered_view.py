@@ -1,4 +1,4 @@
-"""Replay of layers with different kinds of caches: each layer is replayed by the view of its kind."""
+"""Replay of a model whose layers have different kinds of caches; each kind of layer is replayed by its own view."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparse_rl.methods.pages.view import PagedView
 
 
 class LayeredView(TraceView):
-    """Replays the layers in paged_layers, int32 [N], as pages, and the other layers as evictions.
+    """Replays pages in the layers that the trace section paged_layers lists, and evictions in the other layers.
 
-    The other layers' values of `opened` and `pi` are not used.
+    In the other layers, the values of `opened` and `pi` are not used.
     """
 
     replays: ClassVar = PagedView.replays | {"paged_layers"}
@@ -37,7 +37,7 @@ class LayeredView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Memory of the part that holds most, because layers are replayed one at a time."""
+        """Return the memory of the part that needs most, because layers are replayed one at a time."""
         held = (part.cache.part("view").holds(part.cache, replayed) for part in config.ranges)
         return max(held, key=lambda items: sum(size for _, size, _ in items))
 

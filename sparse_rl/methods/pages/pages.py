@@ -1,6 +1,6 @@
 """Pages of tokens: the closed pages, their summaries, and the pages that a query opens (LuKA section 3.2).
 
-Pure tensor code over rows and kv heads, shared by engine and trainer.
+Engine and trainer share this code, which works on tensors over rows and kv heads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from sparse_rl.kernels.ranked import ranked
 
 @dataclass(frozen=True)
 class Pages:
-    """The division of tokens into pages, as numbers that a trace holds (the package docstring defines pages).
+    """The division of tokens into pages, as numbers that a trace holds; sparse_rl/methods/pages defines pages.
 
     size : n, number of tokens of a page
     window : minimum number of tokens between a page's end and its closing
     sinks : number of tokens before the first page, always raw
     most : K, maximum number of pages that a query opens
-    weighed : True if log n is added to a summary's logit, so that it weighs as much as n tokens; else as much as one
-    valued : True if a summary has a value; else its value is zero
-    uniform : True if a summary is the plain mean; else the trace has the weight of each token in it (section pi)
-    joint : True if one softmax covers everything that is read; else the tokens of an opened page share the weight that
-        its summary has in the softmax over sinks, tail and summaries (equation 3), which is not replayed
+    weighed : True if log n is added to a summary's logit, so that a summary weighs as much as n tokens; if False, it
+        weighs as much as one token
+    valued : True if a summary has a value; if False, the value is zero
+    uniform : True if a summary is the plain mean of its tokens; if False, the trace section pi holds the weights of
+        tokens in their summaries
+    joint : True if one softmax covers all entries that are read; if False, the tokens of an opened page share the
+        weight that the page's summary has in the softmax over sinks, tail and summaries (equation 3), and the trace
+        cannot be replayed
     """
 
     size: int
@@ -42,7 +45,7 @@ class Pages:
 
     @classmethod
     def of(cls, config: Any) -> Pages:
-        """The division that a policy's settings define. config : ClusteredConfig"""
+        """Return the division that a policy's settings define. config : ClusteredConfig"""
         return cls(
             config.page,
             config.window,
@@ -56,12 +59,12 @@ class Pages:
 
     @classmethod
     def read(cls, settings: Tensor) -> Pages:
-        """The division that a trace was sampled under. settings : the section paged_with, int32 [8]"""
+        """Return the division under which a trace was sampled. settings : the trace section paged_with, int32 [8]"""
         size, window, sinks, most, *flags = settings.tolist()
         return cls(size, window, sinks, most, *map(bool, flags))
 
     def settings(self) -> Tensor:
-        """The section paged_with: int32 [8]."""
+        """Return the trace section paged_with, int32 [8]: the fields of this class as numbers."""
         return torch.tensor(astuple(self), dtype=torch.int32)
 
     @property
@@ -70,38 +73,42 @@ class Pages:
         return math.log(self.size) if self.weighed else 0.0
 
     def closed(self, prompt: Any, query: Any) -> Any:
-        """Number of closed pages, always the first pages, whose summaries a query sees.
+        """Return the number of closed pages for a query; the closed pages are always the first ones.
 
-        prompt : length of the prompt; query : the query's position; ints, or int64 tensors of one shape
+        prompt : length of the prompt, an int or an int64 tensor
+        query : position of the query, an int or an int64 tensor of the same shape
         """
         behind = query - self.window - self.sinks
         return (query >= prompt) * (behind > 0) * behind // self.size
 
     def closing(self, prompt: int, length: int) -> Tensor:
-        """The section closed_at: int32 [P], for each page that closes, the first query that sees its summary.
+        """Return the trace section closed_at: for each page that closes, the first query that sees its summary.
 
-        prompt : length of the prompt; length : S, length of the whole sequence, whose last token is not a query
+        prompt : length of the prompt
+        length : length of the whole sequence; its last token is not a query
+
+        Returns int32 [number of pages that close].
         """
         numbers = torch.arange(int(self.closed(prompt, length - 2)))
         return (self.sinks + (numbers + 1) * self.size + self.window).clamp(min=prompt).to(torch.int32)
 
     def tokens(self, pages: Tensor) -> Tensor:
-        """The positions of the tokens of pages: int64 [..., n]. pages : page numbers, int64 [...]"""
+        """Return the positions of the n tokens of each page: int64 [..., n]. pages : page numbers, int64 [...]"""
         return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)
 
     def all_closed(self, prompts: Sequence[int], queries: Sequence[int]) -> list[int]:
-        """`closed` of each row, from the prompts' lengths and the queries' positions."""
+        """Return the number of closed pages of each row, from the prompts' lengths and the queries' positions."""
         return [int(self.closed(prompt, query)) for prompt, query in zip(prompts, queries, strict=True)]
 
 
 def summarise(keys: Tensor, values: Tensor, pages: Pages, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The summaries of pages, k_p = sum_t pi_t k_t and v_p likewise: (keys, values) [..., D], in their own dtype.
+    """Return the keys and values of the pages' summaries, k_p = sum_t pi_t k_t and v_p = sum_t pi_t v_t.
 
-    keys, values : [..., n, D], of the tokens of each page, keys after RoPE
-    weights : pi, float32 [..., n], which get no gradient; None means 1 / n each, the mean
+    keys, values : [..., n, D], of the n tokens of each page, keys after RoPE
+    weights : pi, float32 [..., n], which get no gradient; None means 1 / n for each token, the mean
 
-    Sampler and trainer both sum in float64 and then round to the dtype of the cache. Without `Pages.valued` the values
-    are zero.
+    Returns (keys, values), each [..., D], in the dtypes of the inputs. Sampler and trainer both sum in float64 and then
+    round to the dtype of the cache. If `Pages.valued` is False, the values are zero.
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -114,17 +121,22 @@ def summarise(keys: Tensor, values: Tensor, pages: Pages, weights: Tensor | None
 
 
 def attention_weights(received: Tensor) -> Tensor:
-    """Weights of tokens in a summary by the attention that they received, pi = softmax(w): float32 [..., n].
+    """Return the weights of a page's n tokens in its summary, the softmax of the attention that the tokens received.
 
-    received : w, [..., n], attention that the page's tokens have received when the page closes
+    received : [..., n], attention that the tokens have received when the page closes
+
+    Returns float32 [..., n].
     """
     return received.softmax(-1).float()
 
 
 def random_weights(layer: int, heads: int, numbers: Tensor, size: int) -> Tensor:
-    """pi = 1 for one token of each page, 0 for the others: float32 [heads, M, size].
+    """Return summary weights that are 1 for one random token of each page, and 0 for the page's other tokens.
 
     numbers : int64 [M], page numbers; the choice of tokens depends only on layer, head and page
+    size : number of tokens of a page
+
+    Returns float32 [heads, M, size].
     """
     chosen = []
     for page in numbers.tolist():
@@ -137,15 +149,19 @@ def random_weights(layer: int, heads: int, numbers: Tensor, size: int) -> Tensor
 def choose(
     logits: Tensor, raw: int, most: int, threshold: float | None = None, allowed: Tensor | None = None
 ) -> Tensor:
-    """Choose the pages to open: int64 [B, Hkv, K], filled up with -1.
+    """Choose the pages to open for one query per row: those with the largest attention mass.
 
-    logits : [B, Hkv, G, raw + M] of the cover, raw entries first, then M summaries; -inf marks entries not seen
-    most : K
+    The softmax runs over the cover; the mass of a page is the maximum over the query heads of a group. Among masses
+    that are equal in float32, the earlier page is chosen.
+
+    logits : [B, Hkv, G, raw + M], logits of the cover for G query heads per kv head: first the raw entries, then the
+        summaries of M pages; -inf marks entries that are not seen
+    raw : number of raw entries
+    most : K, maximum number of pages to open
     threshold : only pages with a larger mass are opened; None means no threshold
     allowed : int64 [B], maximum number of pages per row; None means K
 
-    These are the pages of largest mass under the softmax over the cover; the mass of a page is the maximum over the
-    group's query heads. Among masses that are equal in float32, the earlier page is chosen.
+    Returns the numbers of the pages, int64 [B, Hkv, K], filled up with -1.
     """
     mass = (logits[..., raw:] - logits.logsumexp(-1, keepdim=True)).amax(2)
     count = min(most, mass.shape[-1])

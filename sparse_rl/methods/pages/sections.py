@@ -1,6 +1,7 @@
 """Trace sections of clustered attention: the division into pages, their closing, and the pages that queries opened.
 
-Each check compares a section with the others, as in sparse_rl/trace/checks.py.
+Each check compares a section with other sections of the trace. It returns an error message, or None if the section is
+valid (see sparse_rl/trace/checks.py).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from torch import Tensor
 from sparse_rl.trace.checks import NEVER, Sections, last_query
 from sparse_rl.trace.sections import Section, batch_times, by_layer, numbers
 
-PAGING = 8  # numbers in paged_with
+PAGING = 8  # length of paged_with
 ROUNDING = 1e-4  # tolerance of the sum of a page's pi, in float32
 PAGED = ("paged_with", "closed_at", "opened")
 
 
 def paged_layers(sections: Sections) -> Tensor:
-    """The layers whose tokens are paged: int64 [N]."""
+    """Return the numbers of the layers whose tokens are divided into pages, int64 [number of such layers]."""
     return sections.get("paged_layers", torch.arange(sections["evict_at"].shape[0])).long()
 
 
 def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that queries open only pages that have closed for them, each once, and none in a layer without pages."""
+    """Check that each query opens only closed pages, no page twice, and no page in a layer without pages."""
     most = int(sections["paged_with"][3])
     if values.shape[-1] != most:
         return f"opened has {values.shape[-1]} places for pages, but paged_with says {most}"
@@ -47,9 +48,9 @@ def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str 
 
 
 def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that page p closes `window` tokens after its last token, or at the end of the prompt if that is later.
+    """Check that each page closes `window` tokens after its last token, or at the end of the prompt if that is later.
 
-    The section must have all pages that close by the last query.
+    The section closed_at must list all pages that close by the last query.
     """
     size, window, sinks = (int(number) for number in sections["paged_with"][:3])
     shown, last = values.tolist()[:20], last_query(sections)
@@ -72,7 +73,7 @@ def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> s
 
 
 def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check the settings: size, window, sinks, most, and four flags (sparse_rl/methods/pages/pages.py)."""
+    """Check the settings of the pages: size, window, sinks, most, and four flags (sparse_rl/methods/pages/pages.py)."""
     numbers = values.tolist()
     if len(numbers) != PAGING or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
         return f"paged_with {numbers[:20]} is not a valid division of tokens into pages"
@@ -84,7 +85,7 @@ def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> 
 
 
 def check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that there is at least one layer, and that layers ascend."""
+    """Check that paged_layers lists at least one layer, and that its layers ascend."""
     layers, count = values.tolist(), sections["evict_at"].shape[0]
     if not layers or layers != sorted({layer for layer in layers if 0 <= layer < count}):
         return f"paged_layers {layers[:20]} is not an ascending list of layers from 0 to {count - 1}"
@@ -92,7 +93,7 @@ def check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -
 
 
 def check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that weights are between 0 and 1, sum to 1 over each closed page, and are 0 outside closed pages."""
+    """Check that the weights pi are between 0 and 1, sum to 1 over each closed page, and are 0 outside closed pages."""
     if not bool(((values >= 0) & (values <= 1)).all()):
         return "pi has a weight that is not between 0 and 1"
     size, _, sinks = (int(number) for number in sections["paged_with"][:3])
@@ -107,7 +108,7 @@ def check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | No
 
 
 def _outside(values: Tensor, sections: Sections) -> Tensor:
-    """The values [layers, ...] of the layers that are not paged."""
+    """Return the part of `values` [layers, ...] that belongs to layers without pages."""
     paged = set(paged_layers(sections).tolist())
     others = [layer for layer in range(values.shape[0]) if layer not in paged]
     return values[others]
@@ -118,9 +119,9 @@ SECTIONS = (
     numbers("paged_with", torch.int32, "page_setting", check_paged_with, needs=PAGED),
     # the layers whose tokens are paged, if not all are
     numbers("paged_layers", torch.int32, "paged_layer", check_paged_layers, needs=PAGED),
-    # for pages 0 to P - 1, the first query that reads the page's summary
+    # for each page that closes, from page 0 on, the first query that reads the page's summary
     numbers("closed_at", torch.int32, "closed_page", check_closed_at, batch_times, PAGED),
-    # the pages that a query reads token by token, numbered within their row; -1 means none
+    # the pages that each query reads token by token, numbered within their row; -1 means no page
     Section(
         name="opened",
         dtype=torch.int16,

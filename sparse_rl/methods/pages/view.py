@@ -1,12 +1,17 @@
-"""Replay of clustered attention: queries open the recorded pages, and summaries are computed again.
+"""Replay of clustered attention in training: queries open the recorded pages, and summaries are recomputed.
 
-Summaries are computed again from keys and values, with gradients. The choice of pages has no gradient: it is a
-decision, like an eviction. If the weights of tokens in summaries are recorded, they are treated as decisions too: they
-depend on the model, but get no gradient.
+Summaries are recomputed from keys and values, with gradients. The choice of pages has no gradient: it is a decision,
+like an eviction. If the trace records the weights of tokens in summaries, the weights are treated as decisions too:
+they depend on the model, but get no gradient.
 
-A chunk of queries gathers the entries that it reads: sinks, the tail that any of its queries sees, the summaries, and
-for each query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel
-`dense` is the reference: every query attends, under a mask, to all tokens and all summaries of its row.
+Queries are processed in chunks. For a chunk, the view gathers the entries that its queries read: the sinks, the tail
+that any query of the chunk sees, the summaries, and for each query the tokens of the pages that it opens. So the cost
+of a layer grows with the number of tokens times the number of entries that a query reads, and no mask of tokens x
+tokens is made. The kernel `dense` is the reference: every query attends, under a mask, to all tokens and all summaries
+of its row.
+
+Sizes in shapes: L layers, B rows, S columns, P pages, K pages that a query opens, Hkv kv heads with G query heads each,
+C queries of a chunk, R raw entries (sinks and tail) that a chunk reads, D head_dim.
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ CHUNK = 128  # queries at a time
 
 @dataclass
 class Chunk:
-    """A chunk of queries, first .. last - 1.
+    """A chunk of consecutive queries.
 
-    low : int64 [B], the first column after the sinks whose token the first query of the chunk reads raw
+    first : column of the first query
+    last : column after the last query
+    low : int64 [B], the first column after the sinks that the first query of the chunk reads as a raw token
     tail : number of columns from the smallest `low` to `last`
-    closed : maximum number of pages that have closed for the last query of the chunk
+    closed : number of pages that are closed for the last query of the chunk, the maximum over rows
     """
 
     first: int
@@ -45,12 +52,12 @@ class Chunk:
 
 
 class PagedView(TraceView):
-    """The view of traces with closed and opened pages; summaries always have gradients.
+    """Replays traces of clustered attention; summaries always have gradients.
 
-    It reads opened int16 [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], pi float32 [L, B, Hkv, S] if
-    a summary is not the mean of its page, and from evict_at int32 [L, B, Hkv, S] only the padding. The kernel `dense`
-    is the reference; any other name selects the gathered path. Also raises TraceError for a softmax that is not
-    replayed.
+    The view reads these trace sections: opened int16 [L, B, Hkv, S, K]; closed_at int32 [B, P]; paged_with int32 [8];
+    pi float32 [L, B, Hkv, S], if summaries are not plain means; and evict_at int32 [L, B, Hkv, S], only to find the
+    padding. The kernel `dense` is the reference; any other name selects the code that gathers entries. Raises
+    TraceError if the trace was sampled under softmax: nested, which cannot be replayed.
     """
 
     replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
@@ -108,7 +115,11 @@ class PagedView(TraceView):
         return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
 
     def _chunks(self, until: Tensor, behind: Tensor) -> Iterator[Chunk]:
-        """Plan the chunks for every layer, in host memory. behind : bool [B, S], True for columns after the sinks"""
+        """Yield the chunks of queries, which are the same for every layer; computed in host memory.
+
+        until : int32 [B, S], the first query that no longer reads a column token by token
+        behind : bool [B, S], True for columns after the sinks
+        """
         width = until.shape[1]
         for first in range(0, width, CHUNK):
             last = min(first + CHUNK, width)
@@ -131,7 +142,15 @@ class PagedView(TraceView):
         page_keys: Tensor,
         page_values: Tensor,
     ) -> Tensor:
-        """Attend from a chunk's queries [B, Hkv, G, C, D] to the entries that they read: [B, Hkv, G, C, D]."""
+        """Attend from the queries of a chunk to the entries that they read.
+
+        opened : int64 [B, Hkv, S, K], pages that each query opens
+        query : [B, Hkv, G, C, D], the queries of the chunk
+        key, value : [B, Hkv, S, D]
+        page_keys, page_values : [B, Hkv, P, D], the summaries
+
+        Returns the attention output [B, Hkv, G, C, D].
+        """
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
         sinks = self.start[:, None] + torch.arange(pages.sinks, device=self.device)
@@ -141,7 +160,7 @@ class PagedView(TraceView):
         columns = columns.clamp(max=chunk.last - 1)
         until = self.until.gather(1, columns)
         seen = real[:, None] & (columns[:, None] <= now[:, None]) & (now[:, None] < until[:, None])  # [B, C, R]
-        is_padding = ~seen.any(-1)  # pad queries, which must see at least one key
+        is_padding = ~seen.any(-1)  # padding queries; each must see at least one key, so that its softmax is finite
         seen[..., 0] |= is_padding
 
         chunk_opened = opened[:, :, chunk.first : chunk.last]  # [B, Hkv, C, K]
@@ -191,7 +210,7 @@ class PagedView(TraceView):
         scaling: float,
         opened: Tensor,
     ) -> Tensor:
-        """The reference: one masked call over all tokens and all summaries."""
+        """Attend with one masked call over all tokens and all summaries; this is the reference implementation."""
         batch, heads, width, dim = key.shape
         now = torch.arange(width, device=self.device)
         count = self.closes.shape[1]
@@ -219,10 +238,10 @@ class PagedView(TraceView):
 
 
 def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int, cache: Any) -> int:
-    """Size of the data that the replay of clustered attention gathers for a chunk of queries of one layer.
+    """Return the number of elements that the replay of clustered attention gathers for a chunk of queries of one layer.
 
-    It counts numbers in the attention's dtype: keys, values and logits of the entries read, and the same again for the
-    backward pass.
+    The elements, in the attention's dtype, are keys, values and logits of the entries that are read. The number is
+    doubled for the backward pass.
     """
     assert cache.open_pages is not None
     opened, summaries = cache.open_pages * cache.page, length // cache.page

@@ -1,7 +1,7 @@
 """KVpop's scorers predict, from a layer's keys and values, which tokens will matter once they have left the window.
 
-    scorer = make_scorer({"name": "mlstm"}, heads=8, dim=128)      # of one layer
-    scores, log_decay = scorer(keys, values, window)               # float32 [B, Hkv, S], [Hkv]
+    scorer = make_scorer({"name": "mlstm"}, heads=8, dim=128)      # the scorer of one layer with 8 kv heads
+    scores, log_decay = scorer(keys, values, window)               # float32 [rows, kv heads, tokens], [kv heads]
 
 Each kv head has its own parameters. To add a scorer, write its settings in config.py, a file with a subclass of
 `Scorer`, and one line each in CONFIGS (config.py, which needs no torch) and SCORERS (registry.py).

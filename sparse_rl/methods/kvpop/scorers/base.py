@@ -1,10 +1,12 @@
-"""The base of all scorers: a decay for each kv head, float32 for any dtype of the model, no gradient into the model.
+"""The base class of all scorers. Scorers compute in float32 for any dtype of the model; no gradient reaches the model.
 
-gamma is learned per kv head between two bounds,
+Scores decay with age, at a rate gamma. It is learned per kv head, as a number alpha, between two bounds,
 
     log gamma = log gamma_min + sigmoid(alpha) (log gamma_max - log gamma_min)
 
 and gets its gradient from the boundary loss, which compares tokens of different age.
+
+Sizes in shapes: B or R rows (sequences), Hkv kv heads, S or T tokens, D dimensions of a key and of a value.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ NOT_DECAYED = ("alpha", "bias", "forget_bias", "scale")  # parameters without we
 class Scorer(nn.Module):
     """The scorer of one layer: for every kv head, it predicts how much each token matters after leaving the window.
 
-    A subclass implements `score`, and also `read` if a score depends on more than its own token. A new scorer gives
-    scores of 0, which rank by recency alone.
+    A subclass implements `score`; it also implements `read` if the score of a token depends on other tokens. An
+    untrained scorer gives all tokens the score 0, so that they are ranked by recency alone.
 
-    Training scores all tokens of a text at once (`forward`); decoding scores one after another (`follow`). Both give
-    the same scores, up to rounding.
+    `forward` scores all tokens of a text at once, for training; `follow` scores one token after another, for decoding.
+    Both give the same scores, up to rounding.
 
     config : the scorer's settings (config.py)
     heads : number of kv heads
@@ -48,40 +50,40 @@ class Scorer(nn.Module):
             self.alpha = nn.Parameter(torch.full((heads,), math.log(share / (1 - share))))
 
     def forward(self, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """The scores of all tokens of texts, and log gamma: float32 [B, Hkv, S] and [Hkv].
+        """Return the scores of all tokens of the texts, float32 [B, Hkv, S], and log gamma of each kv head, [Hkv].
 
         key, value : [B, Hkv, S, D], keys after RoPE, as the cache holds them; no gradient flows into them
-        window : w; token u is scored as query u + w arrives, and its score may depend on all tokens up to u + w. Scores
-            of tokens that never leave the window are meaningless
+        window : w; token u is scored when query u + w arrives, and its score may depend on all tokens up to u + w. The
+            scores of tokens that never leave the window are meaningless
         """
         with torch.autocast(key.device.type, enabled=False):
             scores = self.score(torch.cat([key.detach(), value.detach()], dim=-1).float(), window)
             return scores, self.log_decay().to(scores.device)
 
     def score(self, x: Tensor, window: int) -> Tensor:
-        """The scores of all tokens of texts: float32 [B, Hkv, S].
+        """Return the scores of all tokens of the texts: float32 [B, Hkv, S].
 
-        x : float32 [B, Hkv, S, 2 D], [k; v] of each token
-        window : w; token u is scored as query u + w arrives
+        x : float32 [B, Hkv, S, 2 D], key and value of each token, concatenated
+        window : w; token u is scored when query u + w arrives
         """
         raise NotImplementedError
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, Tensor]:
-        """A layer's memory of one sequence, at the start of the sequence: name -> [Hkv, ...], on the CPU."""
+        """Return a layer's initial memory of one sequence, before any token: name -> [Hkv, ...], on the CPU."""
         return {}
 
     @torch.no_grad()
     def follow(
         self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
-        """Read T tokens, and score one token as each of them arrives: float32 [R, Hkv, T].
+        """Read T arriving tokens; when each of them arrives, score one token. Returns the scores float32 [R, Hkv, T].
 
         memory : name -> [R, Hkv, ...], updated in place
-        x : [R, Hkv, T, 2 D], [k; v] of the tokens that arrive
-        asked : [R, Hkv, T, 2 D], [k; v] of the tokens to score: the same tokens, or the tokens that leave the window if
-            the score is delayed
+        x : [R, Hkv, T, 2 D], key and value of the tokens that arrive, concatenated
+        asked : [R, Hkv, T, 2 D], key and value of the tokens to score: the arriving tokens or, if scores are delayed,
+            the tokens that leave the window
         positions : int64 [R, T], positions of the tokens to score
         lengths : int64 [R], number of tokens of each row, the rest is padding; None means all T
         """
@@ -91,25 +93,30 @@ class Scorer(nn.Module):
     def read(
         self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None
     ) -> Tensor:
-        """Implements `follow`: the same arguments and scores float32 [R, Hkv, T], with `x` and `asked` in float32.
+        """Do the work of `follow`, which describes the arguments. Returns the scores float32 [R, Hkv, T].
 
-        memory : name -> [R, Hkv, ...], updated in place; x, asked : [R, Hkv, T, 2 D]; positions : int64 [R, T]
+        memory : name -> [R, Hkv, ...], updated in place
+        x, asked : float32 [R, Hkv, T, 2 D]
+        positions : int64 [R, T]
         lengths : int64 [R]; None means all T
         """
         return self.score(asked, 0)
 
     def log_decay(self) -> Tensor:
-        """log gamma of each kv head, float32 [Hkv] <= 0, which each step of age adds to a score."""
+        """Return log gamma of each kv head, float32 [Hkv], <= 0. Each step of age adds log gamma to a token's score."""
         low, high = (math.log(bound) for bound in GAMMA)
         return low + self.alpha.float().sigmoid() * (high - low)
 
     def state_bytes(self) -> int:
-        """Bytes of a layer's memory of one sequence in decoding, besides the scores of the entries held."""
+        """Return the bytes of a layer's memory of one sequence in decoding, without the scores of the entries."""
         return sum(value.nbytes for value in self.memory().values())
 
 
 class Recency(Scorer):
-    """Ranks the most recent tokens best, without parameters: StreamingLLM; a model trained with it, StreamingLLM+."""
+    """Ranks the most recent tokens best, without parameters.
+
+    A cache under this scorer is StreamingLLM; a model trained under such a cache is the baseline StreamingLLM+.
+    """
 
     def score(self, x: Tensor, window: int) -> Tensor:
         return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
@@ -124,7 +131,10 @@ class Recency(Scorer):
 
 
 def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Name -> a digest of each kv head of these parameters [Hkv, ...], as float32: equal only if all bits are equal."""
+    """Return, by name, one digest for each kv head of the parameters `weights`, which have the shape [Hkv, ...].
+
+    Two digests are equal only if all bits of the heads' parameters are equal in float32.
+    """
     return {
         name: [
             hashlib.blake2b(head.numpy().tobytes(), digest_size=12).hexdigest()
@@ -135,12 +145,15 @@ def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
-    """A parameter [Hkv, ...]: zeros, or normal random numbers with this standard deviation."""
+    """Return a parameter of this shape, which starts with Hkv.
+
+    scale : standard deviation of the normal random numbers that the parameter starts with; 0 means zeros
+    """
     return nn.Parameter(torch.randn(*shape) * scale if scale else torch.zeros(*shape))
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [B, Hkv, S, I] by its kv head's weights, [Hkv, I, O], as float32: [B, Hkv, S, O]."""
+    """Multiply x [B, Hkv, S, I] by the weights [Hkv, I, O] of each kv head, in float32. Returns [B, Hkv, S, O]."""
     rows, heads, count, _ = x.shape
     by_head = x.transpose(0, 1).reshape(heads, rows * count, -1)  # broadcasting would copy the weights B times
     return (by_head @ weight.float()).view(heads, rows, count, -1).transpose(0, 1)

@@ -36,8 +36,8 @@ class RecencyConfig(ScorerConfig):
 class DecayingConfig(ScorerConfig):
     """Settings of scorers whose scores decay with age.
 
-    gamma : initial value of the decay, between its bounds; None means log gamma half way between them (our choice, the
-        papers do not say)
+    gamma : initial value of the decay, between 0.999 and 0.999999; None means that log gamma starts half way between
+        the logarithms of these bounds (our choice, the papers give no value)
     """
 
     gamma: Gamma | None = None
@@ -45,16 +45,16 @@ class DecayingConfig(ScorerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(DecayingConfig):
-    """A linear function of a token's key and value."""
+    """The score is a linear function of a token's key and value."""
 
     name: ClassVar[str] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig(DecayingConfig):
-    """One hidden layer over a token's key and value.
+    """The score is computed from a token's key and value by a network with one hidden layer.
 
-    hidden : number of hidden units per kv head; None means 2 dim (our choice)
+    hidden : number of hidden units per kv head; None means twice the dimensions of a key (our choice)
     """
 
     name: ClassVar[str] = "mlp"
@@ -63,14 +63,16 @@ class MLPConfig(DecayingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMConfig(DecayingConfig):
-    """A matrix-valued LSTM over keys and values, which is read when a token leaves the window.
+    """The score is read from a matrix-valued LSTM over keys and values when a token leaves the window.
 
-    features : feature map of queries and keys: hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features)
-    value : half or full, the width of W_v x relative to d; or cached, the cached value itself
-    readout : delayed, at q = u + w; or immediate, at q = u (ablation)
+    features : feature map of queries and keys, which gives d features for keys of d dimensions: hedgehog, from a
+        projection to d / 2 numbers, or softmax, from a projection to d numbers
+    value : width of the values that the memory stores: half or full, a projection to d / 2 or d numbers; cached stores
+        the token's value in the KV cache itself
+    readout : delayed scores a token when it leaves the window; immediate scores it when it arrives (ablation)
     norm : true adds an RMS norm to the readout of each kv head; the papers' readout has none
-    softcap : both gates stay within +- this number; null means no bound
-    skip : true adds W_s x to the readout
+    softcap : bound of the absolute value of both gates before their exp or sigmoid; null means no bound
+    skip : true adds a linear function of the token's key and value to the readout
     chunk : number of tokens processed at once in training
     """
 

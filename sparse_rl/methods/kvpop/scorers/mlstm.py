@@ -1,23 +1,28 @@
 """The scorer with a memory: a matrix-valued LSTM (xLSTM) over keys and values, read when a token leaves the window.
 
-With x = [k; v], phi(y) = [softmax(y); softmax(-y)] (Hedgehog) and the gates i = exp(a_i(x)), f = sigmoid(a_f(x)):
+The input x_t = [k_t; v_t] is the key and value of token t; phi(y) = [softmax(y); softmax(-y)] is the Hedgehog feature
+map. With the input gate i = exp(a_i(x)) and the forget gate f = sigmoid(a_f(x)), the memory C, z and the score r_u of
+token u under the window w are:
 
     C_t = f_t C_{t-1} + i_t phi(W_k x_t) (W_v x_t)^T        z_t = f_t z_{t-1} + i_t phi(W_k x_t)
     h_u = phi(W_q x_u)^T C_q / phi(W_q x_u)^T z_q,   q = u + w             the delayed readout
     r_u = a . SiLU(h_u)
 
-Because phi > 0, the denominator needs no guard, and a factor common to C and z cancels. So the weight of a token j at q
-is exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the factor is chosen to make the largest weight 1
+Because phi > 0, the denominator needs no guard, and a factor common to C and z cancels. The weight of token j at query
+q is exp(sum_{j < s <= q} log f_s + log i_j), up to such a factor; the factor is chosen to make the largest weight 1
 (the stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m)) instead, which gives other
-results, so that the chunkwise form is written here. There is no output gate, and r has no constant, which would cancel
-in every comparison.
+results; therefore this module contains its own chunkwise form. There is no output gate. r has no additive constant,
+because a constant would cancel in every comparison.
 
-Off by default: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor the workshop
-paper's appendix F has; `skip`, which adds W_s x_u to h_u and starts at 0.
+Two settings are off by default: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor
+the workshop paper's appendix F has; and `skip`, which adds W_s x_u to h_u, with W_s = 0 at the start.
 
-Our choices, where the papers are silent: initially W_q and W_k read the key's first numbers and W_v the value's, with
-noise of 0.02; a = 0; the input gate is 0 (a constant cancels); the forget gate's bias goes from 3 to 6 over the kv
-heads, and its weights are 0; both gates are soft-capped at 15 (`softcap: null` turns this off).
+Our choices, because the papers do not give them: initially, W_q and W_k copy the first numbers of the key, and W_v
+those of the value, with noise of 0.02; a = 0; log i = 0 (a constant cancels); the forget gate's bias goes from 3 to 6
+over the kv heads, and its weights are 0; both gates are soft-capped at 15 (`softcap: null` turns this off).
+
+Sizes in shapes: B sequences, H or Hkv kv heads, S tokens, D dimensions of a key, F features, V numbers of a memory's
+value.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ EMPTY = -1e30  # log of the largest weight in an empty memory; finite, because -
 
 
 class MLSTM(Scorer):
-    """The scorer with a memory; the module docstring has its equations, MLSTMConfig its settings."""
+    """The scorer with a memory. Its equations are in the module docstring, its settings in MLSTMConfig."""
 
     def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
@@ -68,7 +73,7 @@ class MLSTM(Scorer):
             state.write(*(part[:, :, 0] for part in vars(parts).values()))
             read = state.read(query[:, :, 0])[:, :, None]
         else:
-            if lengths is not None:  # padding writes nothing, and nothing is forgotten over it
+            if lengths is not None:  # padding tokens write nothing to the memory, and the memory forgets nothing
                 padding = (torch.arange(x.shape[2], device=x.device) >= lengths[:, None])[:, None]
                 parts.log_input = parts.log_input.masked_fill(padding, float("-inf"))
                 parts.log_forget = parts.log_forget.masked_fill(padding, 0.0)
@@ -88,7 +93,7 @@ class MLSTM(Scorer):
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
 
     def parts(self, x: Tensor) -> Parts:
-        """The data that each token [B, Hkv, S, 2 D] writes."""
+        """Return the data that the tokens x [B, Hkv, S, 2 D] write into the memory."""
         log_input, forget = project(x, self.gates).unbind(-1)
         forget = forget + self.forget_bias.float()[:, None]
         value = x[..., self.dim :] if self.value is None else project(x, self.value)
@@ -97,11 +102,11 @@ class MLSTM(Scorer):
         )
 
     def asks(self, x: Tensor) -> Tensor:
-        """The query of each token [B, Hkv, S, 2 D]: [B, Hkv, S, F] > 0."""
+        """Return the memory query of each token x [B, Hkv, S, 2 D]: [B, Hkv, S, F], all positive."""
         return self._features(project(x, self.query))
 
     def rate(self, read: Tensor, x: Tensor) -> Tensor:
-        """The scores [B, Hkv, S] of tokens [B, Hkv, S, 2 D] whose readouts are [B, Hkv, S, V]."""
+        """Return the scores [B, Hkv, S] of tokens x [B, Hkv, S, 2 D], from their readouts `read` [B, Hkv, S, V]."""
         if self.skip is not None:
             read = read + project(x, self.skip)
         if self.scale is not None:
@@ -117,7 +122,12 @@ class MLSTM(Scorer):
 
 @dataclass
 class Parts:
-    """Data that tokens write into memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
+    """Data that tokens write into the memory.
+
+    key : [B, H, S, F], all positive
+    value : [B, H, S, V]
+    log_input, log_forget : [B, H, S], logarithms of the gates
+    """
 
     key: Tensor
     value: Tensor
@@ -127,9 +137,10 @@ class Parts:
 
 @dataclass
 class State:
-    """State of B sequences, of constant size: C and z [B, H, F, V + 1], divided by exp(top); top [B, H].
+    """The LSTM's state of B sequences; its size does not grow.
 
-    top is float64, because the logs of the gates add up over a whole sequence.
+    memory : [B, H, F, V + 1], C and, as the last column, z; both are divided by exp(top)
+    top : float64 [B, H], log of the largest weight; float64, because the logs of the gates add up over a whole sequence
     """
 
     memory: Tensor
@@ -137,12 +148,12 @@ class State:
 
     @classmethod
     def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
-        """An empty memory. shape : [B, H], or [H] for one sequence"""
+        """Return the state of an empty memory. shape : [B, H], or [H] for one sequence"""
         top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
         return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
     def write(self, key: Tensor, value: Tensor, log_input: Tensor, log_forget: Tensor) -> None:
-        """Write one token per sequence: key [B, H, F], value [B, H, V], gates [B, H]."""
+        """Write one token per sequence into the memory: key [B, H, F], value [B, H, V], logs of the gates [B, H]."""
         kept = self.top + log_forget
         top = torch.maximum(kept, log_input)
         value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
@@ -151,25 +162,28 @@ class State:
         self.top = top
 
     def read(self, query: Tensor) -> Tensor:
-        """The readout of queries [B, H, F]: q^T C / q^T z, [B, H, V]."""
+        """Return the readout q^T C / q^T z, [B, H, V], of one query q per sequence, [B, H, F]."""
         total = (query[..., None, :] @ self.memory)[..., 0, :]
         return total[..., :-1] / total[..., -1:].clamp(min=TINY)
 
 
 def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Tensor, State]:
-    """Readouts q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], and the state after the last token.
+    """Return the readouts q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], and the state after the last token.
 
-    query : [B, H, S, F]
+    state : the state before the first token
+    query : [B, H, S, F], one query q_t per token
+    parts : data that the tokens write
+    chunk : number of tokens of a chunk
 
-    A query reads the tokens of its own chunk one by one, and earlier chunks through the state before its chunk:
-    O(S chunk + S^2 / chunk^2).
+    A query reads the tokens of its own chunk one by one, and earlier chunks through the state before its chunk. The
+    time is O(S chunk + S^2 / chunk^2).
     """
     length = query.shape[2]
     pad = -length % chunk
-    # C and z at t, divided by exp(sum of log f up to t): token j weighs exp(weight_j)
+    # in C and z at t, divided by exp(sum of log f up to t), token j has the weight exp(weight_j)
     forgotten = parts.log_forget.double().cumsum(-1)
     weight = F.pad(parts.log_input.double() - forgotten, (0, pad), value=float("-inf"))
-    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]
+    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]: N chunks of c tokens
     value = torch.cat([parts.value, torch.ones_like(parts.value[..., :1])], dim=-1)  # z is C's last column
     query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, parts.key, value))
 
@@ -195,7 +209,10 @@ def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Te
 
 
 def _reads(heads: int, dim: int, width: int, first: int) -> nn.Parameter:
-    """A projection [Hkv, 2 D, width] of [k; v] that starts as its numbers from index `first` on, plus noise."""
+    """Return a projection [Hkv, 2 D, width] of [k; v].
+
+    At the start it copies `width` numbers of [k; v], from index `first` on, and adds noise.
+    """
     weight = torch.randn(heads, 2 * dim, width) * NOISE
     weight[:, first : first + width] += torch.eye(width)
     return nn.Parameter(weight)

@@ -1,4 +1,4 @@
-"""The scorer classes by name, and the construction of a scorer."""
+"""The table of scorer classes by name, and functions that make a scorer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def make_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
 
     scorer : the scorer's settings, its name, or {name: ..., its parameters}
 
-    Raises UserError for an unknown scorer or parameter, and a value that breaks a parameter's rule.
+    Raises UserError for an unknown scorer or parameter, and for a value that breaks a parameter's rule.
     """
     config = ScorerConfig.from_block(scorer)
     return SCORERS[config.name](config, heads=heads, dim=dim)
 
 
 def sketch_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
-    """Like `make_scorer`, but the parameters have only shapes: no memory is used, and no random numbers are drawn."""
+    """Make a scorer as `make_scorer` does, on the meta device: no memory is used, and no random numbers are drawn."""
     with torch.device("meta"):
         return make_scorer(scorer, heads=heads, dim=dim)

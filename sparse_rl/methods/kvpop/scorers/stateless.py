@@ -1,4 +1,4 @@
-"""Scorers of single tokens: r_t = f([k_t; v_t]), known when the token is inserted."""
+"""Scorers whose score r_t = f([k_t; v_t]) depends only on the token's own key and value, so that arrival suffices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparse_rl.methods.kvpop.scorers.config import LinearConfig, MLPConfig
 
 
 class Linear(Scorer):
-    """r = a . [k; v]. A constant would cancel in every comparison, so there is none."""
+    """Scores tokens by the linear function r = a . [k; v]. A constant would cancel in every comparison."""
 
     def __init__(self, config: LinearConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
@@ -21,7 +21,7 @@ class Linear(Scorer):
 
 
 class MLP(Scorer):
-    """r = a . SiLU(W [k; v] + b), `hidden` units per kv head."""
+    """Scores tokens by r = a . SiLU(W [k; v] + b), a network with `hidden` hidden units per kv head."""
 
     def __init__(self, config: MLPConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
