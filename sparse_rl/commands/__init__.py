@@ -10,6 +10,7 @@ examples.py   reads the training rows of a prepared recipe, and turns them into 
 sampling.py   builds the engine and prompts of a prepared recipe
 resume.py     finds the checkpoint to resume from, and lists the keys that may differ in a resumed run
 memory.py     predicts the memory of a run
+plan.py       adds up the predicted memory, and compares it with a machine
 machine.py    reads the memory of this machine
 
 To add a command, write a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the

@@ -19,7 +19,7 @@ from sparse_rl.source import INSTALL_VLLM
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparse_rl.commands.memory import Plan
+    from sparse_rl.commands.plan import Plan
     from sparse_rl.commands.prepared import Prepared
 
 ABOUT = "Describe this machine and, given a recipe, predict if it will fit."
@@ -114,7 +114,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     import torch
 
     from sparse_rl.commands.machine import device_memory, host_memory
-    from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
+    from sparse_rl.commands.memory import ASSUMED_PROMPT, plan
+    from sparse_rl.commands.plan import verdicts
     from sparse_rl.commands.prepared import resolve
     from trainer.config import LaunchConfig
     from trainer.launch import crowded

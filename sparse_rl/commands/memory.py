@@ -6,7 +6,7 @@ temporary bytes; this module adds them up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from rollout.context.memory import compaction_bytes, context_bytes, reading_bytes, reference_queries
@@ -16,6 +16,7 @@ from rollout.vllm.compacting import folded_bytes, folded_rows
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import device_memory, show
+from sparse_rl.commands.plan import Item, Plan
 from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
@@ -27,50 +28,10 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
 from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
-from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
-TIGHT = 0.9  # share of the memory above which a fit is called tight
-
-
-@dataclass(frozen=True)
-class Item:
-    """Bytes that one process holds on its device and in host memory.
-
-    name, note : label and remark of the item in the memory table
-    device, host : bytes in device memory and in host memory
-    when : phase in which the bytes are held: always, update, sampling, or avoided (shown, but not counted)
-    """
-
-    name: str
-    device: int = 0
-    host: int = 0
-    when: str = "always"
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory plan of one process of a run.
-
-    parameters : number of the model's parameters
-    """
-
-    parameters: int
-    items: list[Item] = field(default_factory=list)
-
-    @property
-    def device(self) -> int:
-        """Peak bytes on the device: permanent items plus the larger of sampling and update, which do not overlap."""
-        by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
-        return sum(item.device for item in self.items if item.when == "always") + max(by.values())
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory, over all items that are counted."""
-        return sum(item.host for item in self.items if item.when != "avoided")
 
 
 def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
@@ -377,30 +338,3 @@ def prompt_tokens(data: DataConfig) -> int:
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
-
-
-# ---- fit -----------------------------------------------------------------------------------------------------------
-
-
-def verdict(need: float, have: float, where: str) -> str:
-    """Return one line that says if `need` bytes fit into the `have` bytes of the memory `where`."""
-    word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
-    return f"{where}: {word}, about {show(need)} of {show(have)}"
-
-
-def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """Return a line that says if a plan fits into device memory, and a line for host memory.
-
-    Without a GPU there is only the line for host memory, which all processes of a machine share.
-
-    device : bytes of GPU memory; None without a GPU
-    host : bytes of host memory
-    """
-    local = launch.processes // launch.machines
-    if device is None:
-        return [
-            verdict(
-                local * (made.device + made.host), host, f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
-            )
-        ]
-    return [verdict(made.device, device, "GPU memory, per process"), verdict(local * made.host, host, "host memory")]

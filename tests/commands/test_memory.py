@@ -19,7 +19,7 @@ from sparse_rl.attention.kernels.gather import HELD, gathered_bytes, held_bytes,
 from sparse_rl.attention.kernels.masked import mask_bytes, sdpa_mask_bytes, visible_mask
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
-from sparse_rl.commands.memory import verdict, verdicts
+from sparse_rl.commands.plan import verdict, verdicts
 from sparse_rl.data.running_sum import build_model
 from sparse_rl.kernels.choice import Choice
 from sparse_rl.kernels.redundancy import redundancy_bytes
