@@ -1,7 +1,7 @@
-"""Samplers for vLLM's V1 runner. They replace the part of its own sampler that applies top-k, top-p and its generators.
+"""Samplers for vLLM's V1 runner. They replace the part of vLLM's sampler that applies top-k and top-p, and samples.
 
-They use the reference engine's sampler: in both engines and in a server, a sampled token depends only on the logits and
-the seed. A request has its settings for them in its `extra_args`, under KEY.
+They use the reference engine's sampler (rollout/sampling.py). So in both engines and in a server, a sampled token
+depends only on the logits and the seed. A request carries its settings for these samplers in `extra_args`, under KEY.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollout.vllm.record import RunRecord
 class SequenceSampler(nn.Module):
     """Samples all requests of a rollout, under one SamplingConfig.
 
-    The log-probs go into the run's record. If vLLM returned them, it would rank the whole vocabulary in each step, and
-    pass the log-probs through all of its components.
+    The sampler writes the log-probs to the run's record. If vLLM returned the log-probs, it would rank the whole
+    vocabulary in each step, and pass the log-probs through all of its components.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -35,15 +35,19 @@ class SequenceSampler(nn.Module):
     def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
         """Begin a run.
 
+        sampling : settings of sampling of all requests of the run
         record : record of the run; None between two runs
         """
         self.sampling, self.record = sampling, record
         self.stream = cache(Uniforms)  # one stream per seed
 
     def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, None]:
-        """Sample a token for each request, int64 [B], and record its log-probs. NOT_FINITE if they are not finite.
+        """Sample a token for each request, and record the token's log-probs.
 
-        logits : [B, V], the model's own, because the engine passes a temperature of 1 to vLLM
+        logits : [B, V], the model's logits, unchanged because the engine passes a temperature of 1 to vLLM
+
+        Returns the tokens, int64 [B], or NOT_FINITE for requests whose log-probs are not finite; and None, because
+        vLLM gets no log-probs.
         """
         ids = list(self.runner.input_batch.req_ids)[: len(logits)]
         states = [self.runner.requests[i] for i in ids]
@@ -69,19 +73,22 @@ class SeededSampler(nn.Module):
 
     plain : vLLM's sampler, for the other requests
 
-    The step of a request is the number of tokens that it has sampled. Between two chunks of a prompt, vLLM discards the
-    token, so the next step uses the same random number again.
+    A request's n-th token is sampled with the n-th uniform number of its seed. After each chunk of a prompt except the
+    last, vLLM discards the sampled token, so the next step uses the same uniform number again.
     """
 
     def __init__(self, runner: Any, plain: nn.Module) -> None:
         super().__init__()
         self.runner, self.plain = runner, plain
-        self.seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}  # of the previous step
+        # (request id, seed) -> stream and settings, for the requests of the previous step
+        self.seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
 
     def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
-        """Sample as vLLM's own sampler does.
+        """Sample a token for each request, with our sampler if the request has a seed, else with vLLM's.
 
         logits : [B, V], divided by the temperature, and after all other logits processing of the requests
+
+        Returns the tokens and vLLM's log-probs.
         """
         drawn = self._draw(logits)  # first, because vLLM's own sampler writes into the logits
         sampled, logprobs = self.plain(logits, generators, k, p)
@@ -90,7 +97,10 @@ class SeededSampler(nn.Module):
         return sampled, logprobs
 
     def _draw(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Sample the rows that have a seed. Returns (rows, tokens), int64 each, for each pair of top_p and top_k."""
+        """Sample a token for each row whose request has a seed.
+
+        Returns, for each pair of top_p and top_k among these requests, (indices of rows, their tokens), int64 each.
+        """
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
         for row, request_id in enumerate(self.runner.input_batch.req_ids[: len(logits)]):

@@ -1,7 +1,7 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
-`serve` makes all checks that need no loaded model, builds vLLM's command line and replaces itself with a new process,
-which runs `run` below. Of the command's imports and settings, only the environment reaches the server.
+`serve` makes all checks that need no loaded model, builds vLLM's command line and replaces its process with a new one,
+which runs `run` below. The new process inherits the environment, but no imports or other settings of the old one.
 
 Evictions are not recorded. A preempted request continues: vLLM prefills its prompt and its sampled tokens again,
 densely, and the policy then evicts from them as from any prompt.
@@ -75,12 +75,12 @@ def serve(
     further: Sequence[str] = (),
     verbose: bool = False,
 ) -> NoReturn:
-    """Turn this process into vLLM's OpenAI-compatible server of `model`.
+    """Replace this process with vLLM's OpenAI-compatible server for a model.
 
     Parameters
     ----------
     model : model directory or hub name, which must include the tokenizer
-    cache : see `choose_policy`
+    cache : the policy, or changes to the policy saved with the model; see `choose_policy`
     host, port : address to listen on
     dtype : dtype of weights, cache and forward pass; None means vLLM's choice for the model, except that float32 stays
         float32 on a CPU
@@ -89,8 +89,8 @@ def serve(
         that the cache can hold if that is shorter
     kv_cache_gb : GiB for the cache; None means most of a GPU's memory, or 1 on a CPU
     allowed_hosts : names, in addition to `host`, by which clients may call the server; "*" allows any
-    allowed_origins : web pages, in addition to the server's own, that may use the server, as https://example.com; "*"
-        allows any
+    allowed_origins : web pages, in addition to the server's own, that may use the server, for example
+        https://example.com; "*" allows any
     context : path of a text file, which is compacted once; prompts that begin with the text continue the compacted text
     prompt_cache : settings of that compaction (`PromptCacheConfig`)
     full_graphs : on a GPU, run a decode step as one CUDA graph
@@ -151,10 +151,11 @@ def serve(
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
-    """Choose the policy to serve under. Returns it, and a description of its source.
+    """Choose the policy to serve under. Returns the policy, and a description of its source.
 
-    cache : with a key `policy` it is the complete policy, without it it changes the policy saved with the model; if it
-        is empty, the saved policy is used, or a full cache if there is none
+    cache : settings of the policy. With a key `policy`, they are the complete policy; without this key, they change the
+        policy that is saved with the model. If `cache` is empty, the saved policy is used, or a full cache if no policy
+        is saved
     """
     saved = saved_policy(model)
     if not cache:
@@ -170,7 +171,11 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
 
 
 def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], policy: Policy) -> PromptCacheConfig:
-    """Return the settings of the context's compaction.
+    """Return the settings with which the server compacts its context.
+
+    context : path of the context's text file; None if there is none
+    prompt_cache : the user's settings
+    policy : policy of the server
 
     Raises UserError for settings without a context, and for a context together with an evicting policy.
     """
@@ -185,7 +190,7 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
 
 
 def command_line(**options: Any) -> list[str]:
-    """Convert vLLM's keyword arguments to words of its command line. Arguments that are None are left out."""
+    """Convert keyword arguments of vLLM to words of vLLM's command line. Arguments that are None are left out."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -208,9 +213,10 @@ def _become(words: list[str]) -> NoReturn:
 
 
 def _check_plugin() -> None:
-    """Raise UserError if our plugin is not installed, because vLLM looks it up in each of its processes.
+    """Raise UserError if our plugin is not installed.
 
-    It is not enough that the package can be imported.
+    vLLM looks up the plugin's entry point in each of its processes, so it is not enough that the package can be
+    imported.
     """
     if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         raise UserError(
@@ -219,7 +225,7 @@ def _check_plugin() -> None:
 
 
 def _check_files(model: str, flags: set[str]) -> None:
-    """Check that the model has weights and a tokenizer, unless a flag of vLLM replaces them."""
+    """Raise UserError if the model has no weights or no tokenizer, unless a flag of vLLM makes them unnecessary."""
     folder = Path(model)
     if "--load-format" not in flags:
         stored_shapes(model)
@@ -238,7 +244,10 @@ def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
-    """Check that `length` fits into the model's context, and a prompt of that length into the cache."""
+    """Raise UserError if `length` tokens exceed the model's context, or a prompt of this length exceeds the cache.
+
+    memory : bytes of the cache; None if unknown
+    """
     longest = window_of(config)
     if longest is not None and length > longest:
         raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
@@ -278,7 +287,7 @@ def _check_access(hosts: Sequence[str], origins: Sequence[str]) -> None:
 
 
 def _set_environment(verbose: bool) -> None:
-    """Set the environment variables that the server's processes inherit; most yield to a value set by the user."""
+    """Set the environment variables that the server's processes inherit. Most of them keep a value set by the user."""
     if verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
@@ -299,7 +308,7 @@ def _set_environment(verbose: bool) -> None:
 def main(words: list[str]) -> int:
     """Serve, and return the exit status.
 
-    words : arguments of `vllm serve`: ours, "--", and the user's
+    words : arguments of `vllm serve`: those that `serve` has built, "--", and the user's
     """
     from rollout.vllm.compat import server
 
@@ -332,7 +341,7 @@ def _kill_children() -> None:
     children: dict[int, Any] = {}
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     while new := [child for child in this_process.children(recursive=True) if child.pid not in (tracker, *children)]:
-        for child in new:  # suspended first, so that none starts another one unnoticed
+        for child in new:  # suspended first, so that no child starts another process unnoticed
             children[child.pid] = child
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.suspend()
@@ -342,13 +351,13 @@ def _kill_children() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return an error's message as one line; of pydantic's errors, which vLLM raises, only the first reason."""
+    """Return an error's message as one line. For pydantic's errors, which vLLM raises, it has only the first reason."""
     message = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
     return " ".join(message.removeprefix("Value error, ").split())
 
 
 def run(words: list[str]) -> NoReturn:
-    """Run `main`, and then end the process and all its children."""
+    """Run `main(words)`, and then end this process and all its children."""
     for number in (signal.SIGINT, signal.SIGTERM):  # during the start; afterwards vLLM's server handles signals itself
         signal.signal(number, _end_at_once)
     status = main(words)

@@ -20,20 +20,22 @@ from sparse_rl.files import read_text
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.temporary import temporary_folder
 
-BEHIND = ("\n\nWhat", " 0", "a")  # continuations of the text; tokens that differ between them are not the text's own
+BEHIND = ("\n\nWhat", " 0", "a")  # continuations of the text: only tokens that are the same before all belong to it
 
 
 def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, window: int | None) -> str:
-    """Compact the text of a file, and print the progress to stdout.
+    """Compact the text of a file with the hf engine, and print the progress to stdout.
 
     The text is the beginning of the user's first message, or of the prompt if the model has no chat template.
 
+    dtype : dtype of weights and forward pass
     window : context length of the model in tokens; None if unknown
 
-    Returns the path of a file with the compacted context. The file is in memory (memfd), and valid until this process
-    ends, also after exec.
+    Returns the path of a file with the compacted context. The file is in memory (memfd), and exists until this process
+    ends, including after exec.
 
-    Raises UserError if the file is not a text or too long, and in the cases of `HFEngine.compact`.
+    Raises UserError if the file is not a text, if the text is too long or too short, and if the file of head budgets
+    was made for a model of another shape.
     """
     try:
         text = read_text(file)
@@ -54,7 +56,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     )
     seconds = ", ".join(f"{stage} {taken:.0f} s" for stage, taken in context.seconds.items())
     print(f"context: {context.entries} entries left of {len(tokens)} ({seconds})", flush=True)
-    descriptor = os.memfd_create("context", 0)  # 0: it outlives exec
+    descriptor = os.memfd_create("context", 0)  # the flags 0 keep the file open across exec
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder, open(descriptor, "wb", closefd=False) as memory:
         file = str(Path(folder) / "context.safetensors")
         save_context(file, context)
@@ -64,8 +66,10 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
 
 
 def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, list[list[int]]]:
-    """Return the tokens common to all prompts that begin with the text, the number of them that the chat template puts
-    in front of the text, and the tokens of each self-study prompt that follow them.
+    """Split prompts that begin with the text into the tokens that they have in common, and the tokens that follow.
+
+    Returns the common tokens, the number of common tokens that the chat template puts in front of the text, and the
+    following tokens of each self-study prompt.
     """
     questions = [f"\n\n{request}" for request in STUDY_PROMPTS]
     longer = [with_context(prompt, text, text, continuation) for continuation in (*questions, *BEHIND)]

@@ -1,7 +1,8 @@
-"""Views of the caches of all layers as one tensor, so that a compaction takes one call instead of one per layer.
+"""Views of the caches of all layers as one tensor, so that a compaction takes one call instead of one call per layer.
 
-vLLM places all layers in one allocation, at equal distances: layer after layer, or layers within each block. In both
-cases all blocks of all layers form one sequence, in which block b of layer l has index l * of_layer + b * of_block.
+vLLM places the caches of all layers in one allocation, at equal distances: layer after layer, or layers within each
+block. In both cases the blocks of all layers form one sequence, in which block b of layer l has the index
+l * of_layer + b * of_block.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from sparse_rl.errors import UserError
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Strides of the layer and of the block in the index of a block among the blocks of all layers."""
+    """Position of a block among the blocks of all layers: block b of layer l has index l * of_layer + b * of_block."""
 
     of_layer: int
     of_block: int
 
     @classmethod
     def of(cls, views: Sequence[Tensor]) -> Arrangement:
-        """Return the arrangement of views [blocks, ...], one per layer. Raises UserError for another memory layout."""
+        """Return the arrangement of the caches of all layers.
+
+        views : [number of blocks, ...] of each layer
+
+        Raises UserError if the caches are not at equal distances in one allocation.
+        """
         first, layers, blocks = views[0], len(views), views[0].shape[0]
         step = views[1].storage_offset() - first.storage_offset() if layers > 1 else blocks * first.stride(0)
         layouts = {
@@ -38,13 +44,16 @@ class Arrangement:
         raise UserError("vLLM cannot evict: the caches of its layers are not at equal distances in one allocation")
 
     def joined(self, views: Sequence[Tensor]) -> Tensor:
-        """Return views [blocks, ...] with this arrangement as one view [layers x blocks, ...]."""
+        """Return the caches of all layers as one view [layers x blocks, ...].
+
+        views : [number of blocks, ...] of each layer, with this arrangement
+        """
         first = views[0]
         shape = (len(views) * first.shape[0], *first.shape[1:])
         return first.as_strided(shape, (first.stride(0) // self.of_block, *first.stride()[1:]), first.storage_offset())
 
     def apart(self, joined: Tensor, layers: int) -> Tensor:
-        """Return a tensor [layers x blocks, ...] with this arrangement as a view [layers, blocks, ...]."""
+        """Return a tensor [layers x blocks, ...] with this arrangement as a view [layers, number of blocks, ...]."""
         if self.of_block == 1:
             return joined.unflatten(0, (layers, -1))
         return joined.unflatten(0, (-1, layers)).transpose(0, 1)
@@ -52,13 +61,15 @@ class Arrangement:
 
 @dataclass
 class Slab:
-    """The tensors that a compaction reads and writes, for all layers: L x blocks blocks.
+    """The tensors that a compaction reads and writes, for the blocks of all L layers. Blocks hold `block size` slots.
 
     keys, values : [L x blocks, Hkv, block size, D]
     positions : int32 [L x blocks, Hkv, block size]
     state : name -> float32 [L x blocks, Hkv, block size], the policy's memory per entry
-    queries : [L x rows, W, Hq, D], the last queries of each request, if the policy needs them
-    coordinate : [L x blocks, Hkv, block size], the coordinate of the keys that holds biases (folded.py), if any
+    queries : [L x rows, W, Hq, D], the last W queries of each request, each of which has a row; None if the policy does
+        not score with queries
+    coordinate : [L x blocks, Hkv, block size], the additional coordinate of the keys that holds biases (folded.py);
+        None if biases are not stored in the keys
     """
 
     keys: Tensor

@@ -1,7 +1,8 @@
-"""The scheduler's side of eviction: a sequence owns blocks for its physical length; the others return to the pool.
+"""The scheduler's side of eviction: a sequence owns only the blocks that its entries need; freed blocks return to vLLM.
 
-A compaction runs right after the forward pass that made it due (connector.py). So once `n` tokens have been processed,
-the sequence holds schedule.held(P, n) entries, and from then on it never needs more than `schedule.peak` slots.
+A compaction runs right after the forward pass that made it due (connector.py). So once `n` tokens of a sequence with P
+prompt tokens have been processed, the sequence holds schedule.held(P, n) entries. After its first compaction, a
+sequence never needs more than `schedule.peak` slots.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from sparse_rl.policies.schedule import NEVER, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class CleanSpec(FullAttentionSpec):
-    """A layer whose blocks are cleared when they are allocated: they hold zeros, not the data of an earlier request.
+    """A layer whose blocks are set to zero when they are allocated, so that they hold no data of an earlier request.
 
-    Attention multiplies entries that a query does not see by zero, and zero times NaN is NaN. A block may have unused
-    slots, so NaN of a failed sequence would reach the next sequence that gets the block. vLLM clears blocks for some
-    models; with our specifications it does so for every cache (compat/plugin.py). A full cache on a GPU keeps vLLM's
-    own specification: vLLM's kernels on a GPU read nothing after a sequence's end.
+    Attention multiplies entries that a query does not attend to by zero, and zero times NaN is NaN. A block may have
+    unused slots, so NaN of a failed sequence would reach the next sequence that gets the block. vLLM clears blocks for
+    some models; with our specifications, it clears them for every cache (compat/plugin.py). A full cache on a GPU keeps
+    vLLM's own specification, because vLLM's kernels on a GPU read nothing after a sequence's end.
     """
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, **more: Any) -> Any:
-        """Return this specification for a layer that vLLM has described as full attention."""
+        """Return a specification of this class for a layer that vLLM has described as full attention.
+
+        more : values of the fields that FullAttentionSpec does not have
+        """
         return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, **more)
 
 
@@ -38,7 +42,7 @@ class BoundedSpec(CleanSpec):
     """A layer whose sequences hold fewer entries than they have tokens."""
 
     def most_held(self, longest: int) -> int:
-        """Maximum number of entries held by a sequence of at most `longest` tokens."""
+        """Return the maximum number of entries that a sequence of at most `longest` tokens holds."""
         raise NotImplementedError
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -54,7 +58,7 @@ class BoundedSpec(CleanSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(BoundedSpec):
-    """A layer whose cache is bounded in decoding.
+    """A layer whose sequences hold a bounded number of entries in decoding, because the policy evicts.
 
     schedule : schedule of the policy
     max_prompt : length of the longest prompt that the cache must hold whole; None means the model's context length
@@ -73,7 +77,7 @@ class BoundedManager(FullAttentionManager):
     """Allocates and frees the blocks of BoundedSpec layers."""
 
     def blocks_of(self, slots: int) -> int:
-        """Number of blocks for `slots` entries, of which the last may be partly filled."""
+        """Return the number of blocks that hold `slots` entries; the last block may be partly filled."""
         return -(-slots // self.block_size)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
@@ -89,11 +93,14 @@ class EvictingManager(BoundedManager):
         self.prompts: dict[str, int] = {}  # request -> number of tokens prefilled densely; 0 once they are compacted
 
     def slots(self, request_id: str, tokens: int) -> int:
-        """Number of slots that a request needs to process `tokens` tokens."""
+        """Return the number of slots that a request needs until `tokens` of its tokens have been processed."""
         return self.schedule.most_held(self.prompts[request_id], tokens)
 
     def claim(self, prompt: int) -> int:
-        """Maximum number of blocks that a sequence needs, for any length."""
+        """Return the maximum number of blocks that a sequence needs, for any length.
+
+        prompt : number of tokens that are prefilled
+        """
         return self.blocks_of(self.schedule.most_held(prompt, self.longest))
 
     def get_num_blocks_to_allocate(
@@ -106,8 +113,9 @@ class EvictingManager(BoundedManager):
         **kwargs: Any,
     ) -> int:
         if apply_admission_cap:
-            # At admission `num_tokens` counts all tokens that will be prefilled (after a preemption, sampled ones too).
-            # Blocks that running sequences may still need stay reserved, so that none of them is ever preempted.
+            # At admission `num_tokens` counts all tokens that will be prefilled; after a preemption, these include
+            # sampled tokens. Blocks that running sequences may still need stay reserved, so that no sequence is ever
+            # preempted.
             self.prompts[request_id] = num_tokens
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
             return self.claim(num_tokens) + sum(self.claim(self.prompts[r]) - len(blocks) for r, blocks in others)
@@ -120,7 +128,7 @@ class EvictingManager(BoundedManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks beyond the peak once the first compaction has run."""
+        """Free the blocks that a request no longer needs once its first compaction has run."""
         prompt = self.prompts.get(request_id)
         if prompt is None or processed_computed_tokens < self.schedule.first(prompt):
             return

@@ -1,12 +1,12 @@
-"""The worker's side of eviction: our buffers next to the paged cache, and the compaction, which works on both.
+"""The worker's side of eviction: our buffers next to the paged cache, and the compaction of cache and buffers.
 
 For every slot of every layer and kv head, a buffer holds the token's logical position and the policy's state. For every
 running request, a buffer holds the last queries, if the policy scores with them. The buffers are indexed by block, like
-the cache; nothing here loops over tokens, heads or requests.
+the cache. No code in this module loops over tokens or heads.
 
-A compaction leaves the kept entries in the first `left` slots. It moves as few entries as possible: only those in later
-slots, into the slots of dropped entries. So slots are in no particular order. A policy receives a request's blocks as
-they are, in the order of slots.
+A compaction leaves the kept entries in the first `left` slots. It moves as few entries as possible: only kept entries
+in later slots move, into the slots of dropped entries. So a request's entries are in no particular order of positions.
+A policy receives the entries in the order of slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.vllm.slabs import Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.entries import Entries
 
-UNKNOWN = 1 << 40  # prompt length of a block without a request: it is never compacted
+UNKNOWN = 1 << 40  # prompt length of a block without a request, so that no compaction is due
 
 
 class CacheState:
@@ -39,7 +39,7 @@ class CacheState:
         layer, count = next(iter(layers.values())), len(layers)
         self.index = {name: i for i, name in enumerate(layers)}
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
-        self.folded: list[Tensor] = []  # by layer, the coordinate that holds biases, if any; see folded.py
+        self.folded: list[Tensor] = []  # for each layer, the coordinate of the keys that holds biases (folded.py)
         if config.folds:
             head_size = layer.head_size
             self.folded = [keys[..., head_size] for keys, _ in self.caches]
@@ -66,13 +66,14 @@ class CacheState:
             size = (count, rows + 1, window, layer.num_heads, dim)  # the last row belongs to no request
             self.queries = torch.zeros(size, dtype=vllm_config.model_config.dtype, device=self.device)
             self.slab.queries = self.queries.flatten(0, 1)
-        self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
-        self.row = torch.full((blocks,), rows, device=self.device)  # by first block
+        self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # indexed by a request's first block
+        self.row = torch.full((blocks,), rows, device=self.device)  # indexed by a request's first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
-        self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
-        self.prompts: dict[int, int] = {}  # prompt lengths by first block, in host memory; 0 once they are compacted
-        self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # by row: True if a score was NaN
+        # number of a request in the record, indexed by the request's first block
+        self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)
+        self.prompts: dict[int, int] = {}  # first block -> prompt length, or 0 once the prompt is compacted
+        self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # for each row: a score was NaN
         number = torch.arange(count, device=self.device)
         self.first_block, self.first_row = number * self.arrangement.of_layer, number * (rows + 1)  # of each layer
         self.plan: Plan | None = None
@@ -84,6 +85,7 @@ class CacheState:
         """Remove requests that have ended, and add requests that begin.
 
         ended : first blocks of the requests that have ended
+        begun : requests that begin
         """
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
@@ -102,17 +104,17 @@ class CacheState:
             self.number[first] = self._sent(numbers)
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
-        """Copy integers to the device, as int64, without waiting for it."""
+        """Copy integers to the device, as int64, without waiting for the device."""
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
-        """Compute the physical slots of a batch, and write the position and initial state of each new entry.
+        """Compute the physical slots of a batch's new tokens, and write the position and initial state of each entry.
 
-        block_table : int32 [B, max blocks]
+        block_table : int32 [B, max blocks], blocks of each request
         seq_lens : int32 [B], logical lengths after this forward pass
-        starts : int32 [B + 1], each request's first token in the batch
+        starts : int32 [B + 1], index of each request's first token in the batch, then the number of tokens
         starts_cpu : `starts` in host memory
         """
         blocks = block_table.long()
@@ -141,15 +143,15 @@ class CacheState:
         return plan
 
     def stay(self, plan: Plan, fixed: Fixed) -> None:
-        """Copy the tensors that layers read from the plan to fixed addresses, if all requests add one token."""
+        """If all requests add one token, copy the tensors that layers read from the plan to fixed addresses."""
         if plan.recent is not None and isinstance(plan.recent[0], slice):
             tokens, block, place = plan.recent
             plan.recent = tokens, fixed.copy("block", block, len(block)), fixed.copy("place", place, len(block))
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Write the positions and the initial state of T new entries, the same in all layers and heads.
+        """Write the positions and the initial states of T new entries, which are the same in all layers and heads.
 
-        block, place, logical : int64 [T]; block, place in the block, and position
+        block, place, logical : int64 [T], block of each entry, place in the block, and position
         """
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
@@ -157,16 +159,18 @@ class CacheState:
             self.state[name][where] = start
 
     def longest(self, logical: int, new: int) -> int:
-        """Upper bound on the entries of each request in a batch, without waiting for the device.
+        """Return an upper bound on the entries of each request in a batch, without waiting for the device.
 
         logical : upper bound on the tokens that a request has seen
         new : upper bound on the tokens that a request adds
         """
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
-        return min(logical, max(new, *held)) if held else logical  # no requests: a graph for any batch is captured
+        return min(logical, max(new, *held)) if held else logical  # without requests, a graph for any batch is captured
 
     def _watch(self, plan: Plan, starts: Tensor, starts_cpu: Tensor) -> None:
-        """Plan the observation of requests that add one token, and of those that add more, padded separately."""
+        """Plan the observation of queries by the policy: one group of the requests that add one token, and one of those
+        that add several. Each group is padded separately.
+        """
         counts = starts_cpu.diff()
         if int(counts.max()) <= 1:
             plan.alone = self._group(plan.blocks, plan.lengths, plan.seen, self._most_held(plan.lengths))
@@ -189,7 +193,7 @@ class CacheState:
         plan.watch = Watch(group, tokens, positions)
 
     def _most_held(self, held: Tensor) -> int:
-        """Upper bound on the entries that these requests hold, without waiting for a GPU.
+        """Return an upper bound on the entries that each of R requests holds, without waiting for a GPU.
 
         held : int64 [R], entries of requests that add one token each
         """
@@ -200,11 +204,12 @@ class CacheState:
         return max([peak, *self.prompts.values()])
 
     def _group(self, blocks: Tensor, lengths: Tensor, seen: Tensor, most: int, left: int = 0) -> Group:
-        """Make a group of requests.
+        """Make a group of R requests.
 
-        blocks : int64 [R, max blocks]
-        lengths, seen : int64 [R], entries held and tokens seen
+        blocks : int64 [R, max blocks], blocks of each request
+        lengths, seen : int64 [R], number of entries that each request holds, and of tokens that it has seen
         most : upper bound on `lengths`
+        left : number of entries that a compaction leaves in each kv head
         """
         blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
@@ -213,15 +218,27 @@ class CacheState:
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """Process a layer's new keys and values [T, Hkv, D], before it attends. True if it writes them to the cache."""
+        """Process the keys and values of T new tokens, [T, Hkv, D] each, before a layer attends.
+
+        name : vLLM's name of the layer
+
+        Returns True if the method writes keys and values to the cache, so that vLLM need not write them.
+        """
         return False
 
     def bias(self, name: str) -> Tensor | None:
-        """Return the biases that a layer's attention adds to the logits: float32 [blocks, Hkv, block size], or None."""
+        """Return the biases that a layer's attention adds to the logits, float32 [number of blocks, Hkv, block size].
+
+        None if the policy has no biases.
+        """
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: Tensor) -> None:
-        """Process the queries [T, Hq, D] with which a layer has attended: store the last ones, observe the others."""
+        """Process the queries with which a layer has attended: store the last ones, and let the policy observe others.
+
+        name : vLLM's name of the layer
+        query : [T, Hq, D], queries of the batch's T tokens
+        """
         plan, layer = self.plan, self.index[name]
         assert plan is not None
         if plan.recent is not None:
@@ -239,31 +256,37 @@ class CacheState:
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Observe the requests that added one token. Called once all layers have attended, before `compact`."""
+        """Let the policy observe the queries of requests that added one token.
+
+        Called once all layers have attended, before `compact`.
+        """
         if self.plan is None or self.plan.alone is None:
             return
         for layers, group in self._at_once(self.plan.alone):
             self._observe_last(layers[0], group)
 
     def _observe_last(self, layer: int, group: Group) -> None:
-        """Let the policy observe the last query of each row."""
+        """Let the policy observe the last query of each row of a group that was assigned to layers."""
         entries = self._entries(group, self.policy.observe_reads, recent=True)
         assert entries.queries is not None
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
         self._remember(group, entries.state)
 
     def failed_rows(self, count: int) -> Tensor:
-        """True for requests in which a score was NaN, among the first `count` requests of this step: bool [count]."""
+        """Return bool [count]: True for each of the first `count` requests of this step in which a score was NaN."""
         assert self.plan is not None
         return self.failed[self.row[self.plan.first[:count]]]
 
     def check_finite(self) -> None:
-        """Raise NotFiniteError if a score was NaN on this rank, because vLLM returns only the tokens of rank 0."""
+        """Raise NotFiniteError if a score was NaN on this rank.
+
+        This check is needed on each rank, because vLLM returns only the tokens of rank 0.
+        """
         if bool(self.failed.any()):
             raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
     def compact(self, due: Sequence[Due]) -> None:
-        """Compact these requests: those in decoding in one group, those at the end of their prefill in another."""
+        """Compact these requests, in two groups: requests in decoding, and requests at the end of their prefill."""
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
         _, heads, _, dim = self.slab.keys.shape
@@ -305,7 +328,7 @@ class CacheState:
             return self.positions.new_zeros(count)
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
-        """Yield (layers, the group in these layers) for all layers, some layers at a time."""
+        """Yield (indices of some layers, the group assigned to these layers) until all layers are covered."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, compacting.AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
         for start in range(0, count, most):
@@ -313,7 +336,10 @@ class CacheState:
             yield layers, self._in(layers, group)
 
     def _in(self, layers: range, group: Group) -> Group:
-        """Return the group in these layers, one layer after another, with blocks and rows of the slab."""
+        """Assign a group to layers: return one group whose rows are the requests in each layer, layer after layer.
+
+        Its blocks and rows are those of the slab, which has the blocks and rows of all layers.
+        """
         part = slice(layers.start, layers.stop)
         blocks = group.blocks * self.arrangement.of_block + self.first_block[part, None, None]
         rows = self.row[group.blocks[:, 0]] + self.first_row[part, None]
@@ -321,9 +347,10 @@ class CacheState:
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
-        """Compact a group. Returns the dropped positions, row by row: int32 [sum of Hkv x (length - left)].
+        """Compact a group that was assigned to layers; `layer` is the first of them.
 
-        Without a record the result is empty.
+        Returns the positions of the dropped entries, row by row, int32 [sum of Hkv x (length - left)]. If the run has
+        no record, the result is empty.
         """
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
@@ -335,8 +362,8 @@ class CacheState:
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
-        # Kept entries behind the first `left` slots move to the slots of dropped entries among these. Each head has the
-        # same number of both.
+        # Kept entries after the first `left` slots move to the slots of dropped entries among the first `left` ones. In
+        # each head, there are as many of the former as of the latter.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
         for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
@@ -350,23 +377,24 @@ class CacheState:
     # ---- paged access -----------------------------------------------------------------------------------------------
 
     def _remember(self, group: Group, state: dict[str, Tensor]) -> None:
-        """Write a policy's memory of a group's entries, name -> [R, Hkv, N], back to the slab."""
+        """Write a policy's state of a group's entries back to the slab. state : name -> [R, Hkv, N]"""
         for name, value in state.items():
             self._write(self.slab.state[name], group, value)
 
     def _write(self, target: Tensor, group: Group, value: Tensor) -> None:
-        """Write a value to a group's blocks; its padding goes to the null block.
+        """Write values to a group's blocks. Values of padding are written to the null block.
 
-        target : [blocks, Hkv, block size, ...]
-        value : [R, Hkv, N, ...]
+        target : [number of blocks, Hkv, block size, ...], tensor of the slab
+        value : [R, Hkv, N, ...], one value for each of N slots of each row
         """
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         target[group.blocks.flatten()] = by_block.flatten(0, 1)
 
     def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
-        """List (block, head, place) of the slots for which a mask is True.
+        """Return (blocks, heads, places in the block) of the slots for which a mask is True.
 
-        mask : bool [R, Hkv, K], for the K slots from `start` on
+        blocks : [R, max blocks], blocks of each of R rows
+        mask : bool [R, Hkv, K], for the K slots from slot `start` on
         """
         row, head, slot = mask.nonzero(as_tuple=True)
         slot = slot + start
@@ -375,8 +403,8 @@ class CacheState:
     def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
         """Return the entries of a group of rows of the slab, in the form that a policy receives.
 
-        reads : "keys", "values" or both, whichever the policy needs
-        recent : True adds the last queries
+        reads : "keys", "values" or both: the tensors that the policy needs
+        recent : True to include the last queries
         """
         slab, queries = self.slab, None
         if recent and slab.queries is not None:

@@ -1,4 +1,4 @@
-"""vLLM's worker, with the methods that our engine calls, and with a cache no larger than all its sequences can fill."""
+"""vLLM's worker with additional methods for our engine, and with a cache no larger than all its sequences can fill."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class EngineWorker(Worker):
     model_runner: Any
 
     def determine_available_memory(self) -> int:
-        """Bytes for this worker's cache: all sequences at their maximum length, and one block for vLLM itself.
+        """Return the bytes for this worker's cache: at most those that all sequences fill at maximum length, plus one
+        block for vLLM itself.
 
-        vLLM would give the cache the rest of its share of a GPU, or the configured size; under a budget that may be
-        many times more than the cache needs.
+        vLLM would give the cache the rest of its share of a GPU, or the configured size. Under a policy with a budget,
+        this may be many times more than the cache needs.
         """
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         specs = self.get_kv_cache_spec().values()
@@ -44,16 +45,16 @@ class EngineWorker(Worker):
         return min(super().determine_available_memory(), most)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
-        """Begin a run, and discard the rest of an earlier one.
+        """Begin a run, and discard the record of an earlier run.
 
-        sampling : fields of the SamplingConfig of the requests that follow
+        sampling : fields of the SamplingConfig of the run's requests
         """
         if not isinstance(self.model_runner.sampler.topk_topp_sampler, SequenceSampler):
             self.model_runner.sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
         self._set_record(SamplingConfig(**sampling), RunRecord())
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
-        """Return this rank's records of the requests, in this order, and remove them.
+        """Return this rank's results of requests, in the order of `lengths`, and remove them from the record.
 
         lengths : place of the request -> number of tokens of its sequence
         """
@@ -72,18 +73,21 @@ class EngineWorker(Worker):
             state.failed.zero_()
 
     def hold_context(self, name: str, source: str | Context) -> None:
-        """Keep a compacted context for requests that continue it, until the next context of that name.
+        """Keep a compacted context for requests that continue it, until another context is given the same name.
 
         source : the context, or the path of its file
         """
         live_state().hold(name, load_context(source) if isinstance(source, str) else source)
 
     def receive_weights(self, path: str, places: list[list]) -> None:
-        """Call `replace_weights` with weights of another process, given the two values that `handed_over` yields."""
+        """Replace weights by those of another process. path, places : the two values that `handed_over` yields"""
         self.replace_weights(received(path, places))
 
     def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights by their names in the checkpoint."""
+        """Replace weights of the model and the scorers.
+
+        weights : (name in a Hugging Face checkpoint, tensor of the weight's shape)
+        """
         scorers: dict[str, Tensor] = {}
         with torch.no_grad():
             self.model_runner.model.load_weights(_without_scorers(weights, scorers))
@@ -91,13 +95,13 @@ class EngineWorker(Worker):
                 live_state().scorers.load(scorers)
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """See `Engine.scorer_digests`; returns the digests of this rank's heads."""
+        """Return digests of the scorers' weights for this rank's kv heads, by stored name (`Engine.scorer_digests`)."""
         scorers = getattr(live_state(), "scorers", None)
         return {} if scorers is None else head_digests(scorers.by_name())
 
 
 def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of vLLM's model. Our scorers' weights are put into `scorers` instead, by their stored names."""
+    """Yield the weights of vLLM's model, and put the weights of our scorers into `scorers`, by their stored names."""
     for name, tensor in weights:
         if name.startswith(f"{SCORERS}."):
             scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
