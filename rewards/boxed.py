@@ -1,4 +1,4 @@
-r"""`boxed`: scores if the last ``\boxed{...}`` equals the gold answer, character for character, without parsing it."""
+r"""The reward `boxed` checks if the content of the last ``\boxed{...}`` equals the gold answer as a string."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,10 @@ from rewards.text import completion_text, gold_text, last_boxed, require_column
 
 
 class BoxedReward:
-    r"""1.0 if the content of the last ``\boxed{...}`` equals the gold answer, both stripped; else 0.0.
+    r"""Scores 1.0 if the content of the last ``\boxed{...}`` equals the gold answer, else 0.0.
 
-    A box that never closes scores 0.0. If there is no gold answer (None or empty), the reward is None.
+    Both are stripped of surrounding white space, and nothing is parsed. A box that is never closed scores 0.0. If there
+    is no gold answer (None or empty), the reward is None.
     """
 
     __name__ = "boxed"

@@ -1,4 +1,4 @@
-r"""`format`: scores if the completion has the required format. It does not check that the answer is right."""
+r"""The reward `format` checks if a completion has the required format. It does not check if the answer is right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,13 @@ STYLES = ("boxed", "think")
 
 
 class FormatReward:
-    r"""1.0 if the completion has the required format, else 0.0.
+    r"""Scores 1.0 if the completion has the required format, else 0.0.
 
-    style : ``boxed`` requires exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
-        ``</think>``, or the whole text if there is none. A ``<think>`` that is not closed scores 0.0. A ``</think>``
-        alone is allowed (many chat templates write the opening tag into the prompt), and so are boxes in the thoughts.
-        ``think`` is TRL's `think_format_reward`: the text starts with ``<think>`` and closes it
+    style : ``boxed`` requires exactly one ``\boxed{...}``, closed and not empty, in the answer part, which is the text
+        after the last ``</think>``, or the whole text if there is no ``</think>``. A ``<think>`` that is not closed
+        scores 0.0. A ``</think>`` without ``<think>`` is allowed, because many chat templates write the opening tag
+        into the prompt. Boxes in the thoughts are allowed. ``think`` is TRL's `think_format_reward`: the text must
+        start with ``<think>`` and contain the closing tag
     """
 
     __name__ = "format"

@@ -1,4 +1,4 @@
-"""`soft_overlong`: TRL's soft overlong punishment (DAPO, eq. 13)."""
+"""The reward `soft_overlong` is TRL's soft overlong punishment (DAPO, eq. 13)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,13 @@ from rewards.text import require_column, require_whole
 
 
 class SoftOverlongReward:
-    """0.0 up to max_completion_len - soft_punish_cache tokens, then falling linearly to -1.0 at max_completion_len.
+    """Punishes completions whose length is close to the limit.
 
-    max_completion_len : normally the recipe's max_completion_length
-    soft_punish_cache : number of tokens before that limit at which the punishment begins; 0 punishes only completions
+    The reward is 0.0 up to max_completion_len - soft_punish_cache tokens, and then falls linearly to -1.0 at
+    max_completion_len tokens.
+
+    max_completion_len : limit on the number of tokens, normally the recipe's max_completion_length
+    soft_punish_cache : number of tokens before the limit at which the punishment begins; 0 punishes only completions
         that are longer than the limit
     """
 

@@ -1,9 +1,10 @@
-r"""`math`: scores if the final answer equals the gold answer by value, according to math-verify.
+r"""The reward `math` checks if the final answer has the same value as the gold answer, according to math-verify.
 
-The answer of a completion is its last ``\boxed{...}``; without a box, the answer that math-verify finds at the end of
-the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the main thread. So it runs in worker
-processes (`math_pool.py`), which are killed when an item exceeds its time. Known errors of math-verify are corrected in
-`math_spelling.py` and `math_guards.py`, and listed in docs/rewards.md.
+The answer of a completion is the content of its last ``\boxed{...}``. If there is no box, it is the answer that
+math-verify finds at the end of the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the
+main thread. Therefore math-verify runs in worker processes (`math_pool.py`), which are killed if a comparison exceeds
+its time limit. Known errors of math-verify are corrected in `math_spelling.py` and `math_guards.py`, and are listed in
+docs/rewards.md.
 """
 
 import logging
@@ -16,21 +17,25 @@ from rewards.text import BOX, completion_text, gold_text, last_boxed, require_co
 logger = logging.getLogger(__name__)
 
 ANSWER_LIMIT = 2_000  # characters; a longer text is not an answer
-TAIL_LIMIT = 10_000  # characters that are read at the end of a text without a box
-WARNING_LIMIT = 20  # gold answers named in the log; the metric counts all
+TAIL_LIMIT = 10_000  # number of characters that are read at the end of a text without a box
+WARNING_LIMIT = 20  # maximum number of gold answers named in the log; the metric counts all
 CACHE_LIMIT = 100_000  # maximum number of gold answers in the cache
 
 
 class MathReward:
-    """1.0 if the answer equals the gold answer, 0.0 if it does not, None if the gold answer cannot be parsed.
+    """Scores 1.0 if the answer equals the gold answer, and 0.0 if not.
+
+    The reward is None if the gold answer cannot be parsed.
 
     timeout : seconds of processor time for one comparison; a comparison that takes longer scores 0.0. Comparisons that
-        need more than half a second run at the end of a call; then each worker has twice this time for its share
-    workers : maximum number of processes, of about 100 MB each; they start on first use
-    require_boxed : True to score 0.0 if there is no box, instead of looking for an answer in the text
+        need more than half a second are run again after all others; each worker then has twice `timeout` for its share
+        of them
+    workers : maximum number of worker processes, of about 100 MB each; they start on first use
+    require_boxed : True scores 0.0 if there is no box; False then looks for an answer in the text
 
-    Metrics (if `log_metric` is passed), counted per call: `rewards/unparseable_gold`, the number of completions that
-    got None; `rewards/math_timeout`, the number that got 0.0 because the comparison took too long.
+    If `log_metric` is passed, each call logs two metrics: `rewards/unparseable_gold`, the number of completions with
+    reward None, and `rewards/math_timeout`, the number of completions that scored 0.0 because the comparison took too
+    long.
     """
 
     __name__ = "math"
@@ -55,7 +60,7 @@ class MathReward:
         golds = self._golds(require_column("math", "answer", answer, completions, columns))
         answers = [self._answer(completion_text(completion)) for completion in completions]
 
-        # The completions of a group mostly have the same few answers, so each distinct pair is compared once.
+        # Many completions of a group have the same answer, so each distinct (gold, answer) pair is compared only once.
         pairs = list(dict.fromkeys((g, *a) for g, a in zip(golds, answers, strict=True) if g and a))
         requests = [{"op": "score", "gold": gold, "answer": [kind, response]} for gold, kind, response in pairs]
         verdicts = dict(zip(pairs, self._pool.map(requests), strict=True))
@@ -72,7 +77,10 @@ class MathReward:
         return rewards
 
     def _answer(self, text: str) -> tuple[str, str] | None:
-        """Part of a completion that the worker reads: ("box" or "text", string); None if there is no answer."""
+        """Return the part of a completion that the worker reads, as ("box" or "text", string).
+
+        Returns None if there is no answer.
+        """
         if BOX.search(text):
             box = (last_boxed(text) or "").strip()
             return ("box", box) if 0 < len(box) <= ANSWER_LIMIT else None
@@ -80,7 +88,10 @@ class MathReward:
         return ("text", tail) if tail and not self.require_boxed else None
 
     def _golds(self, answer: Sequence[Any]) -> list[str | None]:
-        """Gold answers as bare text; None (with a warning, once for each) for those that cannot be parsed."""
+        """Return the gold answers as bare text, with None for each gold answer that cannot be parsed.
+
+        The first time that a gold answer cannot be parsed, a warning is logged.
+        """
         texts = [gold_text(gold) for gold in answer]
         if len(self._parseable) > CACHE_LIMIT:
             self._parseable = {}

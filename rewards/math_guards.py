@@ -1,10 +1,10 @@
-r"""Guards against errors of math-verify: parts of an answer that are removed before it is called, and rejected answers.
+r"""Guards against errors of math-verify: removes parts that math-verify misreads, and rejects wrong answers it accepts.
 
-`read` takes a normalised answer (`math_spelling.py`) and separates the unit and the base, which math-verify does not
-handle. `refused` finds answers that math-verify would accept although they differ from the gold answer. Each guard has
-an example in a comment. docs/rewards.md describes the guards, and the tables in tests/rewards hold hundreds of accepted
-and rejected examples. This module does not depend on processes or rewards, and does not import math-verify:
-`math_worker.py` compares the values.
+`read` normalises an answer (`math_spelling.py`) and separates the unit and the base of the number, which math-verify
+does not handle. `refused` finds answers that math-verify would accept although they differ from the gold answer. A
+comment beside each guard shows an example. docs/rewards.md describes the guards, and the tables in tests/rewards hold
+hundreds of accepted and rejected examples. This module does not depend on processes or rewards, and does not import
+math-verify: `math_worker.py` compares the values.
 """
 
 import re
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from rewards.math_spelling import DENIED, IMAGINARY, INDEX, bare, choice, latex_of, number_of, spelt
 
-# Units. Unlike a variable, a unit is in \text, is a known unit, or is a word after a space: 18 eggs, but not 18x.
+# Units. Letters after a number are a unit, not a variable, if they are in \text, name a known unit, or are a word after
+# a space: 18 eggs, but not 18x.
 _SAME_UNIT = {
     "inch": "in inches", "foot": "ft feet", "yard": "yd", "mile": "mi", "centimeter": "cm centimetre",
     "meter": "m metre", "millimeter": "mm millimetre", "kilometer": "km kilometre", "kilogram": "kg", "gram": "g gm",
@@ -60,7 +61,10 @@ class Reading(NamedTuple):
 
 
 def read(answer: str, *, keep_name: bool = True) -> Reading | None:
-    """Read an answer; None if words next to a number change its value. If `keep_name` is False, x=5 becomes 5."""
+    """Normalise an answer and separate its unit and base. Returns None if words next to a number change its value.
+
+    keep_name : False removes the name of a variable in front of the value, so that x=5 becomes 5
+    """
     latex = spelt(answer)
     name, equals, value = latex.partition("=")
     name = re.sub(INDEX, "", name)
@@ -86,7 +90,7 @@ def _quantity(latex: str) -> Reading | None:
     quoted = re.sub(r'(?:(/)|\\cdot|\\times)\s*"', r'"\1', quoted)
     quoted = _IN_PARENTHESES.sub(r" \1", _UNIT_FRACTION.sub(r"\1/\2", quoted))
     number = _NUMBER_PART.match(quoted)
-    assert number is not None  # it may be empty
+    assert number is not None  # the pattern always matches, if only the empty string
     value, words = number[0].strip(), quoted[number.end() :]
     if (
         not re.search(r"\d|\\pi", value)
@@ -108,7 +112,7 @@ def _quantity(latex: str) -> Reading | None:
 
 
 def _one_name(tokens: list[str]) -> str:
-    """Canonical name of a unit: sq in, square inches and inches^2 are inch^2."""
+    """Return the canonical name of a unit. For example, sq in, square inches and inches^2 all become inch^2."""
     power, names = 1, list[str]()
     for place, token in enumerate(tokens):
         if place and token in _ASIDE:
@@ -125,10 +129,11 @@ def _one_name(tokens: list[str]) -> str:
 
 
 def word(answer: str) -> str | None:
-    r"""Return the answer in lower case if it is a word or the letter of a choice; None for mathematics, such as xy.
+    r"""Return the answer in lower case if it is a word or the letter of a choice, and None if it is mathematics.
 
-    math-verify reads a word as a product of its letters, which equals every anagram. Here letters are a word if there
-    are at least four of them, or if they are in \text, in capitals, or include a vowel that is rarely a variable.
+    math-verify reads a word as a product of its letters, and such a product equals that of every anagram. This function
+    takes a string of letters for a word if it has at least four letters, or if it is in \text, in capitals, or contains
+    a vowel that is rarely the name of a variable; xy, for example, is mathematics.
     """
     plain = bare(answer)
     text = re.fullmatch(r"\\text\s*\{([^{}\\]*)\}", plain)
@@ -144,7 +149,10 @@ def word(answer: str) -> str | None:
 
 
 def same_word(gold: str, answer: str) -> bool:
-    """True if the answer is the word `gold`. A choice needs no parentheses, and may be followed by its content."""
+    """True if the answer is the word `gold`.
+
+    If `gold` is the letter of a choice, the answer may omit the parentheses, and the text of the choice may follow.
+    """
     response = word(answer)
     if response is not None:
         return response == gold
@@ -156,7 +164,7 @@ def refused(gold: Reading, response: Reading) -> bool:
     units = {gold.unit, response.unit}
     value = response.latex if "=" in gold.latex else response.latex.rpartition("=")[2]  # f'(2) = 15
     return bool(
-        # inches^2 and inches^3, but not cm^2 and square units
+        # refuses inches^2 for inches^3, but not cm^2 for square units
         (len(units) == 2 and "" not in units and "unit" not in {unit.partition("^")[0] for unit in units})
         or (response.base and response.base != (gold.base or "10"))  # 4343_7 and 4343_6
         or (gold.base and gold.latex.lstrip("0") != response.latex.lstrip("0"))
@@ -191,8 +199,10 @@ def _shapes_differ(gold: str, response: str) -> bool:
 
 
 def _shape(latex: str) -> tuple[str, int, list[str]]:
-    r"""Shape of an answer: the brackets around all of it, () or (] or {} (for \{ \}), "" for none; its number of list
-    elements; and each pair of brackets, except {}, that holds a list.
+    r"""Return the shape of an answer: (outer brackets, number of list elements, brackets that hold a list).
+
+    The outer brackets surround the whole answer: () or (] and so on, {} for \{ \}, or "" if there are none. The third
+    element lists each pair of brackets, except {}, that holds a list.
     """
     opened, commas, pairs = list[re.Match[str]](), [0], list[str]()
     latex = latex.rpartition("=")[2].strip()
@@ -214,9 +224,11 @@ def _shape(latex: str) -> tuple[str, int, list[str]]:
 
 
 def values(gold: Reading, response: Reading) -> list[str]:
-    r"""Possible meanings of the answer, as LaTeX. They differ from the answer only if just one side has a percent sign.
+    r"""Return the possible values of the answer as LaTeX. One of them must equal the gold answer.
 
-    If the gold answer is at least 1, % is a unit: 18\% is 18, but 1800\% is not. Else % means hundredths: 25\% is 1/4.
+    The result is the answer itself, unless only one of the two has a percent sign. If the answer has the sign and the
+    gold answer is at least 1, % counts as a unit: 18\% equals 18, but 1800\% does not. For any other gold answer, %
+    means hundredths: 25\% equals 1/4. If the gold answer has the sign, 12.5 and 0.125 both equal 12.5\%.
     """
     if "%" not in (gold.unit, response.unit) or gold.unit == response.unit:
         return [response.latex]
@@ -227,7 +239,10 @@ def values(gold: Reading, response: Reading) -> list[str]:
 
 
 def sides(response: str, gold: str) -> list[str]:
-    """Parts that must equal the gold answer: the whole answer, or each number of an equation. 5=6 is not 6."""
+    """Return the parts of the answer that must all equal the gold answer.
+
+    For an equation these are all its numbers, so that 5=6 does not equal 6; otherwise it is the whole answer.
+    """
     if "=" in gold or "=" not in response or r"\neq" in response:
         return [response]
     parts = [part.strip() for part in response.split("=")]
@@ -248,7 +263,10 @@ _TAKEN_BACK = re.compile(  # No, it is 19
 
 
 def claimed(text: str) -> str:
-    """Remove the numbers that a text denies, questions or takes back: "The answer is not 18." claims none."""
+    """Return the text without the numbers that it denies, questions or takes back.
+
+    For example, "The answer is not 18." loses its number.
+    """
     text = _DENIED_MENTION.sub(" ", re.sub(*IMAGINARY, text))
     taken_back = list(_TAKEN_BACK.finditer(text))
     return "The answer is " + text[taken_back[-1].end() :] if taken_back else text

@@ -1,6 +1,6 @@
-"""Pool of math workers that stay alive between calls, with time limits for each request and for a whole call.
+"""Keeps a pool of math workers alive between calls, and limits the time of each request and of a whole call.
 
-This module implements the protocol of `math_worker.py` and does not depend on rewards. It is safe to call from any
+This module implements the protocol of `math_worker.py` and does not depend on rewards. The pool may be called from any
 thread, from daemonic processes and after a fork; a forked process starts its own workers.
 """
 
@@ -22,18 +22,18 @@ WORKER = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rewards.math_worker import main; del sys.path[0]; main()",
     str(Path(__file__).resolve().parents[1]),
 )
-START_LIMIT = 120.0  # seconds for starting the interpreter and its imports; not counted for any request
+START_LIMIT = 120.0  # seconds for starting the interpreter and its imports; no request is charged for this time
 STALL, GRACE = 10, 5.0  # a worker that does not answer within STALL * limit + GRACE seconds is killed
 ITEMS_PER_WORKER = 8  # fewer requests do not justify starting another worker
-QUICK = 0.5  # seconds for every request in the first pass; slower requests share the rest of the time
+QUICK = 0.5  # limit in seconds for a request in the first pass; slower requests run again in a second pass
 
 
 class WorkerDied(Exception):
-    """The worker ended before it answered, and the pool did not kill it."""
+    """Raised if a worker ended before it answered, although the pool did not kill it."""
 
 
 class Worker:
-    """One worker process and the socket to it. It handles one request at a time."""
+    """One worker process and the socket that connects to it. A worker handles one request at a time."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -60,9 +60,10 @@ class Worker:
             raise
 
     def ask(self, request: dict[str, Any], limit: float) -> bool | None:
-        """Send a request. Returns the worker's answer, or None if it took more than `limit` seconds of processor time.
+        """Send a request, and return the worker's answer.
 
-        Raises TimeoutError if the worker does not answer for much longer than that, and WorkerDied if it died.
+        Returns None if the request took more than `limit` seconds of processor time. Raises TimeoutError if the worker
+        does not answer within STALL * limit + GRACE seconds, and WorkerDied if the worker died.
         """
         message = json.dumps({**request, "limit": limit}).encode() + b"\n"
         self.socket.settimeout(STALL * limit + GRACE)
@@ -96,12 +97,13 @@ def _kill_all(workers: list[Worker]) -> None:
 
 
 class MathPool:
-    """At most `size` workers, started when they are needed.
+    """A pool of at most `size` workers, which are started when they are needed.
 
-    `map` returns True or False per request, and None if a request exceeded its limit or the worker died on it twice. A
-    request may take `timeout` seconds of processor time, but one that needs more than QUICK is run again after the
-    others. These slow requests then get equal shares of twice `timeout` per worker. So requests that would run forever
-    neither delay a call for long nor affect other requests.
+    `map` returns True or False for each request, or None if the request exceeded its limit or if workers died twice
+    while handling it. In the first pass, each request may take QUICK seconds of processor time. Requests that need more
+    are run again in a second pass. There, the workers together have `size` * 2 * `timeout` seconds, which the slow
+    requests share equally, with at most `timeout` seconds each. Therefore requests that would run forever neither delay
+    a call for long nor affect other requests.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -120,7 +122,7 @@ class MathPool:
         self._slots = threading.BoundedSemaphore(self.size)
 
     def map(self, requests: list[dict[str, Any]]) -> list[bool | None]:
-        """Answer all requests. Returns the answers in the order of the requests."""
+        """Have the workers answer all requests, and return the answers in the order of the requests."""
         if self._pid != os.getpid():  # after a fork: the workers belong to the parent, and locks may be held
             self._start_afresh()
             _kill_all(self._idle)
@@ -155,7 +157,7 @@ class MathPool:
                 except TimeoutError:
                     worker.kill()
                     return None
-                except BaseException:  # interrupted: the worker's next reply would belong to this request
+                except BaseException:  # after an interrupt, the worker's next reply would belong to this request
                     worker.kill()
                     raise
                 with self._lock:

@@ -141,7 +141,7 @@ _UNITED = re.compile(rf",?\s*(?:{_OR}|\\cup(?![a-zA-Z]))")
 
 @lru_cache(maxsize=512)
 def bare(answer: str) -> str:
-    """The bare answer: without styles, introductory words, final punctuation, and surrounding dollar signs."""
+    """Return the answer without styles, introductory words, final punctuation, and surrounding dollar signs."""
     answer = answer.strip()
     for pattern, replacement in _STYLES:
         answer = pattern.sub(replacement, answer)
@@ -170,13 +170,16 @@ def _without_lead(answer: str) -> str:
 
 
 def _rest(answer: str, start: int) -> str:
-    r"""The answer from `start` on; if `start` is inside a \text{...}, the rest gets an opening \text{ again."""
+    r"""Return the answer from index `start` on. If `start` is inside a \text{...}, prepend an opening \text{."""
     opened = answer.count("{", 0, start) > answer.count("}", 0, start)
     return (r"\text{" if opened else "") + answer[start:]
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """Letter of the single choice with which a bare answer begins ("" for none), and the rest of the answer."""
+    """Split a bare answer into the letter of the choice at its beginning and the rest.
+
+    The letter is "" if the answer does not begin with the letter of exactly one choice.
+    """
     matched = _CHOICE.match(answer)
     if matched is None:
         return "", answer
@@ -213,7 +216,10 @@ def _coordinates(latex: str) -> str:
 
 
 def _union(latex: str) -> str:
-    r"""Turn x<2 or 3<x\le4, which math-verify takes for a list, into (-\infty,2) \cup (3,4]. Else unchanged."""
+    r"""Turn inequalities joined by "or", which math-verify takes for a list, into a union of intervals.
+
+    For example, x<2 or 3<x\le4 becomes (-\infty,2) \cup (3,4]. Any other answer is returned unchanged.
+    """
     if not _RELATION.search(latex) or not _UNITED.search(latex):
         return latex
     intervals = [_interval(part) for parts in _UNITED.split(latex) for part in parts.split(",")]
@@ -224,7 +230,7 @@ def _union(latex: str) -> str:
 
 
 def _interval(latex: str) -> tuple[str, str] | None:
-    r"""Variable and interval of an inequality such as x<2 or 3<x\le4; None for anything else."""
+    r"""Return the variable and the interval of an inequality such as x<2 or 3<x\le4, or None for any other text."""
     pieces = [piece.strip() for piece in _RELATION.split(latex)]
     if not {">", r"\ge"}.isdisjoint(pieces):  # written from right to left
         pieces = [_MIRRORED.get(piece, piece) for piece in reversed(pieces)]
@@ -237,7 +243,7 @@ def _interval(latex: str) -> tuple[str, str] | None:
 
 
 def number_of(latex: str) -> Fraction | None:
-    """Exact value of a decimal or of a simple fraction; None for anything else."""
+    """Return the exact value of a decimal or of a simple fraction, or None for any other text."""
     if NUMBER.fullmatch(latex):
         return Fraction(latex)
     fraction = _FRACTION.fullmatch(latex)

@@ -1,16 +1,16 @@
-r"""The process that runs math-verify: one JSON object per line in, one per line out.
+r"""The process that runs math-verify. It reads requests as JSON, one per line, and writes one JSON reply per line.
 
     {"op": "gold",  "gold": G, "limit": seconds}                       -> {"ok": true if G can be parsed}
     {"op": "score", "gold": G, "answer": [kind, A], "limit": seconds}  -> {"ok": true if A equals G}
 
-The kind of A is "box" for a bare answer, or "text" for prose from which math-verify extracts one. {"ok": null} means
-that the request took longer than its limit. The limit is in seconds of processor time, so that a busy machine does not
-change a result. This module does not depend on rewards.
+G is the gold answer and A the answer to score. The kind of A is "box" if A is a bare answer, or "text" if A is prose
+from which math-verify extracts the answer. {"ok": null} means that the request took longer than its limit. The limit is
+in seconds of processor time, so that a busy machine does not change a result. This module does not depend on rewards.
 
 A child of this process does the work. If a request takes too long, an alarm ends the child. The default action of the
-alarm works even inside one long C call (10^10^10), in which a Python handler would not run. The next child starts at
-once, because it is a fork of a process that has imported everything. The child ends at the end of the input, so that it
-does not outlive the parent.
+alarm works even inside one long C call (10^10^10), in which a Python signal handler would not run. The next child
+starts quickly, because it is a fork of a process that has already imported everything. The child ends at the end of the
+input, so that it does not outlive the pool's process.
 """
 
 import json
@@ -36,25 +36,28 @@ def is_prose(text: str) -> bool:
 
 
 def parse(source: str) -> list:
-    """Parse with math-verify. Returns the expressions, then sometimes their source string; [] if there is none."""
+    """Parse a text with math-verify.
+
+    Returns the expressions, in some cases followed by their source string, or [] if there is no expression.
+    """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    # Without math-verify's units: it takes any last letter for a unit, and drops both inches^2 and million.
+    # Do not use math-verify's units: it takes any last letter for a unit, and drops both inches^2 and million.
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)
-    # Without its own timeout: that is a signal that cannot interrupt C code and restarts for every pair.
+    # Do not use math-verify's timeout: it is a signal that cannot interrupt C code, and it restarts for every pair.
     return parse(source, [latex, ExprExtractionConfig()], parsing_timeout=None)
 
 
 def parse_box(latex: str) -> list:
-    """Parse LaTeX as the content of a box; [] if math-verify finds nothing."""
+    """Parse LaTeX as the content of a box. Returns [] if math-verify finds no expression."""
     return parse(rf"\boxed{{{latex}}}")
 
 
 @lru_cache(maxsize=512)
 def read_gold(box: str) -> Reading:
-    """The gold answer, normalised."""
+    """Normalise a gold answer, and separate its unit and base."""
     if "####" in box:  # raw solutions of GSM8K
         box = box.rsplit("####", 1)[1].strip()
     if word(box) is not None and not box.startswith("\\"):
@@ -64,11 +67,11 @@ def read_gold(box: str) -> Reading:
 
 @lru_cache(maxsize=512)
 def parse_gold(latex: str) -> list:
-    """Parse a normalised gold answer; [] if nothing in it can be compared by value."""
+    """Parse a normalised gold answer. Returns [] if it contains no expression that can be compared by value."""
     if is_prose(latex) and not re.search(r"\d", latex):
         return []
     parsed = parse_box(latex)
-    # A result of only a string means that parsing failed.
+    # If the result contains only a string, parsing has failed.
     return parsed if any(not isinstance(part, str) for part in parsed) else []
 
 
@@ -99,7 +102,7 @@ def same_value(gold: str, response: str) -> bool:
 
 
 def handle(request: dict[str, Any]) -> bool:
-    """Answer one request. If math-verify raises an error, the answer is False."""
+    """Return the answer to one request. If math-verify raises an error, the answer is False."""
     from math_verify import verify
 
     try:
@@ -126,7 +129,7 @@ def limit_memory() -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the input ends. A request that takes too long ends this process."""
+    """Answer requests until the input ends. If a request takes too long, an alarm ends this process."""
     limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in iter(requests.readline, b""):
@@ -138,8 +141,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Run one child at a time. Exit when the child exits, unless the alarm ended it."""
-    # Output of libraries must not mix with the replies. Unbuffered, so that no child reads the next one's requests.
+    """Run one child at a time. If the alarm ends the child, start the next; if the child exits, exit too."""
+    # Output of libraries must not mix with the replies. The streams are unbuffered, so that a child that is killed has
+    # not read requests that the next child must answer.
     requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     null_device = os.open(os.devnull, os.O_RDWR)
     os.dup2(null_device, 0)

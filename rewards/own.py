@@ -1,4 +1,4 @@
-"""Loads a user's own reward from a file or from an installed module."""
+"""Loads a reward that the user has written, from a file or from an installed module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 
 def own_reward(name: str) -> Any:
-    """Load the object that a dotted path names: `mine.py:reward` from that file; `mine:reward` or `package.mine:reward`
-    from the working directory if it has such a file, else from an installed module. A dot may replace the colon.
+    """Load the object that a path names.
 
-    Raises every error of the user's module, and AttributeError or ImportError if the object does not exist.
+    `mine.py:reward` is loaded from the file mine.py. `mine:reward` or `package.mine:reward` is loaded from the working
+    directory if it contains this module, else from an installed module. A dot may replace the colon. Every error of the
+    user's module is raised unchanged. If the file or object does not exist, FileNotFoundError, AttributeError or
+    ImportError is raised.
     """
     module, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if module.endswith(".py"):

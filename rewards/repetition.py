@@ -1,4 +1,4 @@
-"""`repetition`: TRL's penalty on repeated n-grams of tokens (Demystifying Long CoT, appendix C.2)."""
+"""The reward `repetition` is TRL's penalty on repeated n-grams of tokens (Demystifying Long CoT, appendix C.2)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from rewards.text import require_column, require_whole
 
 
 class RepetitionReward:
-    """max_penalty times the fraction of the completion's n-grams that are repeats; 0.0 if none is.
+    """Punishes repetition: the reward is max_penalty times the fraction of the completion's n-grams that are repeats.
 
-    ngram_size : number of tokens per n-gram; a shorter completion scores 0.0
-    max_penalty : most negative reward, never above 0
+    ngram_size : number of tokens per n-gram; a completion with fewer tokens scores 0.0
+    max_penalty : lowest possible reward, at most 0
     """
 
     __name__ = "repetition"

@@ -1,7 +1,7 @@
-"""`short_answer`: scores if the first line of a completion is one of the true answers, which are a few words long.
+"""The reward `short_answer` checks if the first line of a completion is one of the true answers, each a few words long.
 
-The rules are from LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here. Answers are normalised
-as in SQuAD's official evaluation.
+The rules are from WikiSalad, the evaluation in LuKA. Its "exact match" is called `match: contained` here. Answers are
+normalised as in SQuAD's official evaluation.
 """
 
 import re
@@ -20,25 +20,28 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def short_answer(completion: str) -> str:
-    """First line of a completion; if it exceeds 100 characters, its first sentence, provided that exceeds 10."""
+    """Return the first line of a completion, or the first sentence of that line.
+
+    The sentence is returned if the line has more than 100 characters and the sentence more than 10.
+    """
     line = completion.lstrip().partition("\n")[0].rstrip()
     end = _SENTENCE_END.search(line) if len(line) > LONG_LINE else None
     return line[: end.start()] if end and end.start() > SHORT_SENTENCE else line
 
 
 def normalised(text: str) -> str:
-    """Text in lower case, without ASCII punctuation and then without articles, with white space collapsed."""
+    """Return the text in lower case, without ASCII punctuation and articles, and with white space collapsed."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 class ShortAnswerReward:
-    """1.0 if the short answer of a completion matches one of the true answers after normalisation, else 0.0.
+    """Scores 1.0 if the short answer of a completion matches one of the true answers after normalisation, else 0.0.
 
     The true answers of each problem are a list of texts in the column `answers`. An answer that is empty after
-    normalisation matches nothing.
+    normalisation does not match any text.
 
-    match : exact means that both are equal; contained means that one contains the other as a substring (`art` in
-        `heart`)
+    match : exact means that the two answers are equal; contained means that one of them contains the other as a
+        substring, as `heart` contains `art`
     unanswerable : score if the list of true answers is empty: wrong (0.0 for every completion) or left_out (None)
     """
 

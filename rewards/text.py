@@ -1,6 +1,6 @@
 r"""Reads the text of a completion and the last ``\boxed{...}`` in it, and checks the inputs of a reward.
 
-This module does not interpret mathematics and does not score. Every function is linear in the length of the text.
+This module does not interpret mathematics and does not score. Every function takes time linear in the text's length.
 """
 
 import re
@@ -12,9 +12,10 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character is skipped: 
 
 
 def completion_text(completion: Any) -> str:
-    """Text of one completion, which is a string or a conversation; of a conversation, the last assistant message.
+    """Return the text of one completion, which is a string or a conversation.
 
-    A message's content may be a string, None (a bare tool call) or a list of blocks, whose texts are joined.
+    The text of a conversation is its last assistant message. The content of a message may be a string, None (a tool
+    call without text) or a list of blocks; the texts of the blocks are joined.
     """
     if isinstance(completion, str):
         return completion
@@ -26,7 +27,7 @@ def completion_text(completion: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}``, with balanced braces; None if there is none or it never closes."""
+    r"""Return the content of the last ``\boxed{...}``. Returns None if there is no box or if its braces never close."""
     start = text.rfind("\\boxed")
     while start >= 0:
         opening = BOX.match(text, start)
@@ -37,7 +38,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def until_closed(text: str, start: int) -> str | None:
-    """Text from `start` to the brace that closes the one opened before `start`; None if it never closes."""
+    """Return the text from `start` up to the brace that closes the brace opened before `start`.
+
+    Returns None if the brace is never closed.
+    """
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -47,9 +51,9 @@ def until_closed(text: str, start: int) -> str | None:
 
 
 def gold_text(gold: Any) -> str | None:
-    r"""Gold answer as bare text: a number becomes a string, and a ``\boxed{...}`` is replaced by its content.
+    r"""Return a gold answer as bare text: a number becomes a string, and a ``\boxed{...}`` is replaced by its content.
 
-    None if there is no answer to compare with: a missing value, an empty text, or a box that never closes.
+    Returns None if there is no answer to compare with: a missing value, an empty text, or a box that is never closed.
     """
     if gold is None:
         return None
@@ -61,7 +65,11 @@ def gold_text(gold: Any) -> str | None:
 def require_column(
     reward: str, column: str, values: Sequence | None, completions: Sequence, present: Iterable[str]
 ) -> Sequence:
-    """Return the values of a column, or raise ValueError unless it has one per completion. present : other columns"""
+    """Return the values of a column. Raises ValueError if the column is missing or lacks one value per completion.
+
+    reward, column : names of the reward and of the column, for errors
+    present : names of the other columns of the data
+    """
     if values is None:
         raise ValueError(
             f"the {reward!r} reward needs a column {column!r}, but the data has {sorted(present) or 'no other'}: "
@@ -73,7 +81,10 @@ def require_column(
 
 
 def require_whole(name: str, value: Any, least: int, most: int | None = None, limit: str = "") -> int:
-    """Return a whole number, or raise ValueError if it is not one within bounds. limit : name of the upper bound"""
+    """Return `value`, or raise ValueError if it is not a whole number from `least` to `most`.
+
+    limit : name of the upper bound, for errors
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f">= {least}" if most is None else f"from {least} to {limit} ({most})"
         raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
