@@ -149,7 +149,10 @@ def clear_partial(folder: Path) -> None:
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, which a run resumed at `step` will write again. Returns the new names."""
+    """Rename the checkpoints of later steps than `step`, because a run resumed at `step` will write them again.
+
+    Returns the new paths.
+    """
     later = {path: path.with_name(f"later-{path.name}") for path in checkpoints(folder) if step_of(path) > step}
     for path, aside in later.items():
         shutil.rmtree(aside, ignore_errors=True)
@@ -158,7 +161,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises UserError if it is missing, damaged or of another format."""
+    """Return the manifest of a checkpoint. Raises UserError if the manifest is missing, damaged or in another format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
@@ -183,7 +186,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _missing(content: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names whose value is missing or of the wrong type. kinds : name -> type"""
+    """Return the names in `kinds` whose value in `content` is missing or has the wrong type. kinds : name -> type"""
     return [name for name, kind in kinds.items() if not isinstance(content.get(name, ...), kind)]
 
 

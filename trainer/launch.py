@@ -22,7 +22,7 @@ def launched() -> bool:
 
 
 def take_device() -> None:
-    """Make this process's GPU the current device. Without this, "cuda" means GPU 0 in every process."""
+    """Make this process's GPU the current device. Without this call, "cuda" would mean GPU 0 in every process."""
     import torch
 
     if torch.cuda.is_available():
@@ -42,7 +42,7 @@ def leave_group() -> None:
 
 
 def needs_launch(asked: LaunchConfig) -> bool:
-    """True if a run needs the launcher: it has several processes, DeepSpeed, or several GPUs to choose from."""
+    """True if a run needs the launcher, because it uses several processes or DeepSpeed, or can choose between GPUs."""
     import torch
 
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1

@@ -63,7 +63,7 @@ def reading(checkpoint: str | None) -> Iterator[None]:
     if checkpoint is None:
         yield
         return
-    try:  # torch reads this variable; DeepSpeed passes weights_only=False, which it overrides
+    try:  # torch reads this variable, which overrides DeepSpeed's weights_only=False
         with (
             patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
             torch.serialization.safe_globals(deepspeed_classes()),
@@ -73,7 +73,7 @@ def reading(checkpoint: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to trust the file
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises the user to trust the file
             why = "one of its files holds more than plain data and tensors"
         raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
 

@@ -19,8 +19,8 @@ class DistillConfig(Configuration):
         student samples them from the student, under eviction
     keep : reward that selects the dataset's completions; completions that score below `keep_from` are dropped
     keep_from : minimum score for `keep`
-    refresh_every : number of steps after which the simulating model gets the student's weights; 0 keeps the starting
-        model
+    refresh_every : number of steps after which the model that simulates the evictions gets the student's current
+        weights; 0 means that it always has the weights of the starting model
     packing : put several short sequences into one row, without attention between the sequences
     max_length : maximum number of tokens in prompt and completion; null means the limit of the model and the engine
     max_completion_length : maximum number of tokens in the completion

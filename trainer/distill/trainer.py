@@ -33,7 +33,7 @@ class DistillArguments(TaughtArguments):
     """Arguments of a DistillTrainer.
 
     distill : settings of distillation
-    scorers : training of a learned policy's scorers; None keeps them fixed
+    scorers : settings for training the scorers of a learned policy; None keeps the scorers fixed
     """
 
     kind: ClassVar[str] = "distill"

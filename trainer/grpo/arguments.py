@@ -26,7 +26,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     Build it with `grpo_arguments`, which sets TRL's fields to the values of `sparse`.
 
     sparse : our settings; the trainer reads from here the settings that TRL does not have
-    scorers : training of a learned policy's scorers; None keeps them fixed
+    scorers : settings for training the scorers of a learned policy; None keeps the scorers fixed
     """
 
     kind: ClassVar[str] = "grpo"
