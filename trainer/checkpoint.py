@@ -161,7 +161,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises UserError if the manifest is missing, damaged or in another format."""
+    """Return the manifest of a checkpoint. Raises UserError if it is missing or damaged, or has another format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
