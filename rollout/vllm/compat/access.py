@@ -1,7 +1,8 @@
 """Access control of the server: a request must name an allowed host, come from no foreign page, and have the API key.
 
-vLLM checks the key only under some path prefixes, and answers any web page and any host name that leads to its address.
-`Guard` wraps vLLM's whole app (`--middleware`), so that it also covers routes that a new vLLM version adds.
+vLLM checks the key only under some path prefixes, and answers requests from any web page and to any host name that
+leads to its address. `Guard` wraps vLLM's whole app (`--middleware`), so that it also covers routes that a new version
+of vLLM adds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 GUARD = f"{__name__}.Guard"
-OPEN = "/health"  # needs no key, because it only shows that the server runs
+OPEN = "/health"  # this path needs no key, because it only shows that the server runs
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEEP = "the request is nested too deeply"
 READS = "solve_dependencies"  # FastAPI's function that makes a route's arguments from a request
@@ -56,8 +57,8 @@ class Guard:
 def _unreadable(error: Exception) -> str | None:
     """Describe the invalid field of a request that vLLM fails to read. Returns None if the failure has another cause.
 
-    vLLM's field validators assume some types: {"structured_outputs": true} raises AttributeError. Only the place where
-    it is raised distinguishes it from other errors of vLLM.
+    vLLM's field validators assume some types, so that {"structured_outputs": true} raises AttributeError. Such an error
+    differs from other errors of vLLM only by the place where it is raised.
     """
     if isinstance(error, RecursionError):
         return DEEP
@@ -71,7 +72,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 def _refusal(scope: Scope, args: Namespace) -> tuple[int, str] | None:
-    """Return the status and message of a refused request; None for an accepted one."""
+    """Return the HTTP status and message of a refused request; None for an accepted request."""
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _is_ours(_name(host), args):
@@ -86,7 +87,7 @@ def _refusal(scope: Scope, args: Namespace) -> tuple[int, str] | None:
 
 
 def _name(host: str) -> str:
-    """Return the host of a Host header, without the port; "" if the header is invalid."""
+    """Return the host name in a Host header, without the port; "" if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -94,7 +95,7 @@ def _name(host: str) -> str:
 
 
 def _is_ours(name: str, args: Namespace) -> bool:
-    """True if the server accepts this host name: the address that it is bound to, or an allowed host.
+    """Return True if the server accepts this host name: the address that the server is bound to, or an allowed host.
 
     A foreign page can make its own name resolve to this machine, but not an IP address. So a server that listens on all
     addresses accepts any IP address.
@@ -112,7 +113,7 @@ def _is_ours(name: str, args: Namespace) -> bool:
 
 
 def _is_number(name: str, attribute: str = "version") -> bool:
-    """True if the name is an IP address with this attribute."""
+    """Return True if the name is an IP address and this attribute of `ipaddress`'s address object is true."""
     try:
         return bool(getattr(ip_address(name), attribute))
     except ValueError:

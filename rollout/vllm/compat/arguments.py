@@ -109,12 +109,13 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for a cache policy.
 
-    vLLM compiles again if `additional_config` changes, but not if the connector's configuration does. So the first has
-    only the settings that change the forward pass, and the second all others: one compilation serves every policy and
-    budget.
+    vLLM compiles again if `additional_config` changes, but not if the connector's configuration changes. So
+    `additional_config` has only the settings that change the forward pass, and the connector's configuration has all
+    others. One compilation then serves every policy and budget.
 
     dtype : name of the dtype, in vLLM's spelling
-    max_prompt, exact, contexts, most, full_graphs : see CacheConfig; with a full cache, vLLM chooses the graphs
+    max_prompt, exact, contexts, most, full_graphs : fields of CacheConfig; full_graphs has no effect with a full cache,
+        for which vLLM chooses the graphs
     """
     exact = exact and on_cpu() and dtype in ("float32", "float")
     if contexts is not None and policy.schedule.evicts:
@@ -153,7 +154,7 @@ def engine_arguments(
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:
-    """Return the settings that `engine_arguments` was given; None for an engine that is not ours."""
+    """Return the settings from which `engine_arguments` made an engine's arguments; None for an engine without them."""
     forward, transfer = (vllm_config.additional_config or {}).get(KEY), vllm_config.kv_transfer_config
     if forward is None:
         return None
@@ -166,8 +167,10 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
 
 
 def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside) -> dict[str, Any]:
-    """Return vLLM's arguments for the cache's memory. On a GPU, vLLM does not start if less than the share is free.
+    """Return vLLM's arguments for the memory of the cache.
 
+    kv_cache_gb : GiB for the cache; None means that the share decides on a GPU, and 1 on a CPU
+    gpu_memory_utilization : share of the GPU's memory; vLLM does not start if less than this share is free
     beside : memory that vLLM does not count, subtracted from the share if the share determines the cache's size
     """
     if kv_cache_gb is None and on_cpu():
@@ -182,7 +185,9 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, b
 
 
 def launch_arguments(separate: bool) -> dict[str, Any]:
-    """Return vLLM's argument that makes an in-process engine use the device of its launched training process.
+    """Return vLLM's argument that makes an in-process engine use the device of the training process that it runs in.
+
+    Returns {} if this process is not one of several launched training processes.
 
     separate : True if the engine runs in separate processes
     """
@@ -191,12 +196,16 @@ def launch_arguments(separate: bool) -> dict[str, Any]:
 
 
 def default_block_size() -> int | None:
-    """Return 32 on a CPU, the smallest size that its kernel supports, because small blocks waste the least memory."""
+    """Return the number of tokens in a cache block; None leaves it to vLLM.
+
+    It is 32 on a CPU, the smallest number that vLLM's CPU kernel supports, because small blocks waste the least memory.
+    """
     return 32 if on_cpu() else None
 
 
 def prepare_environment() -> None:
-    """Set vLLM's environment variables before it is imported: V1 model runner, no usage statistics, only errors logged.
+    """Set vLLM's environment variables: V1 model runner, no usage statistics, only errors logged. Call before importing
+    vLLM.
 
     Eviction works in both of vLLM's model runners, but samplers.py replaces the sampler of the V1 runner.
     """
@@ -204,4 +213,4 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if len(os.fsencode(folder := temporary_folder())) <= MOST_BYTES:
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)  # for its sockets, which a killed server leaves behind
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)  # for vLLM's sockets, which a killed server does not remove

@@ -21,13 +21,16 @@ DEEPEST = 100  # maximum nesting of a JSON schema
 
 
 class RefusedError(VLLMValidationError, ValueError):
-    """Leads to status 400. The client routes expect a VLLMValidationError, the development routes a ValueError."""
+    """Error that the server answers with status 400. Client routes expect a VLLMValidationError, development routes a
+    ValueError.
+    """
 
 
 def refuse_what_stops_the_engine() -> None:
-    """Answer with status 400 to requests that vLLM accepts although its engine then crashes, hangs or gives up.
+    """Make the server refuse, with status 400, requests that vLLM accepts although its engine then crashes, hangs or
+    ends the request with an error.
 
-    Answer with status 500 to requests whose log-probs are not finite (finite.py).
+    Also make it answer with status 500 to requests whose log-probs are not finite (finite.py).
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.sampling_params import SamplingParams
@@ -46,7 +49,9 @@ def refuse_what_stops_the_engine() -> None:
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
     def validate_what_is_ours(self: Any, params: Any, supported_tasks: Any) -> None:
-        """Refuse KEY, which workers would treat as ours, and a seed that would crash an engine on a CPU (seeds.py)."""
+        """Refuse extra_args with KEY, which workers would treat as settings of ours, and a seed that would crash an
+        engine on a CPU (seeds.py).
+        """
         validate_parameters(self, params, supported_tasks)
         if KEY in (getattr(params, "extra_args", None) or {}):
             raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
@@ -69,8 +74,9 @@ def refuse_what_stops_the_engine() -> None:
             raise RefusedError("no text fits the structure that the request asks for")
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Raise an error for log-probs that are not finite. All endpoints call this; later code would drop the error of
-        a stream without tokens.
+        """Raise an error if a request ended because its log-probs were not finite.
+
+        All endpoints call this function. Later code would drop the error of a stream without tokens.
         """
         outputs = generate(self, *args, **kwargs)
         try:
@@ -89,9 +95,11 @@ def refuse_what_stops_the_engine() -> None:
 
 
 def refuse_what_goes_round_the_policy() -> None:
-    """Answer with status 400 to calls that would make the engine prefill a request's sampled tokens again, densely.
+    """Make the server refuse, with status 400, calls after which the engine would prefill a request's sampled tokens
+    again, densely.
 
-    Then no entries would be evicted, or the wrong ones. A new turn of a chat is a new prompt, and is served.
+    After such a call, no entries or the wrong entries would be evicted. A new turn of a chat is a new prompt, and is
+    served.
     """
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -100,7 +108,7 @@ def refuse_what_goes_round_the_policy() -> None:
     reason = "if the cache evicts, running requests cannot be prefilled again; let them end first"
 
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse beam search, of which each step would be a new request. All routes call this before they answer."""
+        """Refuse beam search, because each of its steps would be a new request. All routes call this function first."""
         raise RefusedError(
             "use_beam_search: beam search is not served under a cache that evicts, because each of its steps prefills "
             "the whole text again; leave it out, or serve with --cache policy=full"
@@ -130,10 +138,12 @@ def refuse_what_goes_round_the_policy() -> None:
 
 
 def refuse_input_sessions() -> None:
-    """Answer with status 400 to an input session: a prompt in pieces, each of which follows the tokens sampled so far.
+    """Make engines refuse input sessions. In a session, a prompt is sent in pieces, each of which continues the tokens
+    sampled so far.
 
-    vLLM keeps the session's cache and schedules it again, which our connectors would treat as a new request. This
-    applies in every process, for every engine in which our code assigns the slots of the cache.
+    vLLM keeps the session's cache and schedules the session again, which our connectors would treat as a new request.
+    Sessions are refused in every process, for every engine in which our code assigns the slots of the cache. A server
+    answers with status 400.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -149,7 +159,7 @@ def refuse_input_sessions() -> None:
 
 
 def _depth(schema: Any) -> int:
-    """Nesting depth of a schema, given as a value or as text. Computed without recursion."""
+    """Return the nesting depth of a schema, given as a value or as text. Computed without recursion."""
     if isinstance(schema, str):
         depths = accumulate((c in "{[") - (c in "}]") for c in re.sub(r'"(?:\\.|[^"\\])*"', "", schema))
         return max(depths, default=0)

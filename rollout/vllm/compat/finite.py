@@ -1,11 +1,11 @@
-"""Failure of a request whose log-probs are not finite, in the step that would sample from them. Others continue.
+"""Ends a request whose log-probs are not finite, in the step that would sample from them. Other requests continue.
 
-worker     finds such rows before sampling, and replaces their tokens by NOT_FINITE. This value is sent together with
-           all other tokens, so that no step needs another wait for the device.
-scheduler  ends a request that receives it, as vLLM ends a failed request: finish_reason "error", stop_reason REASON.
-           The tokens of earlier steps are kept.
+worker     finds rows with such log-probs before sampling, and replaces their tokens by NOT_FINITE. This value is sent
+           together with all other tokens, so that no step waits for the device once more.
+scheduler  ends a request that receives NOT_FINITE, as vLLM ends a failed request: finish_reason "error", stop_reason
+           REASON. The tokens of earlier steps are kept.
 
-The caller then reports it: the engine with NotFiniteError (engine.py), the server with status 500 (clients.py).
+The failure is then reported: by the engine with NotFiniteError (engine.py), by the server with status 500 (clients.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.compat.paged import live_state
 
-NOT_FINITE = -1  # no token
+NOT_FINITE = -1  # sent in place of a token; no token has this id
 REASON = "not finite"
 
 
 def refuse_what_is_not_finite() -> None:
-    """Replace functions of vLLM's V1 runner and of its scheduler. Engines that are not ours behave as before."""
+    """Make vLLM's V1 runner and scheduler end requests whose log-probs are not finite. Engines that are not ours behave
+    as before.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -33,7 +35,7 @@ def refuse_what_is_not_finite() -> None:
 
     @wraps(sample_tokens)
     def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
-        """Check the model's own logits, because a grammar then writes -inf into them."""
+        """Check the model's own logits, before a grammar writes -inf into them, and then sample."""
         state = self.execute_model_state
         ours = KEY in (self.vllm_config.additional_config or {})
         self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
@@ -59,7 +61,7 @@ def refuse_what_is_not_finite() -> None:
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """True for rows of logits [B, V] whose log-probs are not finite, or that failed in the forward pass: bool [B].
+    """Return bool [B]: True for rows of logits [B, V] whose log-probs are not finite, or whose forward pass failed.
 
     The maximum of a row is NaN if the row has NaN. A row with +inf, or with only -inf, gives NaN log-probs. A -inf
     among finite logits is valid: a probability of 0.

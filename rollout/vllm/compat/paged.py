@@ -12,14 +12,14 @@ from rollout.vllm.compat.arguments import on_cpu
 
 
 def live_state() -> Any:
-    """Return the CacheState of this process's engine; None if it does not evict."""
+    """Return the CacheState of this process's engine; None if the engine uses vLLM's own full cache, and has none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "state", None) if has_kv_transfer_group() else None
 
 
 def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the attention layers in the order of the model."""
+    """Return name -> attention layer, in the order of the model's layers."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index
@@ -28,17 +28,17 @@ def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def keys_are_transposed() -> bool:
-    """True if this platform's kernels store transposed keys: see key_value_views."""
+    """Return True if this platform's kernels store transposed keys (see `key_value_views`)."""
     return on_cpu()
 
 
 def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer's cache as writable views [blocks, Hkv, block size, D].
+    """Return keys and values of a layer's cache as writable views [number of blocks, Hkv, block size, D].
 
-    cache : [blocks, Hkv, block size, 2 D], in any order in memory
-    transposed : True if a (block, head) is contiguous and holds keys [D, block size], then values [block size, D], as
-        on the CPU (isa "vec"); False if key and value of a token are next to each other, as in FlashAttention and
-        Triton
+    cache : [number of blocks, Hkv, block size, 2 D], in any order in memory
+    transposed : True if the memory of each kv head in each block is contiguous and holds keys [D, block size], then
+        values [block size, D], as on the CPU (isa "vec"); False if key and value of a token are next to each other, as
+        in FlashAttention and Triton
     """
     blocks, heads, size, double = cache.shape
     dim = double // 2
@@ -51,9 +51,11 @@ def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
-    """Read blocks as [R, Hkv, n * block size, ...], copied in contiguous runs. Transposed keys stay transposed.
+    """Read the blocks of R requests, n blocks each. Returns a copy [R, Hkv, n x block size, ...].
 
-    paged : [blocks, Hkv, block size, ...], keys or values of `key_value_views`, or a buffer of ours of this shape
+    Memory is copied in contiguous runs, and transposed keys stay transposed in memory.
+
+    paged : [number of blocks, Hkv, block size, ...], keys or values of `key_value_views`, or a buffer of ours
     blocks : int64 [R, n]
     """
     rows, count = blocks.shape
@@ -69,14 +71,14 @@ def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
 
 
 def stored_scorers(vllm_config: Any) -> dict[str, Tensor]:
-    """Return the weights of the scorers in the model's directory, by name."""
+    """Return the weights of the scorers that are stored in the model's directory: name -> weight."""
     from sparse_rl.models import directory
 
     return directory.stored_scorers(vllm_config.model_config.model)
 
 
 def own_heads(count: int) -> slice:
-    """Return the slice of this tensor-parallel rank's kv heads among those of all ranks.
+    """Return the slice of this tensor-parallel rank's kv heads among the kv heads of all ranks.
 
     count : number of kv heads per rank
     """

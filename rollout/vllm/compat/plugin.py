@@ -1,4 +1,6 @@
-"""Registration of our parts and replacement of vLLM's, in each of its processes; cleanup of side effects."""
+"""Registers our parts with vLLM and replaces some of vLLM's functions, in each of vLLM's processes; and undoes vLLM's
+side effects on the caller's process.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,12 @@ def register() -> None:
     draw_seeded_requests()
     refuse_input_sessions()
     give_out_clean_blocks()
-    KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
+    KVCacheSpecRegistry._ensure_registered()  # if ours were registered first, the built-in ones would be missing
     managers = (CleanSpec, FullAttentionManager), (EvictingSpec, EvictingManager), (ContextSpec, ContextManager)
     for spec, manager in managers:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
-        # The CPU platform only supports the backend CPU_ATTN. Without a policy, ours behaves like the stock one.
+        # The CPU platform only supports the backend CPU_ATTN. Without a policy, our backend behaves like the stock one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
         run_uncompiled()
@@ -69,7 +71,7 @@ def give_out_clean_blocks() -> None:
 
 
 def keep_weights_in_place() -> None:
-    """Keep the CPU build from packing Linear weights, because weight updates would silently miss the packed copies."""
+    """Stop the CPU build from packing the weights of Linear layers, because weight updates would miss packed copies."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
 
@@ -87,7 +89,7 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a Linear on a CPU. vLLM calls this for every Linear."""
+    """Compute a Linear layer on a CPU, with padded rows. vLLM calls this function for every Linear layer."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
 
@@ -98,8 +100,9 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     had_group : True if there was a process group before the engine was started
 
     vLLM seeds every random generator, disables torch.set_num_threads on a CPU, and destroys the process group when it
-    closes, even if the group is not its own. If it fails to start, it does not destroy its own group. The processes
-    that it starts first inspect models, and would import our plugin from the working directory.
+    closes, even if the caller has created the group. If vLLM fails to start, it does not destroy a group that it has
+    created. It first starts processes that inspect models; without PYTHONSAFEPATH, they would import our plugin from
+    the working directory.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -1,4 +1,4 @@
-"""End of the processes that vLLM starts: together with the process that started them, even if that one is killed."""
+"""Ends the processes that vLLM starts when the process that started them ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 OF_VLLM = ("EngineCore", "VllmWorker")  # prefixes of the names of vLLM's processes
 WATCH = "end_with_parent"  # name of the watching thread
-_run_engine_core: Any = None  # vLLM's own function, once ours has replaced it
+_run_engine_core: Any = None  # vLLM's own function, once our function has replaced it
 
 
 def end_with_parent() -> None:
-    """Kill this process, if it is one of vLLM's own, once its parent process has ended.
+    """Start a thread that kills this process once its parent process has ended. Applies only to vLLM's own processes.
 
     A parent that is killed cannot notify its engine, which would wait for requests forever, with the model in memory.
-    The kernel's own signal (PR_SET_PDEATHSIG) is sent when the thread that started the process ends, which is too
-    early.
+    Linux can send a signal instead (PR_SET_PDEATHSIG), but sends it when the thread that started the process ends,
+    which is too early.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(OF_VLLM):
@@ -37,9 +37,9 @@ def end_with_parent() -> None:
 
 
 def watch_from_the_start() -> None:
-    """Make the engine's process, which this one starts, watch its parent before it does anything else.
+    """Make the engine's process, which this process starts, watch its parent before it does anything else.
 
-    vLLM loads plugins in the engine's process only after the handshake with its server, which may take up to 5 minutes.
+    vLLM loads plugins in the engine's process only after the handshake with the server, which may take up to 5 minutes.
     """
     global _run_engine_core
     from vllm.v1.engine.core import EngineCoreProc
@@ -49,7 +49,7 @@ def watch_from_the_start() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Watch the parent, and run vLLM's own function. A spawned engine process imports this function by its name."""
+    """Watch the parent process, and run vLLM's own function. A spawned engine process imports this function by name."""
     from vllm.v1.engine.core import EngineCoreProc
 
     end_with_parent()

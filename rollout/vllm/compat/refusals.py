@@ -1,4 +1,4 @@
-"""Checks for settings and defaults of vLLM that would break eviction or its record: each raises a one-line error."""
+"""Checks for settings and defaults of vLLM that would break eviction or its record. Each raises a one-line error."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwi
 
 
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
-    """Raise UserError for an allocator that vLLM does not support together with a connector.
+    """Raise UserError if PyTorch's allocator uses expandable segments, which vLLM does not support with a connector.
 
+    policy : a policy that does not evict needs no connector, and passes
     sleep_mode : True if the cache has an allocator of its own
+    otherwise : end of the message, an alternative for the user
     """
     chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if chosen and policy.schedule.evicts and not sleep_mode and not on_cpu():
@@ -45,9 +47,9 @@ def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str 
 
 
 def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
-    """Raise UserError for settings that break eviction or its record, also if plain `vllm serve` has set them.
+    """Raise UserError for settings that break eviction or its record, including settings of a plain `vllm serve`.
 
-    full_graphs : see CacheConfig
+    full_graphs : True if a decode step on a GPU is one CUDA graph
     """
     from vllm import envs
     from vllm.config import CUDAGraphMode
@@ -92,7 +94,7 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
 def refuse_configuration(vllm_config: Any) -> None:
     """Raise UserError for settings that the engine's processes would refuse, but only after a traceback.
 
-    The model is checked again, because options may have changed it (`--hf-overrides`).
+    The model's configuration is checked again, because options may have changed it (`--hf-overrides`).
     """
     config = cache_config(vllm_config)
     if config is None or not (config.physical or config.exact):
@@ -108,8 +110,8 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def refuse_layer(impl: Any, config: CacheConfig) -> None:
-    """Raise UserError for attention that policies, or the trainer's attention (exact.py), do not support, or that
-    depends on a token's slot in the cache.
+    """Raise UserError for an attention layer with a feature that policies or the trainer's attention (exact.py) do not
+    support, or that depends on a token's slot in the cache.
     """
     wrong = {
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
@@ -125,14 +127,14 @@ def refuse_layer(impl: Any, config: CacheConfig) -> None:
 
 
 def _layer(config: CacheConfig, feature: str) -> str:
-    """Return the message for a layer with an unsupported feature."""
+    """Return the error message for a layer with an unsupported feature."""
     if config.physical:
         return f"vLLM cannot evict from a layer with {feature}; use a full cache"
     return f"float32 on a CPU uses the trainer's attention, which does not support {feature}; set another dtype"
 
 
 def refuse_spec(spec: Any) -> None:
-    """Raise UserError for a layer with another specification than full attention: others may drop or pack entries."""
+    """Raise UserError for a layer that is not specified as full attention: other caches may drop or pack entries."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
@@ -142,7 +144,7 @@ def refuse_spec(spec: Any) -> None:
 
 
 def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = None) -> None:
-    """Raise UserError for a cache with layers that are not BoundedSpec layers, or whose blocks a kernel splits."""
+    """Raise UserError for a cache with layers that are not BoundedSpec layers, or with blocks that a kernel splits."""
     from rollout.vllm.spec import BoundedSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -45,9 +45,9 @@ GRACE = 1  # seconds until open connections are closed once the engine has ended
 
 
 def read_arguments(ours: list[str], further: list[str]) -> Namespace:
-    """Parse the arguments of `vllm serve`, and `allowed_hosts`. Raises UserError for invalid arguments.
+    """Parse the arguments of `vllm serve`, and our `--allowed-hosts`. Raises UserError for invalid arguments.
 
-    ours : words that `serve.serve` has built
+    ours : words of the command line that `serve.serve` has built
     further : words of the user, which take precedence, but cannot change settings that eviction needs
     """
     from vllm import envs
@@ -78,10 +78,12 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
 
 def run_server(ours: list[str], further: list[str]) -> None:
-    """Serve as `vllm serve` does, until a signal ends it. See `read_arguments` for the arguments.
+    """Run the server as `vllm serve` does, until a signal ends it.
 
     The command `vllm serve` itself does not start with the CPU build, whose distribution has another name. The handling
     of signals does not change until the engine has started; then vLLM's own handling replaces it.
+
+    ours, further : words of the command line from `serve.serve`, and from the user
 
     Raises StoppedError if the engine dies.
     """
@@ -110,8 +112,9 @@ def run_server(ours: list[str], further: list[str]) -> None:
 
 
 def check_before_it_starts() -> None:
-    """Make vLLM check its configuration, once it is complete and before a process starts, and refuse the requests of
-    clients that this configuration cannot serve.
+    """Make vLLM call our checks of its configuration, once the configuration is complete and before a process starts.
+
+    Then also make the server refuse the requests that this configuration cannot serve (clients.py).
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -137,8 +140,9 @@ def check_before_it_starts() -> None:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn vLLM's errors for wrong arguments into a UserError. They are KeyError, TypeError, NotImplementedError and
-    others, of which only the text is useful.
+    """Turn vLLM's errors for wrong arguments into a UserError with their text.
+
+    vLLM raises KeyError, TypeError, NotImplementedError and others, and only the text of these errors is useful.
     """
     try:
         yield
@@ -149,9 +153,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """True for log entries other than the long ones about requests that the end of the server has interrupted.
+    """Return False for the long log entries about requests that the end of the server has interrupted, else True.
 
-    An entry without an exception can be recognised only by its text.
+    A log entry without an exception can be recognised only by its text.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()
