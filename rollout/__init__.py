@@ -1,19 +1,21 @@
-"""rollout: sample under eviction, and record every eviction.
+"""rollout: samples completions under eviction, and records every eviction.
 
     engine = make_engine("hf", model="path/to/model", policy={"policy": "gkv", "budget": 512})
     rollouts = engine.generate(prompts, SamplingConfig(max_tokens=1024, n=8, seed=0))
 
 config.py    SamplingConfig, and RolloutConfig, a recipe's `rollout:` block
 engine.py    the Engine protocol and the Rollout record
-make.py      make_engine: an engine by its name;  choice.py  choice of an engine for this machine and this model
+make.py      make_engine: creates an engine from its name;  choice.py  chooses an engine for this machine and this model
 requests.py  steps common to all engines before they sample: prompt checks, seeds, stop tokens
-sampling.py  the sampler;  sampling_reference.py  the plain sampler, which it must equal
-hf.py        the reference engine on plain transformers;  cache.py  its caches, which record the evictions
-gated.py     its caches whose kv heads hold different numbers of entries;  paged.py  its caches whose queries read pages
-layered.py   its caches whose layers have different policies;  context/  contexts that are compacted once
-files.py     rollouts as files;  origin.py  record of how they were sampled;  verify.py  check of the invariant on them
+sampling.py  the sampler;  sampling_reference.py  a plain sampler, whose results the sampler must equal
+hf.py        the reference engine on plain transformers; its caches record the evictions, and are in sparse_rl/methods:
+             eviction/cache.py, dms/cache.py (kv heads hold different numbers of entries), pages/cache.py (queries read
+             pages) and pages/layered_cache.py (layers have different policies)
+context/     contexts that are compacted once
+files.py     rollouts as files;  origin.py  record of how the rollouts in files were sampled
+verify.py    checks that replay of rollouts in files gives the log-probs of the sampler
 vllm/        the fast engine, which keeps its own copy of the weights
-evaluation/  pass@k over tasks and caches
+evaluation/  pass@k of tasks, and perplexity, under each of several cache policies
 
 To add an engine, write a class with the methods of `Engine`, and add a line to `make.engine_class`, the engine's name
 to `config.EngineName` and `config.RolloutConfig.engine`, and the condition for choosing it to choice.py.

@@ -24,7 +24,7 @@ class SamplingConfig(Configuration):
     on the size or the order of the batch.
 
     max_tokens : maximum number of tokens in a completion
-    temperature : 0 is greedy; the log-probs are then those at temperature 1
+    temperature : 0 takes the most likely token at each step; the log-probs are then computed at temperature 1
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability; 1 means all
     top_k : sampling is restricted to the top_k most likely tokens; None means all
     n : completions per prompt
@@ -72,8 +72,8 @@ class RolloutConfig(Configuration):
     full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one graph per
         layer; written without a GPU and never run on one
     exact : on a CPU, compute float32 attention in float64, in the engine and in the trainer; hf and vllm then sample
-        the same tokens, except at ties. false computes it in float32 (in vllm with its own kernels), which is faster;
-        the log-probs of engine and trainer then differ by about 1e-5
+        the same tokens, except at ties. false computes attention in float32 (in vllm with vLLM's own kernels), which is
+        faster; the log-probs of engine and trainer then differ by about 1e-5
     """
 
     engine: Literal["auto", EngineName] = "auto"

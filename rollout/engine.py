@@ -88,7 +88,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """Sample `sampling.n` completions of each prompt. Returns len(prompts) * n rollouts, prompt-major.
+        """Sample `sampling.n` completions of each prompt. Returns len(prompts) * n rollouts, prompt by prompt.
 
         prompts : token ids
         context : a context compacted by `HFEngine.compact`; each prompt continues it, and `prompt_ids` of each rollout
@@ -107,9 +107,12 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Record the log-probs and evictions that `generate` would have recorded, had it sampled these completions.
 
-        Returns one rollout per prompt, computed exactly as in decoding. `logprobs` are those at `temperature`.
+        Returns one rollout per prompt, computed exactly as in decoding. `logprobs` are computed at `temperature`.
 
-        Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
+        context : a compacted context that the prompts continue; None means that there is none
+
+        Raises UserError on an empty prompt or completion, and NotFiniteError at the first step whose log-prob is not
+        finite.
         """
         ...
 

@@ -21,8 +21,8 @@ class Origin(Configuration):
     """Record of how the rollouts of a folder were sampled.
 
     model : directory or hub name of the model
-    vocabulary : size of its vocabulary
-    engine, dtype, exact : as in a recipe
+    vocabulary : size of the model's vocabulary
+    engine, dtype, exact : the sampling engine's values of these recipe keys
     sampling : settings of sampling
     evicts : true if entries can be evicted, so that there are trace files
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint

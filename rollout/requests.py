@@ -117,7 +117,7 @@ def forced_token(step: int, completion: Sequence[int] | None, sampling: Sampling
 
 
 class NotFiniteLogprobError(NotFiniteError):
-    """The log-prob of a token is NaN or infinite.
+    """Raised if the log-prob of a completion's token is NaN or infinite.
 
     prompt, sample : index of the prompt, and of the sample of this prompt
     step : index of the token in the completion
@@ -134,7 +134,7 @@ class NotFiniteLogprobError(NotFiniteError):
         self.prompt, self.sample, self.step, self.dtype = prompt, sample, step, dtype
 
     def of_prompt(self, prompt: int) -> NotFiniteLogprobError:
-        """Return a copy of this error with another prompt index, as the caller counts prompts."""
+        """Return a copy of this error with another prompt index: the index in the caller's own list of prompts."""
         return NotFiniteLogprobError(prompt, self.sample, self.step, self.dtype)
 
 

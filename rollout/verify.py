@@ -59,7 +59,7 @@ class Gap:
         self.total += other.total
 
     def as_numbers(self) -> dict[str, float]:
-        """Statistics by name, for JSON."""
+        """Return the statistics by name, for JSON."""
         names = ("rollouts", "tokens", "largest", "mean", "beyond", "line", "token")
         return {name: getattr(self, name) for name in names}
 

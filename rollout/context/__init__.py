@@ -3,12 +3,12 @@
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.05, queries=["repeat"]))
     rollouts = engine.generate(questions, sampling, context=context)
 
-config.py    settings: the kept entries and the reference queries
+config.py    settings of the choice of kept entries and of the reference queries
 cache.py     Context, the entries that a compaction keeps; ContextCache, the cache of sequences that continue a context
-compact.py   compaction: from a context's tokens to its Context
+compact.py   compaction, which makes a Context from token ids
 budgets.py   number of entries that each kv head keeps
-files.py     contexts as files
-prompts.py   prompts of self-study about a context
+files.py     writes contexts to files, and reads them
+prompts.py   prompts that ask the model about a context (self-study)
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Studied(Protocol):
     whole: Context
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Return the entries to keep for kv head `head` of layer `place`: `count` entries, plus the first
+        """Return the entries to keep for kv head `head` of layer `place`: `count` chosen entries, plus the first
         `config.first` and the last `config.last` ones.
         """
         ...
@@ -50,7 +50,8 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
 
     tokens : length of the context
 
-    Raises UserError if there are too few tokens, or if config.budgets is not a budget file of a model of this shape.
+    Raises UserError if the context is no longer than `config.first` + `config.last`, or if `config.budgets` is not a
+    file of head budgets for a model with these numbers of layers and kv heads.
     """
     mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
@@ -64,8 +65,10 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
 
 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:
-    """Return the number of entries that each kv head of each layer keeps. It falls linearly with the layer index, has
-    mean `mean` and is at most `most` (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
+    """Return, for each layer, the number of entries that each of its kv heads keeps.
+
+    The number falls linearly with the layer index. Its mean over the layers is `mean`, and it is at most `most`
+    (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
     """
     last = max(mean / STEEP, 1, 2 * mean - most) if layers > 1 else mean
     shares = (mean + (mean - last) * (1 - 2 * layer / max(1, layers - 1)) for layer in range(layers))

@@ -78,7 +78,7 @@ class Context:
         return max(layer.keys.shape[2] for layer in self.layers)
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError unless the context was made by a model of this shape.
+        """Raise UserError if the context was made by a model of another shape.
 
         shape : (number of layers, kv heads per layer, head size)
         """
@@ -181,7 +181,7 @@ class ContextCache:
         raise UserError("the cache of a compacted context keeps no last queries")
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """Return the trace of a row of `length` tokens, including the context. All rows of this length have it."""
+        """Return the trace of a row of `length` tokens, including the context. It is the same for all rows."""
         assert self.context is not None  # sampling always has a context
         return self.context.trace(length)
 

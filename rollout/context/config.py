@@ -19,7 +19,7 @@ class PromptCacheConfig(Configuration):
     policy : am, the kept entries get biases and values that stand for the evicted ones; evict, the kept entries do not
         change; full, everything is kept; none, only the first `first` and the last `last` tokens are kept. full and
         none are baselines, and use no other settings than first and last
-    ratio : share of the context's tokens that is kept, apart from first and last
+    ratio : share of the context's tokens that is kept, not counting its first `first` and last `last` tokens
     queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of the same tokens
         when the model reads the context a second time, after the first; self_study, queries of the model's answers to
         prompts about the context; random, normally distributed queries with the mean norm of the context's queries;
@@ -28,11 +28,11 @@ class PromptCacheConfig(Configuration):
     select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention mass
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
     pool : number of neighbouring keys, centred on the key itself, over which its attention is averaged (SnapKV)
-    ridge : ridge of the value fit, as for the policy am
-    fit : ridge, or paper, which is the paper's own solvers
+    ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
+    fit : ridge fits by ridge regression; paper uses the paper's own solvers
     first, last : number of tokens at the context's beginning and end that are kept unchanged (a chat template's tokens)
-    layers : equal, every layer keeps the same number; pyramid, the first layer keeps the most and the last the least,
-        as in PyramidKV, with ratio as the mean
+    layers : equal, every layer keeps the same number of entries; pyramid, the number falls from the first layer to the
+        last, as in PyramidKV, with ratio as the mean
     budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
     chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
         of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If attention mass and
