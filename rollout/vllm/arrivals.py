@@ -2,11 +2,14 @@
 
 Everything that does not depend on the new keys is computed before the forward pass, for all layers at once (the layers
 are folded into the rows): the competing entry with the lowest priority, and the slot of the token that leaves the
-window. If tokens are scored on arrival, this entry is evicted. If scores are delayed, the score of the token that
-leaves the window depends on the layer's new key. Then each layer runs one step of its scorer, evicts the token that
-leaves the window if its priority is the lower one, and writes the new K and V to one slot of each head, before it
-computes attention. Scores of tokens that are scored on arrival are computed after the forward pass, for all layers at
-once (the layers are folded into the heads).
+window of recent tokens.
+
+If tokens are scored on arrival, the competing entry with the lowest priority is evicted. The new tokens are scored
+after the forward pass, for all layers at once (the layers are folded into the heads).
+
+If scores are delayed, the score of the token that leaves the window depends on the layer's new key. Before a layer
+computes attention, it runs one step of its scorer, evicts this token if its priority is not above the lowest priority
+of the competing entries, else the competing entry, and writes the new K and V to one slot of each head.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Leaving:
     competes : bool [R], True if the leaving token may be evicted
     candidate : float32 [L, R, Hkv], priority of the entry that is evicted if the leaving token is not; NaN if
         `competes` is False
-    aged : float32 [L, R, Hkv], decay term that is subtracted from the leaving token's score to give its priority
+    aged : float32 [L, R, Hkv], decay term; the leaving token's priority is the token's score minus this term
     priority : float32 [L, R, Hkv], priority of the leaving token, filled in layer by layer
     rows : int64 [R], rows of the scorers' memory, set in the forward pass
     """
@@ -81,7 +84,7 @@ class Leaving:
 class Scorers:
     """Scorers of all L layers, for this rank's Hkv kv heads.
 
-    There is one scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`). They share their weights' memory.
+    There is one scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`), which share the weights' memory.
     """
 
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.isa == "amx":  # we cannot read its packed layout of keys
+        if self.isa == "amx":  # our code cannot read the packed layout of keys for AMX
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
 

@@ -1,7 +1,7 @@
 """The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels if FlashAttention cannot run.
 
-`EvictingBackend` is registered as CUSTOM, and only chooses between these two backends. Both keep their stock names,
-because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source, and has never been run.
+`EvictingBackend` is registered as CUSTOM, and only chooses between these two backends. Both backends keep their stock
+names, because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source and has never been run.
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ class EvictionConnector(KVConnectorBase_V1):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
+        """Note that a request was admitted. After a preemption, all tokens of the request are prefilled again, densely.
+
+        request : vLLM's request
+        blocks : the blocks that vLLM has allocated for it
+        """
         owned = blocks.get_block_ids()[0]
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
         self._end(request.request_id)  # the request may have been preempted in this same step

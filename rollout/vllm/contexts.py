@@ -71,7 +71,7 @@ class ContextState(CacheState):
         blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # empty if all blocks are shared
         for layer, entries in enumerate(self.contexts[behind.name]):
             for cache in self.caches[layer]:
-                cache[blocks] = 0  # see `CleanSpec`: the last block is longer than its entries
+                cache[blocks] = 0  # the last block has slots without entries, which must be zero (`CleanSpec`)
             *keys_values, bias = (x[start:].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]

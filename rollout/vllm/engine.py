@@ -44,7 +44,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
-ATTEMPTS = 3  # attempts at sampling a request, which fail if it is preempted after an eviction
+ATTEMPTS = 3  # attempts at sampling a request; an attempt fails if the request is preempted after an eviction
 
 
 class VLLMEngine:
@@ -57,7 +57,7 @@ class VLLMEngine:
     dtype : dtype of weights, cache and forward pass
     max_batch : maximum number of sequences that run at a time (vLLM's max_num_seqs)
     max_model_len : maximum length of prompt + completion; None means the model's context length
-    max_prompt : maximum length of a prompt; the cache must hold it whole. None means max_model_len
+    max_prompt : maximum length of a prompt, all of whose tokens the cache must hold; None means max_model_len
     kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means that
         `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
     gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together

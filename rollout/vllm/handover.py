@@ -35,7 +35,8 @@ def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, li
 
 
 def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) for all weights of `handed_over`. They are views of its memory, and must not be kept.
+    """Yield (name, weight) for all weights of `handed_over`. The weights are views of the file's memory, and must not
+    be kept.
 
     path, places : the values that `handed_over` yields
     """

@@ -1,6 +1,4 @@
-"""Plan of one forward pass, which is the same for all layers. state.py computes it before the pass, and each layer uses
-it.
-"""
+"""Plan of one forward pass, which is the same for all layers. It is computed by state.py before the pass."""
 
 from __future__ import annotations
 
@@ -60,9 +58,9 @@ class Plan:
     slots : int64 [T], slot that the entry of each of T new tokens is written to
     recent : for the queries to keep: indices of their tokens in the batch (a slice if each request adds one token, else
         int64), first blocks of their requests (int64), and places in the request's row of the query buffer (int64)
-    slots_of_recent : int64, slots of these queries in a layer's query buffer. To compute a slot, the request's row must
-        be known. It is known only in the forward pass, because vLLM's V2 runner makes the plan before it announces the
-        requests that begin.
+    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass. A slot
+        is computed from the request's row, and vLLM's V2 runner makes the plan before it announces the requests that
+        begin and get a row
     watch : requests that add several tokens, if the policy observes every query; observed in each layer
     alone : requests that add one token, if the policy observes every query; observed after the forward pass, in all
         layers at once

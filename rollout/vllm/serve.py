@@ -292,7 +292,7 @@ def _set_environment(verbose: bool) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    os.environ["PYTHONSAFEPATH"] = "1"  # otherwise they would import our plugin from the working directory
+    os.environ["PYTHONSAFEPATH"] = "1"  # otherwise the processes would import our plugin from the working directory
     arguments.prepare_environment()
     if arguments.on_cpu():  # vLLM would bind threads to cores: the same cores for each server, and both of two cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

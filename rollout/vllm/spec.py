@@ -39,7 +39,7 @@ class CleanSpec(FullAttentionSpec):
 
 
 class BoundedSpec(CleanSpec):
-    """A layer whose sequences hold fewer entries than they have tokens."""
+    """A layer in which a sequence may hold fewer entries than it has tokens."""
 
     def most_held(self, longest: int) -> int:
         """Return the maximum number of entries that a sequence of at most `longest` tokens holds."""
@@ -90,7 +90,8 @@ class EvictingManager(BoundedManager):
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
-        self.prompts: dict[str, int] = {}  # request -> number of tokens prefilled densely; 0 once they are compacted
+        # request id -> number of tokens that are prefilled densely, or 0 once these tokens are compacted
+        self.prompts: dict[str, int] = {}
 
     def slots(self, request_id: str, tokens: int) -> int:
         """Return the number of slots that a request needs until `tokens` of its tokens have been processed."""
