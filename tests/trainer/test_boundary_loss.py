@@ -17,7 +17,7 @@ LENGTHS = torch.tensor([60, 31, 10])
 
 
 def tensors(ties: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """scores, target [B, H, S], log gamma [H]"""
+    """Return the scores and the target, each [B, H, S], and log gamma [H], for B rows, H heads and S positions."""
     generator = torch.Generator().manual_seed(0)
     scores, target = (torch.randn(B, H, S, generator=generator, dtype=torch.float64) for _ in range(2))
     if ties:
@@ -99,12 +99,14 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
 
 @pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
 def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -> None:
-    """Kept and dropped pairs weigh the same in total; the balance does not cancel the margin's weight."""
+    """The balance gives kept and dropped pairs the same total weight with a mean weight of 1, and does not cancel the
+    weight by the margin.
+    """
     _, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
 
     def pairs(scale: float = 1.0, **options: Any) -> Any:
-        """The pairs with all margins scaled: those of the target and those of the decayed scores."""
+        """Return the pairs after all margins, in the target and in the decayed scores, were multiplied by `scale`."""
         loss = BoundaryLoss(BoundaryConfig(queries=None, **balance, **options))
         queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
         scaled = LayerTarget(target * scale, best)

@@ -49,7 +49,7 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callable[..., DistillTrainer]:
-    """distill(**settings) -> a trainer of a tiny student under evictions, with a deeper teacher."""
+    """distill(**settings) returns a trainer of a tiny student under evictions, with a deeper teacher."""
 
     def make(student: Any = None, **settings: Any) -> DistillTrainer:
         student = student or new_model("qwen3")
@@ -71,7 +71,8 @@ def dense_logits(model: Any, rollout: Example, trace: EvictionTrace) -> torch.Te
 
 
 def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss per token and its gradients, in float64, one sequence at a time, under dense masks."""
+    """Return the mean loss per token and its gradients, computed in float64, one sequence at a time,
+    under dense masks."""
     student, teacher = (copy.deepcopy(m).double() for m in (trainer.model, trainer.teacher))
     student.zero_grad()
     total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.loss.top_k
@@ -122,7 +123,8 @@ def test_loss_and_gradients_equal_the_dense_reference(
 
 
 def test_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
-    """Controls: the loss changes if the trace is off by one or dense, or if the temperature is not squared."""
+    """Controls: the loss changes if the trace is shifted by one query, if the trace evicts no entry, or if the
+    temperature is not squared."""
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
     rollouts = trainer._prepared(rows)
     right = float(trainer.compute_loss(trainer.model, rollouts))
@@ -134,7 +136,8 @@ def test_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: 
 
 
 def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows: list[Example]) -> None:
-    """A sequence's sums do not depend on the other sequences in its row, and packing leaves less padding."""
+    """The loss sums of a sequence do not depend on the other sequences packed into the same row, and packing leaves
+    less padding."""
     from trainer.batches import Batch
 
     trainer = distill(packing=True)
@@ -163,7 +166,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_whole(distill: Callable, rows: lis
 
 @pytest.fixture
 def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
-    """recipe(**keys) -> a short distillation of the tiny model, from a tiny teacher."""
+    """recipe(**keys) returns a recipe that distils a tiny teacher into the tiny model in a few steps."""
 
     def make(**keys: Any) -> Any:
         content = {
@@ -231,7 +234,8 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
 def test_evictions_come_from_the_starting_model_or_the_student(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evictions are simulated with the starting model, or are refreshed from the current student every second step."""
+    """Evictions are simulated either once, with the starting model, or again every second step, with the current
+    student."""
     seen: list[tuple[list[Example], Any]] = []
     rollouts = DistillTrainer._prepared
 
@@ -268,7 +272,8 @@ def test_evictions_come_from_the_starting_model_or_the_student(
     ids=["data", "on-policy", "refreshed"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """Resumed in the second epoch, between two logs: weights and logged lines are equal, bit for bit."""
+    """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
+    weights and its logged lines."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
     shared["validation"] = validation(every=3)  # also before the first step, which only the uninterrupted run logs
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -345,7 +350,7 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
 
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
-    """Rows with a falsified answer are dropped; 300 rows are more than the reward scores in one call."""
+    """Rows whose answer was falsified are dropped. The test has 300 rows, more than the reward scores in one call."""
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 

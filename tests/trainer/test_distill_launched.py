@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """run(name, **keys) -> the metrics of three steps on 4 x 2 ragged rows each, with 9 held-out rows."""
+    """run(name, **keys) returns the metrics of three steps on 4 x 2 ragged rows each, with 9 held-out rows."""
 
     def make(name: str, kind: str = "distill", **keys: Any) -> list[dict[str, Any]]:
         synthetic = {"task": "running_sum", "size": 24, "n": 4}
@@ -72,8 +72,9 @@ def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_two_processes_equal_one(stage: int, run: Callable) -> None:
-    """Two batches accumulated in one process equal one batch in each of two processes. The last held-out batch has a
-    single row, which one of the two processes repeats."""
+    """Two batches accumulated in one process give the same results as one batch in each of two processes. The last
+    held-out batch has a single row, which one of the two processes repeats.
+    """
     alone = run("alone", gradient_accumulation_steps=2)
     together = run("together", launch={"processes": 2, "zero_stage": stage})
     other = run("other", gradient_accumulation_steps=2, ce_weight=0.4)  # control
@@ -85,7 +86,9 @@ def test_two_processes_equal_one(stage: int, run: Callable) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_retrofit_on_two_processes_equals_one_process(stage: int, run: Callable, tmp_path: Path) -> None:
-    """The scorers are the same too; their weights are written beside the model's."""
+    """A retrofit on two processes gives the same results and the same scorers as a retrofit on one process. The weights
+    of the scorers are written beside the weights of the model.
+    """
     alone = run("alone", "kvpop", gradient_accumulation_steps=2)
     together = run("together", "kvpop", launch={"processes": 2, "zero_stage": stage})
     for key in ("loss", "kl", "boundary_loss", "recall", "grad_norm", "eval_kl", "eval_boundary_loss", "eval_recall"):
@@ -98,7 +101,9 @@ def test_a_retrofit_on_two_processes_equals_one_process(stage: int, run: Callabl
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_retrofit_in_bfloat16(stage: int, run: Callable, tmp_path: Path) -> None:
-    """The scorers are stored in the model's dtype, as ZeRO-3 requires, and can be loaded again."""
+    """A bfloat16 retrofit stores its scorers in the model's dtype, as ZeRO-3 requires, and these scorers can be loaded
+    again.
+    """
     lines = run("half", "kvpop", dtype="bfloat16", launch={"processes": 1, "zero_stage": stage})
     assert all(line["loss"] > 0 for line in lines if "loss" in line)
     scorers = load_model(tmp_path / "half" / "model", "bfloat16").cache_scorers

@@ -85,7 +85,7 @@ UNLIKE = {  # for some options, the run they must differ from; for all others it
 
 
 class Watch(TrainerCallback):
-    """Records, for each step, the gradients by parameter and the logged metrics."""
+    """Records, for each step, the gradient of each parameter and the logged metrics."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -115,7 +115,7 @@ class Ours(SparseGRPOTrainer):
 
 
 class Theirs(trl.GRPOTrainer):
-    """TRL's own trainer, except that it is given its completions."""
+    """TRL's own trainer, changed only to train on given completions."""
 
     given: Iterator[tuple]
 
@@ -135,7 +135,7 @@ def rewards_of(options: dict[str, Any]) -> list[Callable]:
 
 @pytest.fixture
 def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]]:
-    """ours(options) -> the record of a run, and its completions."""
+    """ours(options) returns the record of a run of our trainer, and the completions of this run."""
 
     def run(options: dict[str, Any]) -> tuple[Watch, list[tuple]]:
         watch = Watch()
@@ -149,7 +149,7 @@ def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]
 
 @pytest.fixture
 def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tuple]], Watch]:
-    """theirs(options, sampled) -> the record of TRL's run on the same completions."""
+    """theirs(options, sampled) returns the record of TRL's run on the completions `sampled`."""
 
     def run(options: dict[str, Any], sampled: list[tuple]) -> Watch:
         watch = Watch()
@@ -176,7 +176,8 @@ def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tup
 
 
 def gradient_gap(left: Watch, right: Watch) -> float:
-    """Largest difference of the gradients of two runs over all steps, relative to the largest element of the step."""
+    """Return the largest difference between the gradients of two runs over all steps, relative to the largest gradient
+    element of the step."""
     gaps = []
     for one, other in zip(left.gradients, right.gradients, strict=False):
         assert one.keys() == other.keys()
@@ -198,7 +199,8 @@ SEEN: dict[str, Watch] = {}  # our runs by name of the options, each run once
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_gradients_and_metrics_are_trls(name: str, ours: Callable, theirs: Callable) -> None:
-    """The options also have an effect: the control is the run without them."""
+    """Under every combination of options, our trainer's losses, gradients and metrics equal TRL's. Control: the options
+    change the result, compared with the run without them."""
     result, sampled = ours(OPTIONS[name])
     wanted = theirs(OPTIONS[name], sampled)
     assert len(result.gradients) == len(wanted.gradients) and gradient_gap(result, wanted) <= TOLERANCE

@@ -26,7 +26,9 @@ PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, 
 
 
 def test_panels_of_several_processes() -> None:
-    """A process without a compaction has no value, and is left out of the mean."""
+    """Metrics are averaged over the processes that have a value for them: a process without a compaction has no value
+    and is left out of the mean. A NaN of any process stays NaN.
+    """
     assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
     assert over_processes([PANELS[1]]) == {} and over_processes(PANELS[:1]) == PANELS[0]
     for panels in ([3.0, math.nan], [math.nan, 3.0]):
@@ -34,7 +36,9 @@ def test_panels_of_several_processes() -> None:
 
 
 def of_process(rank: int, port: int, folder: str) -> None:
-    """Run one process: it logs its own values, and the first process, which writes metrics.jsonl, writes the result."""
+    """Run one of two processes: the process logs its own values, and the first process, which writes metrics.jsonl,
+    also writes the test's result.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from accelerate import Accelerator

@@ -28,7 +28,8 @@ SCHEDULES = {
 
 
 def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any], None]:
-    """Return a fault that passes every trace's evict_at [L, Hkv, S] through `change(evict_at, prompt length)`."""
+    """Return a fault that replaces the evict_at [L, Hkv, S] of every trace by `change(evict_at, prompt length)`; L
+    layers, Hkv kv heads, S positions."""
 
     def corrupt(trainer: Any) -> None:
         generate = trainer.engine.generate
@@ -45,12 +46,12 @@ def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
 
 
 def one_period_late(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Record each eviction one period late, like G-KV's published code."""
+    """Record each eviction one period late, as G-KV's published code does."""
     return torch.where(evict_at < evict_at.shape[-1] - 1 - GKV["period"], evict_at + GKV["period"], NEVER)
 
 
 def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Record each eviction one position too late."""
+    """Record each eviction one position late."""
     return torch.where(evict_at < evict_at.shape[-1] - 2, evict_at + 1, evict_at)
 
 
@@ -103,7 +104,7 @@ CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
 
 @pytest.mark.parametrize(("fault", "schedule"), CASES)
 def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
-    """The run stops before any update, with one line that names the causes; without the guard it goes on."""
+    """With a fault, the guard stops the run before any update, with one line that names the possible causes."""
     trainer = grpo(**SCHEDULES[schedule])
     break_it(trainer, fault)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -118,7 +119,7 @@ def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> Non
 
 @pytest.mark.parametrize("fault", ["stale weights", "one position late"])
 def test_without_the_guard(fault: str, grpo: Callable) -> None:
-    """The control: the run goes on, and the logs show the gap that the guard would have checked."""
+    """Control: without the guard, the run goes on, and the logs show the gap that the guard would have checked."""
     trainer = grpo(replay_guard=GuardConfig(enabled=False), max_steps=1)
     break_it(trainer, fault)
     (line,) = trained(trainer)
@@ -141,7 +142,7 @@ def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
 
 
 def test_the_floor_raises_the_limit(grpo: Callable) -> None:
-    """A floor set by the user raises the limit; the limit never falls below the gap of the probe."""
+    """A floor set by the user raises the guard's limit; the limit never falls below the gap that the probe measured."""
     trainer = grpo(replay_guard=GuardConfig(floor=10.0), max_steps=1)
     break_it(trainer, "one position late")
     assert len(trained(trainer)) == 1

@@ -32,7 +32,7 @@ SCHEDULES = {
 
 
 def gaps(lines: list[dict]) -> list[float]:
-    """replay/gap_max of the steps that sampled; a step that reuses a buffer measures no gap."""
+    """Return replay/gap_max of the steps that sampled; a step that reuses a buffer measures no gap."""
     return [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
 
 
@@ -50,7 +50,8 @@ def test_every_policy(policy: dict, metrics_of: Callable, record_property: Calla
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, metrics_of: Callable) -> None:
-    """The sampler follows the weights from step to step; a buffer that is used twice is measured once."""
+    """Under every schedule, the sampler's weights follow the trainer's from step to step, and the gap of a buffer that
+    is used twice is measured once."""
     settings = SCHEDULES[schedule]
     lines = metrics_of(**settings)
     assert max(gaps(lines)) <= NOISE
@@ -66,7 +67,8 @@ def test_the_other_families(family: str, metrics_of: Callable) -> None:
 
 @pytest.mark.parametrize("truncated", [{"top_p": 0.8}, {"top_k": 8}, {"temperature": 0.6}])
 def test_the_sampling_distribution(truncated: dict, metrics_of: Callable) -> None:
-    """The gap compares the model's own log-probs at the sampling temperature; the ratio shows the mass cut by top-p."""
+    """The gap compares the model's own log-probs at the sampling temperature, before top-p; the ratio shows the
+    probability mass that top-p cuts off."""
     lines = metrics_of(**truncated)
     assert max(gaps(lines)) <= NOISE
     cut = "temperature" not in truncated
@@ -75,13 +77,14 @@ def test_the_sampling_distribution(truncated: dict, metrics_of: Callable) -> Non
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_full_attention_in_training_is_a_mismatch(correction: str, metrics_of: Callable) -> None:
-    """The control: without replay the gap is large and is logged, and the guard does not stop the run."""
+    """Control: without replay, the gap is large and is logged, and the guard does not stop the run."""
     lines = metrics_of(train_attention="full", importance_correction=correction)
     assert len(lines) == 2 and min(gaps(lines)) >= 1e-3
 
 
 def test_gradients_do_not_depend_on_checkpointing(metrics_of: Callable) -> None:
-    """The trace reaches the recomputed forward pass: with and without checkpointing, all steps of a run are equal."""
+    """With and without gradient checkpointing, all steps of a run are equal, because the trace reaches the recomputed
+    forward pass."""
     plain, checkpointed = (
         metrics_of(name, gradient_checkpointing=name == "checkpointed", max_steps=3)
         for name in ("plain", "checkpointed")

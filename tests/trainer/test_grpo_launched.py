@@ -37,7 +37,9 @@ def digits(completions, trainer_state, **columns):
 
 @pytest.fixture
 def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """command(output, *words, launcher=(), timeout=600, **environment): `sparse-rl train` on GSM8K, 2 processes."""
+    """command(output, *words, launcher=(), timeout=600, **environment) runs `sparse-rl train` on GSM8K with 2
+    processes.
+    """
     problems = tmp_path / "problems.jsonl"
     if GSM8K.is_file():
         with GSM8K.open() as file:
@@ -100,21 +102,27 @@ def good(done: subprocess.CompletedProcess, folder: Path, count: int) -> list[di
 
 
 def test_killed_and_resumed_under_zero_2(command: Callable, tmp_path: Path) -> None:
-    """On GSM8K, a run of 4 steps that is killed in step 3 and resumed from 2 ends with the same metrics and weights."""
+    """Under ZeRO-2, a run of 4 steps on GSM8K that is killed in step 3 and resumed from checkpoint 2 ends with the same
+    metrics and weights as an uninterrupted run.
+    """
     whole = killed_and_resumed(command, tmp_path)
     assert whole[0]["reward_std"] > 0 and whole[0]["frac_reward_zero_std"] < 1
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_reference_model_that_follows(stage: int, command: Callable, tmp_path: Path) -> None:
-    """Every process restores the reference model's mixed weights, also if they are partitioned over the processes."""
+    """After a resume, every process restores the mixed weights of the reference model, even if these weights are
+    partitioned over the processes.
+    """
     words = ("beta=0.1", "sync_ref_model=true", "ref_model_sync_steps=2", f"launch.zero_stage={stage}")
     whole = killed_and_resumed(command, tmp_path, *words)
     assert whole[0]["kl"] < 1e-8 < whole[2]["kl"]
 
 
 def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Steps of an uninterrupted run. Check that a run killed in step 3 and resumed from 2 repeats them bit for bit."""
+    """Return the steps of an uninterrupted run. Check that a run that is killed in step 3 and resumed from checkpoint 2
+    repeats these steps bit for bit.
+    """
     whole = good(command("whole", *words), folder / "whole", 4)
     died = command("killed", *words, DIE_AFTER="2")
     assert died.returncode not in (0, 2)
@@ -128,7 +136,9 @@ def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dic
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None:
-    """The invariant holds at two steps on two processes, the second one with updated weights."""
+    """Under the other ZeRO stages, trainer and sampler compute the same log-probabilities on two processes, in the
+    first step and in the second step, which has updated weights.
+    """
     words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
     good(command("run", *words), tmp_path / "run", 2)
 
@@ -136,8 +146,9 @@ def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_vllm(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> None:
-    """Each process has an engine with its own weights, which ZeRO-3 gathers one by one. The run equals the run that
-    samples from the live module."""
+    """Each process has a vLLM engine with its own weights, which ZeRO-3 gathers one tensor at a time. The run equals
+    the run that samples from the live module.
+    """
     model = tiny("qwen3", head_dim=32)  # a head_dim that vLLM supports on a CPU
     words = (f"model={model}", "max_steps=3", "save_steps=0", f"launch.zero_stage={stage}")
     own = good(command("own", *words, "rollout.engine=vllm", TORCHDYNAMO_DISABLE="1"), tmp_path / "own", 3)
@@ -157,7 +168,9 @@ def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) ->
 
 
 def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
-    """For one process too, DeepSpeed needs a process group: the command makes it, and the result does not change."""
+    """A run of one process under DeepSpeed gives the same result as without DeepSpeed. DeepSpeed needs a process group
+    even for one process, and the command creates this group.
+    """
     plain = good(command("plain", "max_steps=1", "launch.processes=1", "launch.zero_stage=0"), tmp_path / "plain", 1)
     zero = good(command("zero", "max_steps=1", "launch.processes=1"), tmp_path / "zero", 1)
     assert zero[0]["reward"] == plain[0]["reward"]
@@ -165,7 +178,9 @@ def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
 
 
 def test_two_machines(command: Callable, tmp_path: Path) -> None:
-    """The same command on two machines (here: twice on this machine) makes one run."""
+    """The same command on two machines makes one run. The test imitates two machines by starting the command twice on
+    this machine.
+    """
     several = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")
     several += ("launch.main_process_port=29643",)
     with ThreadPoolExecutor(2) as pool:
@@ -175,14 +190,16 @@ def test_two_machines(command: Callable, tmp_path: Path) -> None:
 
 
 def test_one_dead_process_stops_the_others(command: Callable, tmp_path: Path) -> None:
-    """If a process dies, the run ends: the other process, which waits for it, does not hang."""
+    """If one process dies, the run ends: the other process, which waits for the dead one, does not hang."""
     died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
 def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
-    """The error is one line under any launcher: our launcher checks before it starts processes, else rank 0 checks."""
+    """A run directory that is in use is refused in one line under any launcher: our launcher checks before it starts
+    processes; under other launchers, rank 0 checks.
+    """
     with locked(str(tmp_path / "run")):
         done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl: error:")]
@@ -195,7 +212,7 @@ def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Calla
 
 @pytest.mark.parametrize(("config", "stage"), [("zero2", 2), ("zero3", 3)])
 def test_accelerate_launch(config: str, stage: int, command: Callable, tmp_path: Path) -> None:
-    """The shipped accelerate configurations start the same run (here two processes without a GPU)."""
+    """The shipped accelerate configurations start the same run as our launcher, here with two processes and no GPU."""
     file = str(ROOT / f"recipes/accelerate_configs/{config}.yaml")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", file, "--num_processes", "2")
     words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")

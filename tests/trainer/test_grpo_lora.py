@@ -30,7 +30,8 @@ def test_only_the_adapter_learns(grpo: Callable) -> None:
 
 
 def test_the_recipe_exports_a_merged_model(tiny: Callable, tmp_path: Path) -> None:
-    """OUTPUT/model equals base + (alpha / r) B A bit for bit, and contains the cache policy."""
+    """The exported model, OUTPUT/model, equals base + (alpha / r) B A bit for bit, where B and A are the adapter's two
+    factors, and contains the cache policy."""
     recipe = make_recipe(
         {
             "kind": "grpo",

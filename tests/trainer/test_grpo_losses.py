@@ -17,7 +17,8 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 @pytest.mark.parametrize("correction", get_args(Correction))
 def test_every_correction(correction: str, metrics_of: Callable) -> None:
-    """Under replay the importance ratio is 1, so there is nothing to correct."""
+    """Under replay, every importance correction finds an importance ratio of 1, and therefore has
+    nothing to correct."""
     lines = metrics_of(importance_correction=correction)
     assert len(lines) == 2
     for line in lines:
@@ -30,7 +31,7 @@ def test_every_correction(correction: str, metrics_of: Callable) -> None:
 
 
 def test_without_replay_a_correction_clips_the_ratio(metrics_of: Callable) -> None:
-    """The control: without replay the importance ratio is far from 1, and is clipped."""
+    """Control: without replay, the importance ratio is far from 1, and the correction clips it."""
     lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
     assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
     assert all(line["sampling/importance_sampling_ratio/max"] <= 1.5 for line in lines)
@@ -44,13 +45,13 @@ def test_every_loss(loss: str, metrics_of: Callable) -> None:
 
 
 def test_sequence_level_ratios(metrics_of: Callable) -> None:
-    """GSPO's ratios, with a buffer that is used twice."""
+    """GSPO's ratios of whole sequences give a gradient in both uses of a buffer that is used twice."""
     lines = metrics_of(importance_sampling_level="sequence", num_iterations=2, epsilon_high=0.3)
     assert [line["grad_norm"] > 0 for line in lines] == [True, True]
 
 
 class DenseReference(SparseGRPOTrainer):
-    """Scores the reference model without the evictions, a fault that the next test must detect."""
+    """Computes the reference model's log-probs without the evictions. The next test must detect this fault."""
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         kept = self.rows.traces
@@ -63,7 +64,8 @@ class DenseReference(SparseGRPOTrainer):
 
 
 def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
-    """Before the first update policy and reference are the same model: the KL is 0 unless one sees more tokens."""
+    """Before the first update, the policy and the reference model have equal weights, so the KL between them is 0.
+    Control: the KL is not 0 if the reference model attends to evicted entries too."""
     first, second = metrics_of(beta=0.1)
     assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
     dense, _ = metrics_of("control", beta=0.1, trainer_class=DenseReference)
@@ -80,7 +82,8 @@ def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
 
 
 class ByTheOldPolicy(SparseGRPOTrainer):
-    """Computes each loss three times: ours, TRL's with the old policy, and TRL's with the old policy after top_p."""
+    """Computes each loss three times: with our trainer, with TRL's formula on the old policy, and with TRL's formula on
+    the old policy after top_p."""
 
     losses: ClassVar[list[tuple[float, float, float]]]
 
@@ -94,7 +97,8 @@ class ByTheOldPolicy(SparseGRPOTrainer):
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Callable) -> None:
-    """off_policy_mask_threshold with top_p < 1 uses the log-probs before the top-p cut, as in TRL without vLLM."""
+    """With top_p < 1, off_policy_mask_threshold masks sequences by the log-probs before the top-p cut, as TRL does
+    without vLLM."""
     ByTheOldPolicy.losses = []
     metrics_of(
         top_p=0.5,
@@ -129,6 +133,7 @@ def test_invalid_settings_are_refused(settings: dict, message: str, grpo: Callab
 
 
 def test_bfloat16(metrics_of: Callable) -> None:
-    """Under bfloat16 autocast the gap is far larger than in float32, and far below the guard's limit."""
+    """Under bfloat16 autocast, the gap between sampled and replayed log-probs is far larger than in float32, and far
+    below the guard's limit."""
     lines = metrics_of(bf16=True)
     assert all(0 < line["replay/gap_mean"] < 0.02 and torch.isfinite(torch.tensor(line["loss"])) for line in lines)

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def everything(trainer: Any) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl, and the mean loss of the last summary, without timings."""
+    """Return all lines of metrics.jsonl and the mean loss of the last summary, without timings."""
     folder = trainer.args.output_dir
     logs = read_metrics(folder)
     summary = [{"train_loss": line["train_loss"]} for line in logs if "train_loss" in line][-1:]
@@ -79,7 +79,9 @@ SLOW = (
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) -> None:
-    """The metrics of every step and the final weights are equal, and no step is logged twice."""
+    """A resumed run has the metrics of every step and the final weights of an uninterrupted run, and logs no step
+    twice.
+    """
     settings = {"max_steps": 4, "save_strategy": "steps", **CASES[case]}
     save = settings.pop("save")
     stop = settings.pop("stop", save)
@@ -105,7 +107,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) ->
 
 
 def test_without_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None:
-    """The controls: without any one part of our state the resumed run differs; without the file it is refused."""
+    """Control: a run that resumes without any one part of our saved state differs from an uninterrupted run. A
+    checkpoint without the state file is refused.
+    """
     settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
     settings["save_steps"] = settings.pop("save")
     whole = grpo("whole", **settings)

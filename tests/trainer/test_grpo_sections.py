@@ -27,7 +27,7 @@ MID_BUFFER = {
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """Install a view that accepts the made-up sections but ignores them; return the batches of every forward pass."""
+    """Install a view that accepts the made-up sections but ignores them. Return the batches of all forward passes."""
     batches: list[dict[str, torch.Tensor]] = []
 
     class Takes(ReplayView):
@@ -54,7 +54,9 @@ def visiting(trainer: Any, add: Callable) -> Any:
 def test_every_section_is_there_after_a_resume(
     grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
 ) -> None:
-    """After the checkpoint, forward passes get bit for bit the same sections as in an uninterrupted run."""
+    """The forward passes of a resumed run get, bit for bit, the same sections as the forward passes of an uninterrupted
+    run after the checkpoint.
+    """
     visiting(grpo("whole", **MID_BUFFER), with_visits).train()
     whole = forwards.copy()
     forwards.clear()

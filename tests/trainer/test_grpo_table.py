@@ -66,7 +66,8 @@ def test_a_checkpoint_keeps_every_column(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
-    """The run stops in mid-buffer, when the table holds rows of a validation beside those of the last generation."""
+    """A resumed run writes the same tables of completions as an uninterrupted run. The run stops in mid-buffer, when
+    the table holds rows of a validation beside the rows of the last generation."""
     whole = grpo("whole", reward=noting, **TABLES)
     whole.train()
     expected = tables(whole)
@@ -91,7 +92,7 @@ def test_log_extra_refuses_values_that_checkpoints_cannot_store(grpo: Callable) 
 
 
 def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp_path: Path) -> None:
-    """Truncated outputs have advantage 0 in the table."""
+    """The table shows the advantages that are trained on: truncated outputs have advantage 0."""
     log = CompletionLog(tmp_path)
     log.trainer = grpo(max_steps=1, per_device_train_batch_size=4, max_completion_length=8, callbacks=(log,))
     sampled: list[list[Any]] = []

@@ -35,7 +35,7 @@ VALIDATED = {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_gene
 
 @pytest.fixture
 def own(grpo: Callable, tiny: Callable) -> Callable[..., Any]:
-    """own(name, config={}, **settings) -> a trainer whose engine has its own weights."""
+    """own(name, config={}, **settings) returns a trainer whose engine has its own weights."""
 
     def make(name: str = "own", config: dict[str, Any] | None = None, **settings: Any) -> Any:
         model = tiny("qwen3", **(config or {}))
@@ -53,7 +53,8 @@ def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
-    """Over five updates probe and rollouts agree up to noise, and the run equals one with the live module."""
+    """Over five updates, trainer and engine agree up to rounding in the probe and in the rollouts, and the run equals a
+    run that samples from the live module."""
     config = {"tie_word_embeddings": tied}
     trainer = own(config=config, max_steps=5)
     assert not trainer.engine.shares_weights and trainer.engine.model is not trainer.model
@@ -68,7 +69,8 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
 def test_a_probe_evicts_no_entry(policy: dict, own: Callable) -> None:
-    """With a small cache the probe shortens prompts and completions; with a full cache it does not."""
+    """The probe never evicts an entry: with a small cache it shortens prompts and completions, and with a full cache it
+    does not need to."""
     trainer = own(policy=policy)
     generate, seen = trainer.engine.generate, []
 
@@ -118,7 +120,8 @@ def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], 
 
 
 def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
-    """The engine starts from the initial weights again, and first receives the weights of the checkpoint."""
+    """A resumed run equals an uninterrupted run, though its engine starts from the initial weights again: the engine
+    first receives the weights of the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     whole = trained(own("whole", max_steps=4, **settings))
     trained(own("stopped", max_steps=2, **settings))
@@ -132,7 +135,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
 
 
 def test_stale_weights_stop_the_run(own: Callable) -> None:
-    """An engine that keeps its initial weights is detected at the first sampling after an update."""
+    """If the engine keeps its initial weights, the first sampling after an update detects this and stops the run."""
     trainer = own(max_steps=3)
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match=r"weight sync: .* stale or wrongly loaded weights"):
@@ -148,7 +151,7 @@ def test_without_the_guard_stale_weights_are_only_logged(own: Callable) -> None:
 
 
 def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
-    """Mismatched masks are allowed, but stale weights are not."""
+    """With replay off, mismatched masks are allowed, but the guard still refuses stale weights."""
     trainer = own(max_steps=3, train_attention="full")
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match="weight sync"):
@@ -157,7 +160,8 @@ def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
-    """The first probe sets the limit of later gaps, so it has a limit of its own, which the user can raise."""
+    """Wrong weights at the first probe stop the run. The first probe sets the limit of later gaps, and therefore has a
+    limit of its own, which the user can raise."""
     if shared:
         trainer = grpo()
         wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
@@ -188,7 +192,8 @@ def test_the_limit_of_a_sync(gap: float) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_names_equal_the_names_in_the_checkpoint(family: str, tied: bool, new_model: Callable) -> None:
-    """Every stored weight occurs once, under its name, with and without a freshly initialised adapter."""
+    """The weights passed to the engine contain every stored weight once, under its name in the checkpoint, with and
+    without a freshly initialised adapter."""
     model = new_model(family, tie_word_embeddings=tied)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     if tied:
@@ -212,7 +217,8 @@ def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, ti
 
 
 def test_an_adapter_is_merged_into_a_copy(new_model: Callable) -> None:
-    """The engine's weights give the same logits as base plus adapter; the frozen weights do not change by a bit."""
+    """The weights passed to the engine give the same logits as base plus adapter; the frozen weights of the trainer do
+    not change by a bit."""
     model = get_peft_model(new_model("qwen3"), LoraConfig(**LORA))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -274,7 +280,8 @@ def as_sleeper(engine: Any) -> list[str]:
 
 
 def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep drops the weights; they return before the cache, for validation too. The run equals one without sleep."""
+    """Sleep drops the engine's weights. The weights return before the cache does, for a validation too, and the run
+    equals a run without sleep."""
     logs, make = [], rollout.hf.HFEngine.__init__
 
     @wraps(make)
@@ -296,7 +303,8 @@ def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.M
 def test_from_a_recipe_to_the_end(
     reward: str, as_vllm: list[str], tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine is opened once and closed last, also if the run fails; the saved recipe names the engine."""
+    """A run from a recipe opens one engine once and closes the engine last, even if the run fails; the saved recipe
+    names the engine."""
     monkeypatch.setattr(trainer.export, "export_model", lambda *_, **__: as_vllm.append("exported"))
     mapping = {
         "kind": "grpo", "model": tiny(), "output_dir": str(tmp_path), "dtype": "float32",
@@ -315,7 +323,8 @@ def test_from_a_recipe_to_the_end(
 
 
 def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    """An error while closing is logged; a trainer without an engine has nothing to close."""
+    """An error while closing an engine is logged and hides no earlier error; a trainer without an engine has nothing to
+    close."""
     trainer.export.close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
     assert "the engine could not be closed" in caplog.text and "ZeroDivisionError" in caplog.text
     trainer.export.close_engine(SimpleNamespace())

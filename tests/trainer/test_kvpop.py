@@ -50,7 +50,7 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
-    """kvpop(scorer, **settings) -> a trainer of a tiny student whose scorers are far from their initial values."""
+    """kvpop(scorer, **settings) returns a trainer of a tiny student whose scorers are far from their initial values."""
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
         student = new_model("qwen3")
@@ -69,7 +69,9 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
 
 
 def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """KL + CE under dense masks of the decisions, one sequence at a time in float64, and the boundary loss alone."""
+    """Compute the distillation loss KL + CE in float64, one sequence at a time under dense masks of the eviction
+    decisions, and the boundary loss alone.
+    """
     model, loss = trainer.model, trainer.args.loss
     student, teacher = (copy.deepcopy(m).double() for m in (model, trainer.teacher))
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -108,7 +110,9 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     ids=str,
 )
 def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
-    """KL and CE alone determine the model's gradients, and the boundary loss alone those of the scorers."""
+    """The loss and its gradients equal the dense float64 reference's: the model's gradients come from KL and CE alone,
+    and the gradients of the scorers from the boundary loss alone.
+    """
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
     trainer = kvpop(scorer, loss=DistillationLossConfig(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
@@ -259,7 +263,9 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
     ids=["mlp", "mlstm"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """Resumed in the second epoch, between two logs: weights, scorers and logged lines are equal, bit for bit."""
+    """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
+    weights, its scorers and its logged lines.
+    """
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
     shared["validation"] = validation(every=3)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -29,7 +29,8 @@ def case() -> dict[str, torch.Tensor]:
 def reference(
     case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """The summed loss and its gradients for hidden and weight, by the formulas in a loop over positions, in float64."""
+    """Compute the summed loss and its gradients for `hidden` and `weight` by the formulas, in float64, in a loop over
+    positions."""
     hidden = case["hidden"].double().requires_grad_()
     weight = case["weight"].double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
@@ -126,7 +127,7 @@ def test_a_certain_teacher_stays_finite(case: dict) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes."""
+    """Records the number of elements of the largest tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +143,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("top_k", [None, 16])
 def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) -> None:
-    """Forward and backward make no tensor larger than one chunk's logits, and autograd keeps none of the logits."""
+    """The forward and backward passes of the loss create no tensor larger than the logits of one chunk, and autograd
+    keeps no logits. Control: with all logits in one chunk, this is not so."""
     vocab, positions = 5000, 512
 
     def measure(chunk: int) -> tuple[int, int]:

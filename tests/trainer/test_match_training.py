@@ -41,7 +41,8 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """The trained model samples without flags and replays exactly; match_gradient=constant gives another model."""
+    """A model trained under Attention Matching samples without flags after the export, and replays exactly. Control:
+    match_gradient=constant trains another model."""
     final = train(recipe(kind))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)

@@ -29,14 +29,16 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rollouts(model_of: Callable) -> list[Rollout]:
-    """Ragged rollouts, one with a prompt that is longer than the budget."""
+    """Return ragged rollouts; the prompt of one rollout is longer than the budget."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=POLICY)
     prompts = [[3, 4, 5], list(range(3, 25)), [7] * 12]
     return engine.generate(prompts, SamplingConfig(20, seed=0, ignore_eos=True))
 
 
 def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], EvictionTrace]) -> float:
-    """Largest difference of log-probs when the replay uses the traces that `changed` returns."""
+    """Return the largest difference between sampled and replayed log-probs when the replay uses the traces that
+    `changed` returns.
+    """
     replayed = replay_logprobs(model, [dataclasses.replace(r, trace=changed(r.trace)) for r in rollouts])
     return max(
         float((theirs.detach() - torch.tensor(r.logprobs)).abs().max())
@@ -45,7 +47,9 @@ def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], 
 
 
 def test_the_method_samples_records_and_replays(model_of: Callable, rollouts: list[Rollout]) -> None:
-    """The replay is exact; the controls replay without the method's sections, or one query late."""
+    """The replay of the added method is exact. Controls: a replay without the method's sections, and a replay with the
+    sections shifted by one query, are not.
+    """
     model = model_of("qwen3")
     for rollout in rollouts:
         assert len(rollout.trace.further["cooled_at"]) >= 2
@@ -88,7 +92,9 @@ def test_recipes_accept_the_method_and_doctor_counts_its_memory(model_of: Callab
 
 
 def test_grpo_trains_under_the_method_with_its_loss(grpo: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gap stays at the level of rounding. Control: without the method's loss, other weights are learned."""
+    """In GRPO under the added method, the gap between sampled and replayed log-probs stays at the level of rounding.
+    Control: without the method's loss, the run learns other weights.
+    """
 
     def weights(name: str) -> Iterator[torch.Tensor]:
         trainer = grpo(name, policy=POLICY, max_steps=1, max_completion_length=24)

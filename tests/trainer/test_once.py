@@ -64,7 +64,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
-    """seen(kind, processes, *words) -> (count of each tokenised text, files hashed, stderr) of `sparse-rl train`"""
+    """seen(kind, processes, *words) runs `sparse-rl train` and returns (count of each tokenised text, hashed files,
+    stderr)."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     dataset = rows("train", 16, 1, True)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset))
@@ -97,7 +98,8 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
 def test_two_processes_do_shared_work_once(kind: str, zero: int, seen: Callable) -> None:
-    """Texts are tokenised as often as with one process; resumed checkpoints are hashed once; drops are logged once."""
+    """With two processes, texts are tokenised as often as with one process, resumed checkpoints are hashed once, and
+    dropped rows are logged once."""
     alone, without_words, _ = seen(kind, 1, zero=zero)
     together, none, given_words = seen(kind, 2, zero=zero)
     assert together == alone and without_words == none == 0

@@ -1,4 +1,5 @@
-"""Options and arguments that a trainer refuses: in one line, in Python as in a recipe, before a model is loaded."""
+"""Options and arguments that a trainer does not support are refused in one line, before a model is loaded, in Python as
+in a recipe."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ PROMPT = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
 
 
 def arguments(kind: str, folder: Path, **options: Any) -> Any:
-    """Make a trainer's arguments as a caller in Python does."""
+    """Make a trainer's arguments as a Python caller does."""
     given = {"output_dir": str(folder), **CPU, **options}
     if kind == "grpo":
         return grpo_arguments(SparseGRPOConfig(), **given)
@@ -48,7 +49,7 @@ def arguments(kind: str, folder: Path, **options: Any) -> Any:
 
 
 def refused(kind: str) -> list[tuple[str, Any]]:
-    """The library's options that a kind refuses, each with a value other than its default."""
+    """Return the library's options that a kind refuses, each with a value other than its default."""
     fields = [f for f in dataclasses.fields(LIBRARIES[kind]) if instead(f.name, kind)]
     return [(f.name, not f.default if isinstance(f.default, bool) else "x") for f in fields]
 
@@ -67,7 +68,8 @@ def test_python_refuses_the_same_options_as_a_recipe(kind: str, tmp_path: Path) 
 
 
 def test_the_options_refused_by_grpo() -> None:
-    """The test repeats the names, so that none can disappear from the list."""
+    """GRPO refuses exactly the options named in this test. The names are repeated here so that none can disappear from
+    the list."""
     names = {option for option, _ in refused("grpo")}
     assert names >= {
         *("use_vllm", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
@@ -87,7 +89,8 @@ def test_arguments_made_without_grpo_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "distill", "kvpop"])
 def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
-    """The requested checkpointing is used, or refused in one line; never torch's default, the reentrant one."""
+    """The requested gradient checkpointing is used, or refused in one line; torch's default, reentrant checkpointing,
+    is never used."""
     for kept in ({"preserve_rng_state": False}, {}):
         made = arguments(kind, tmp_path, gradient_checkpointing_kwargs=kept)
         assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, **kept}
@@ -116,7 +119,8 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_trainer_arguments_are_refused(given: dict[str, Any], says: str, grpo: Callable) -> None:
-    """The model does not exist, so the error shows that nothing is loaded."""
+    """Unsupported arguments of a trainer are refused before a model is loaded: the model named in this test does not
+    exist."""
     from trainer.grpo.trainer import SparseGRPOTrainer
 
     def make(**usual: Any) -> Any:
@@ -128,7 +132,7 @@ def test_unsupported_trainer_arguments_are_refused(given: dict[str, Any], says: 
 
 
 def test_a_model_with_adapters_other_than_lora_is_refused(grpo: Callable, new_model: Callable) -> None:
-    """The model is refused in GRPO and in distillation."""
+    """GRPO and distillation refuse a model that has adapters other than LoRA."""
     model = peft.get_peft_model(new_model("qwen3"), PROMPT)
     with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
         grpo(model=model)
@@ -138,7 +142,8 @@ def test_a_model_with_adapters_other_than_lora_is_refused(grpo: Callable, new_mo
 
 
 def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> None:
-    """sync_ref_model needs a reference model that is separate from the policy."""
+    """The option sync_ref_model is refused if no reference model is separate from the policy, and under learned
+    policies."""
     learned = {"policy": "kvpop", "budget": 8, "window": 2}
     for changed, says in (
         ({}, "sync_ref_model: needs beta above 0"),
@@ -207,7 +212,8 @@ def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any,
     ],
 )  # fmt: skip
 def test_errors_of_the_libraries_in_training_are_one_line(settings: dict[str, Any], says: str, grpo: Callable) -> None:
-    """Options that the late-made data loader, optimizer, schedule or metric refuse are user errors too."""
+    """If the data loader, optimizer, schedule or metric, which are made late, refuses an option, the error is a
+    one-line user error too."""
     with pytest.raises(UserError, match=f"an option is refused: .*{says}") as caught:
         grpo(**settings).train()
     assert "\n" not in str(caught.value)

@@ -70,7 +70,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """command(kind, output, *words, processes=1, model=None, **environment): `sparse-rl train`, 4 steps an epoch."""
+    """command(kind, output, *words, processes=1, model=None, **environment) runs `sparse-rl train` with 4 steps an
+    epoch.
+    """
 
     def run(
         kind: str, output: str, *words: str, processes: int = 1, model: str | None = None, **environment: str
@@ -92,7 +94,8 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
 
 
 def end(folder: Path) -> tuple:
-    """Hashes of the weights, all metrics but timings, the mean loss of the last summary, and the completions."""
+    """Return hashes of the weights, all metrics without timings, the mean loss of the last summary, and the
+    completions."""
     lines = read_metrics(folder)
     mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
     files = sorted((folder / "model").glob("*.safetensors"))  # scorers have a separate file
@@ -136,7 +139,7 @@ def test_every_stage(kind: str, stage: int, processes: int, command: Callable, t
 def test_a_learned_policy(
     stage: int, kind: str, learn: bool, command: Callable, tiny: Callable, tmp_path: Path
 ) -> None:
-    """On two processes, scorers that do not learn stay equal bit for bit, and the replay is exact."""
+    """On two processes, scorers that do not learn keep their weights bit for bit, and the replay is exact."""
     policy, folder = learned_policy("delayed", 16, window=4), tmp_path / "learned"
     shutil.copytree(tiny("qwen3"), folder)
     write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
@@ -158,7 +161,7 @@ def test_a_learned_policy(
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
-    """On two processes, each repeats its compactions in the forward pass, with gradients."""
+    """On two processes, each process repeats its own compactions in the forward pass, with gradients."""
     words = ["cache={policy: am, budget: 16, sinks: 1, window: 4, period: 8}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
     resumes_exactly(command, tmp_path, kind, *words, processes=2)
@@ -185,7 +188,9 @@ def test_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path:
 
 @pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
 def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
-    """That rank reports it in one line, the other rank does not hang, and the earlier checkpoint is resumed."""
+    """If the disk is full for one rank, this rank reports the failure in one line, the other rank does not hang, and
+    the run can resume from the earlier checkpoint.
+    """
     (tmp_path / "full_disk.py").write_text(FULL_DISK)
     words = (f"launch.zero_stage={stage}", "rewards=[full_disk:digits]")
     done = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
@@ -201,7 +206,9 @@ def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callab
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_code_in_the_files_of_deepspeed_runs(stage: int, command: Callable, tmp_path: Path) -> None:
-    """DeepSpeed reads its files with weights_only=False, but files with code are still refused in one line."""
+    """A checkpoint file that contains code is refused in one line, although DeepSpeed reads its files with
+    weights_only=False.
+    """
     words = (f"launch.zero_stage={stage}", "max_steps=2")
     done = command("sft", "whole", *words)
     assert done.returncode == 0, done.stderr[-3000:]

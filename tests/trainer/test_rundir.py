@@ -110,7 +110,9 @@ with locked(sys.argv[1]):
 
 
 def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) -> None:
-    """Any death of the process releases the lock, also if a child of the process outlives it."""
+    """A run directory is locked until its process dies: any kind of death releases the lock, even if a child of the
+    process lives on.
+    """
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     forks = HOLDER.replace('print("', 'import os, time; os.fork() or time.sleep(5)\n    print("')
     for script in (HOLDER, forks):
@@ -179,7 +181,9 @@ def crafted(folder: Path, content: object) -> None:
 
 
 def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
-    """A manifest with a correct checksum but changed or missing parts is accepted or refused in one line."""
+    """Check that a manifest with a correct checksum but changed or missing parts is either accepted or refused in one
+    line.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(folder)
     before, last = checkpoint(folder, 8), checkpoint(folder, 9)
@@ -211,7 +215,9 @@ def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pyt
 
 
 def test_a_checkpoint_of_another_recipe_gives_one_short_line(tmp_path: Path) -> None:
-    """The error names the first 20 keys that differ, and the number of further ones."""
+    """The error for a checkpoint of another recipe is one line, which names the first 20 keys that differ and the
+    number of further such keys.
+    """
     recipe, place = recipe_of(tmp_path), checkpoint(tmp_path, 9)
     crafted(place, {**read_manifest(place), "recipe": {}})
     with pytest.raises(UserError) as error:
@@ -318,7 +324,9 @@ def test_keys_that_may_change_on_resume(word: str, warns: bool, tmp_path: Path, 
 
 
 def test_attention_kernel_auto_may_change_to_the_chosen_kernel(tmp_path: Path, caplog) -> None:
-    """A checkpoint holds the chosen kernel; before the processes start, the recipe still says auto."""
+    """A run can resume if its checkpoint names the chosen attention kernel while the recipe, read before the processes
+    start, still says `auto`.
+    """
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention_kernel=sdpa"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
@@ -351,7 +359,9 @@ def test_a_branch_needs_a_new_directory(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
-    """transformers always saves at the end of a run, but a longer run needs the weights of the last refresh."""
+    """A checkpoint saved between two refreshes is refused for a longer run, which needs the weights of the last
+    refresh. Such checkpoints exist because transformers always saves at the end of a run.
+    """
     mapping = {"kind": "distill", "model": "m", "output_dir": str(tmp_path), "data": {"path": "a.jsonl"}}
     mapping |= {"cache": {"policy": "streaming", "budget": 8}, "refresh_every": 4, "save_steps": 4}
     short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))

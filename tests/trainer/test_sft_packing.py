@@ -21,7 +21,7 @@ from trainer.sft.trainer import make_trainer
 
 @pytest.fixture
 def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[str, Any]]]:
-    """packed(strategy) -> the model, and the first batch of its trainer."""
+    """packed(strategy) returns the model and the first batch of its trainer."""
 
     def make(strategy: str) -> tuple[Any, dict[str, Any]]:
         content = {

@@ -30,7 +30,7 @@ class StopAt(TrainerCallback):
 
 @pytest.fixture
 def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
-    """sft(name, *callbacks, **settings) -> a trainer on 24 problems, 6 steps an epoch."""
+    """sft(name, *callbacks, **settings) returns a trainer on 24 problems, with 6 steps in each epoch."""
     from trl import SFTConfig
 
     from sparse_rl.data.config import DataConfig, SyntheticConfig
@@ -74,7 +74,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """All metrics but timings, with the mean loss of the final summary."""
+    """Return all logged metrics except timings, together with the mean loss of the final summary."""
     lines = read_metrics(trainer.args.output_dir)
     means = [line["train_loss"] for line in lines if "train_loss" in line][-1:]
     return [*timeless([line for line in lines if "train_loss" not in line]), {"mean": means}]
@@ -115,7 +115,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
-    """The run was killed before the export, or was ended by a callback that is absent after the resume."""
+    """Resuming a run that has taken all its steps takes no further step, if the run was killed before the export, or if
+    a callback that is absent after the resume had ended it.
+    """
     whole = sft("whole", max_steps=3)
     whole.train()
     again = sft("again", max_steps=3)
@@ -130,7 +132,9 @@ def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
 
 
 def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
-    """Stock transformers keeps the checkpoint's cadence. With a constant learning rate the run can also be longer."""
+    """A resumed run logs and saves at its own intervals, whereas stock transformers would keep the checkpoint's
+    intervals. With a constant learning rate, the resumed run can also be longer than the first run.
+    """
     constant = {"lr_scheduler_type": "constant", "save_total_limit": 2}
     whole = sft("whole", **constant)
     whole.train()
@@ -146,7 +150,7 @@ def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
 
 
 def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
-    """The run has one summary even if the resumed run trains further."""
+    """A finished run that is resumed has one final summary in its log, even if the resumed run trains further."""
 
     def summaries(trainer: Any) -> list[int]:
         return [line["step"] for line in read_metrics(trainer.args.output_dir) if "train_runtime" in line]
@@ -181,7 +185,9 @@ def test_a_weight_that_is_tied_is_not_missed(
 
 
 def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
-    """A run that resumes from an earlier checkpoint moves the later ones away: they are neither used nor lost."""
+    """A run that resumes from an earlier checkpoint moves the later checkpoints away: the later ones are neither used
+    nor lost.
+    """
     sft("run", max_steps=9).train()
     folder = Path(sft("run").args.output_dir)
     (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # a leftover of a killed run
@@ -191,7 +197,10 @@ def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
 
 
 def test_checks_of_accuracy_in_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
-    """The first accuracy check changes the attention's rounding from then on; a resumed run does so from its start."""
+    """A run with accuracy checks, resumed after its first check, ends with the same weights as an uninterrupted run.
+    The first check changes the rounding of attention for the steps after it; a resumed run makes this change at its
+    start.
+    """
     recipe = {
         "kind": "sft", "model": tiny("qwen3"), "dtype": "float32", "gradient_checkpointing": False,
         "data": {"synthetic": {"task": "running_sum", "size": 24}}, "per_device_train_batch_size": 4,

@@ -53,7 +53,9 @@ def write(folder: Path, teacher: Any, rows: list[Example], dtype: str = "float32
 
 @pytest.fixture
 def losses(new_model: Callable, teacher: Any, rows: list[Example], tmp_path: Path) -> Callable[..., list[float]]:
-    """losses(cache or None) -> the losses of the first steps, with the cache or with the teacher in memory."""
+    """losses(cache or None) returns the losses of the first steps, with the teacher cache or, for None, with the
+    teacher in memory.
+    """
 
     def run(cache: TeacherCache | None) -> list[float]:
         student = new_model("qwen3", vocab_size=VOCAB)
@@ -153,7 +155,9 @@ def test_a_damaged_shard_is_refused_by_name(how: str, teacher: Any, rows: list[E
 
 
 def test_a_teacher_with_nan_weights_writes_no_shard(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
-    """Writing stops at the first non-finite shard; earlier shards stay, and a sound teacher continues from them."""
+    """The cache stops at the first shard with a non-finite value and does not write this shard. Earlier shards stay,
+    and a sound teacher continues from them.
+    """
     spoilt = copy.deepcopy(teacher)
     with torch.no_grad():
         spoilt.get_output_embeddings().weight[3, 1] = float("nan")
@@ -188,7 +192,9 @@ def test_a_cache_with_other_settings_is_refused(teacher: Any, rows: list[Example
 def test_a_full_disk_is_reported_and_the_next_run_continues(
     teacher: Any, rows: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors raises its own error, which contains the system's message."""
+    """A full disk ends the writing of the teacher cache with an error, and the next run continues. The error comes from
+    safetensors, which puts the system's message into an error class of its own.
+    """
     written: list[Path] = []
 
     def full(tensors: Any, file: Path) -> None:

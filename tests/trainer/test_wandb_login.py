@@ -18,7 +18,7 @@ KEY = "0123456789" * 4
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home and working directory without any login."""
+    """Provide a home directory and a working directory without any login."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["WANDB_DIR", "WANDB_MODE", "NETRC"]:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
@@ -60,7 +60,9 @@ def test_a_login_to_its_server_counts(
     netrc: str, variable: str | None, settings: str | None, saved: str | None,
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """A login by `wandb login` counts. A login to another server does not; one line says that the run is offline."""
+    """A login made by `wandb login` counts if it is for the configured server. A login to another server does not
+    count; one line then says that the run is offline.
+    """
     if variable is not None:
         monkeypatch.setenv("WANDB_BASE_URL", variable)
     if settings is not None:
@@ -107,7 +109,7 @@ def test_settings_of_wandb_are_respected(settings: str, line: str, home: Path, c
 
 
 def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the validity of the key nor its owner is looked up."""
+    """The check of the login uses no network: it looks up neither the validity of the key nor the key's owner."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -119,7 +121,9 @@ def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest
 
 
 def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
-    """W&B uses the new mode although its settings were read before; a run that is already active is left alone."""
+    """A W&B run that starts after the check uses the new mode, even if W&B had read its settings before. A W&B run that
+    is already active is left alone.
+    """
     wandb_offline_without_key(home)
     with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:
         assert run.offline and Path(run.dir).is_relative_to(home / "wandb")
@@ -140,7 +144,9 @@ def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
     ids=["percent", "not UTF-8", "twice", "no scheme"],
 )
 def test_malformed_settings_do_not_stop_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
-    """The run is offline if W&B can start with these settings, else W&B is off; one line says which."""
+    """With malformed W&B settings, training goes on: the run is offline if W&B can start with these settings, and
+    otherwise W&B is off. One line says which of the two holds.
+    """
     save(home / USER, *lines)
     assert wandb_offline_without_key(home) == starts
     assert ("this run is logged offline" if starts else "this run is not logged to") in said(caplog)[0]

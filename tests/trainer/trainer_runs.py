@@ -61,12 +61,12 @@ class KillAt(TrainerCallback):
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """Share of digits in each completion; the reward differs between almost all completions."""
+    """Reward each completion with its share of digits; the reward differs between almost all completions."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def problems(count: int) -> Any:
-    """Running-sum problems whose prompts have ragged lengths (8 to 18 tokens)."""
+    """Return running-sum problems whose prompts have ragged lengths (8 to 18 tokens)."""
     from datasets import Dataset
 
     from sparse_rl.data.running_sum import RunningSum, rows
@@ -81,20 +81,22 @@ def trained(trainer: Any, resume: str | None = None) -> list[dict[str, Any]]:
 
 
 def steps(folder: str | Path) -> list[dict[str, Any]]:
-    """The training steps logged in a run directory, without validations and the final summary."""
+    """Return the training steps logged in a run directory, without validations and the final summary."""
     from sparse_rl.metrics import read_metrics
 
     return [line for line in read_metrics(folder) if "loss" in line]
 
 
 def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines without their timings."""
+    """Return the lines of a log without their timings."""
     clocks = ("time/", "step_time", "train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
 
 
 def small(model: str, output_dir: Path, **keys: Any) -> dict[str, Any]:
-    """A recipe's content without its kind: three steps of eight running sums, sampled by hf in float32."""
+    """Return a recipe's content without its `kind`: three steps of eight running sums, sampled by the hf engine in
+    float32.
+    """
     return {
         "model": model,
         "output_dir": str(output_dir),
