@@ -1,4 +1,6 @@
-"""The vLLM engine's tests: skipped where vLLM is not installed. Models have heads of 32, which its CPU kernel takes."""
+"""Fixtures of the vLLM engine's tests, which are skipped if vLLM is not installed. Heads have size 32, as vLLM's CPU
+kernel requires.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def vllm_is_here() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_set_aside() -> None:
-    """vLLM collects garbage six times an engine, each 0.3 s and more over all that a process of tests has imported."""
+    """Exclude imported modules from garbage collection: vLLM collects six times per engine, each time 0.3 s or more."""
     gc.collect()
     gc.freeze()
 
@@ -51,10 +53,11 @@ def environment() -> Iterator[None]:
 
 @contextmanager
 def quickly(engines_before: int) -> Iterator[None]:
-    """Start or close an engine without what need not be done again in a process that has had one.
+    """Skip work at the start and the end of an engine that need not be repeated in a process that has already had an
+    engine.
 
-    What it has imported is set aside after the first engine, and stays so. And it looks for its kernels in every
-    module, 0.4 s, to register them anew.
+    After the first engine, the objects of imported modules stay excluded from garbage collection. The search of every
+    module for vLLM's kernels, which takes 0.4 s, is skipped too.
     """
     if engines_before == 1:
         gc.collect()
@@ -67,7 +70,7 @@ def quickly(engines_before: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def directory_of(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """directory_of(family, seed=0, **config) -> the directory of a tiny model, not to be changed."""
+    """directory_of(family, seed=0, **config) -> the directory of a tiny model, which tests must not change."""
 
     @cache
     def make(family: str, seed: int = 0, **config: Any) -> Path:
@@ -80,19 +83,21 @@ def directory_of(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def loaded() -> Callable[[Path], PreTrainedModel]:
-    """loaded(folder) -> its model in float32, to replay with."""
+    """loaded(folder) -> the model in that directory, in float32, for replays."""
     return cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 @pytest.fixture(scope="session")
 def opened() -> list[int]:
-    """One entry per engine that this process has had, those in processes of their own left out."""
+    """Holds one entry per engine that this process has had, except engines in separate processes."""
     return []
 
 
 @pytest.fixture
 def open_engine(directory_of: Callable[..., Path], opened: list[int]) -> Iterator[Callable[..., Any]]:
-    """open_engine(policy, model="qwen2", **options) -> a vllm engine; the one before is closed, the last at the end."""
+    """open_engine(policy, model="qwen2", **options) -> a vllm engine. It closes the previous engine; the last engine is
+    closed when the test ends.
+    """
     engines: list[Engine] = []
 
     def close() -> None:
@@ -128,7 +133,9 @@ def random_prompts() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture
 def replay_gap(directory_of: Callable[..., Path], loaded: Callable) -> Callable[..., float]:
-    """replay_gap(rollouts, model="qwen2", temperature=1.0) -> max |log-prob - the engine's| under their traces."""
+    """replay_gap(rollouts, model="qwen2", temperature=1.0) -> max |replayed log-prob - engine's log-prob| under the
+    rollouts' traces.
+    """
 
     def measure(rollouts: Sequence[Rollout], model: str | Path = "qwen2", temperature: float = 1.0) -> float:
         folder = model if isinstance(model, Path) else directory_of(model)
@@ -146,9 +153,10 @@ def agrees_with_hf(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable,
 ) -> Callable[..., None]:
-    """agrees_with_hf(policy, prompts, sampling, {what: rollouts}, model="qwen2"): rollouts are those of hf.
+    """agrees_with_hf(policy, prompts, sampling, {name: rollouts}, model="qwen2") checks that the rollouts equal those
+    of the hf engine.
 
-    The same tokens and evictions, but for ties, and a replay gap within 1e-5.
+    Tokens and evictions must be equal except for ties, and the replay gap must be within 1e-5.
     """
 
     def check(

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for the tests of `sparse-rl serve`."""
+"""Start a server in a separate process, for the tests of `sparse-rl serve`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from sparse_rl.temporary import FOLDER
 
-START = 240  # seconds: half a minute alone, minutes beside other tests
+START = 240  # seconds; a start takes half a minute alone, and minutes while other tests run
 
 
 def free_port() -> int:
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`sparse-rl serve` in a process of its own, with its log in a file."""
+    """`sparse-rl serve` in a separate process that writes its log to a file."""
 
     def __init__(self, model: Path, folder: Path, *words: str) -> None:
         self.model, self.port, self.log = str(model), free_port(), folder / "server.log"
@@ -61,7 +61,7 @@ class Server:
         return [own, *own.children(recursive=True)]
 
     def end(self, how: signal.Signals, seconds: float = 30) -> int:
-        """The exit status; whatever it had started has to be gone, too."""
+        """Stop the server and return its exit status; all processes that it had started must be gone too."""
         family = self.family()
         (os.killpg if how is signal.SIGINT else os.kill)(self.process.pid, how)  # Ctrl-C goes to the whole group
         try:
@@ -83,7 +83,7 @@ class Server:
         )
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's metrics, without their labels; `blocks` is the size of the pool."""
+        """vLLM's metrics without their labels; `blocks` is the number of blocks in the pool."""
         text = httpx.get(f"{self.url}/metrics").text
         result = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
         match = re.search(r'num_gpu_blocks="(\d+)"', text)
@@ -91,7 +91,7 @@ class Server:
         return {**result, "blocks": int(match[1])}
 
     def idle(self) -> None:
-        """Wait until nothing runs and no block is held."""
+        """Wait until the server runs no request and holds no block."""
         until = time.monotonic() + 60
         while (now := self.metrics())["num_requests_running"] or now["kv_cache_usage_perc"]:
             assert time.monotonic() < until, now
@@ -100,7 +100,7 @@ class Server:
 
 @contextmanager
 def running(model: Path, folder: Path, *words: str) -> Iterator[Server]:
-    """A server that answers; it is ended where a test has not done so."""
+    """Run a server that answers requests; stop it at the end if the test has not done so."""
     made = Server(model, folder, *words)
     try:
         made.wait()

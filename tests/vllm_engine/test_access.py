@@ -1,4 +1,4 @@
-"""Access to the server: vLLM's own app, from the arguments that `sparse-rl serve` writes, without an engine."""
+"""Access to the server: vLLM's own app, built from the arguments that `sparse-rl serve` writes, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = ["--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-faul
 
 @pytest.fixture(scope="module")
 def app_of() -> Callable[..., Any]:
-    """app_of(*words behind --, host=, tasks=, **what serve adds) -> the app that the server would run."""
+    """app_of(*words after --, host=, tasks=, **arguments that serve adds) -> the app that the server would run."""
     from vllm.entrypoints.launchers.api_server import entry
 
     from rollout.vllm.compat import server
@@ -41,7 +41,9 @@ def client(app: Any, host: str = "127.0.0.1:8000") -> TestClient:
 
 
 def routes(owner: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(method, path) of every route of an app, in routers and mounts too; a WebSocket has the method ""."""
+    """Return (method, path) of every route of an app, including routes of routers and mounts; the method of a WebSocket
+    is "".
+    """
     for route in owner.routes:
         path = prefix + getattr(route, "path", "")
         if getattr(route, "routes", None):
@@ -50,7 +52,7 @@ def routes(owner: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
-    """The status; 101 for a WebSocket that is opened."""
+    """Return the status of the answer; 101 means that a WebSocket was opened."""
     if method:
         return client(app).request(method, path, headers=headers).status_code
     try:
@@ -66,7 +68,7 @@ def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
 def test_every_route_requires_the_api_key(
     tasks: tuple[str, ...], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each route that the app has itself, so a new one of vLLM is tried, too."""
+    """Every route that the app itself lists requires the API key; thus a new route of vLLM is tested too."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     app = app_of("--api-key", "other", "secret", *WIDE, tasks=tasks)
     result = {(method, path) for method, path in routes(app) if path != "/health"}
@@ -78,7 +80,7 @@ def test_every_route_requires_the_api_key(
     assert answer(app, "GET", "/health", {}) != 401
     app.user_middleware.pop(0)
     app.middleware_stack = None
-    assert answer(app, "GET", "/metrics", {}) == 200  # the control: vLLM alone
+    assert answer(app, "GET", "/metrics", {}) == 200  # control: vLLM's app without our middleware
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], []])
@@ -89,7 +91,7 @@ def test_the_key_may_come_from_the_environment(
     assert answer(app_of(), "GET", "/metrics", {}) == 401
     assert answer(app_of(), "GET", "/metrics", KEY) == 200
     monkeypatch.delenv("VLLM_API_KEY")
-    assert answer(app_of(*words), "GET", "/metrics", {}) == 200  # without a key nobody is asked for one
+    assert answer(app_of(*words), "GET", "/metrics", {}) == 200  # if no key is configured, clients need none
 
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LocalHost", "[::1]:8000"]
@@ -122,7 +124,9 @@ MINE = socket.gethostname()
 def test_requests_for_another_host_name_are_refused(
     host: str, hosts: list[str], ours: list[str], foreign: list[str], app_of: Callable
 ) -> None:
-    """A foreign page can make a name of its own lead to this address, and would read the answers as its own."""
+    """Requests under a foreign host name are refused: a foreign page could point its own host name to this address, and
+    would then read the answers as if they came from its own origin.
+    """
     app = app_of(host=host, allowed_hosts=hosts)
     for name in ours:
         assert answer(app, "GET", "/metrics", {"Host": name}) == 200, name
@@ -132,7 +136,9 @@ def test_requests_for_another_host_name_are_refused(
 
 
 def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
-    """But for those that are named; a browser asks first, without a key, and is told."""
+    """Pages of other origins are refused, except for allowed origins; the browser's preflight request, which carries no
+    key, is answered.
+    """
     own = ["http://127.0.0.1:8000", "https://127.0.0.1:8000"]
     foreign = ["https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null", "", "http://127.0.0.1"]
     page = "https://page.example"
@@ -184,7 +190,9 @@ def test_a_deeply_nested_request_is_a_client_error(depth: int, app_of: Callable)
 
 @pytest.mark.parametrize("value", [True, -1, 0.5, "x", [], [1], [{"type": "x"}]])
 def test_a_field_of_a_wrong_type_is_a_client_error(value: Any, app_of: Callable) -> None:
-    """vLLM takes this field for a mapping before it is checked, and would answer with status 500."""
+    """A field of a wrong type gives a client error. vLLM uses this field as a mapping before it checks the type, and
+    would answer with status 500.
+    """
     app = app_of()
     for path, text in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": []})):
         answered = client(app).post(f"/v1/{path}", json={"model": "m", **text, "structured_outputs": value})

@@ -1,6 +1,7 @@
-"""Refusals of a server, at its start and to its clients, by vLLM's own code; one test needs an engine.
+"""A server refuses bad settings at its start and bad requests of clients. vLLM's own code runs; one test needs an
+engine.
 
-Over HTTP, with an engine behind it: test_serve.py.
+test_serve.py has the tests over HTTP with an engine.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("full", "float32", ["--hf-overrides", SLIDES], "has sliding-window layers"),
         ("full", "float32", ["--hf-overrides", WINDOW], "not support a sliding window"),
         ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not support attention to later tokens"),
-        ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # by vLLM's own kernel
+        ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # refused by vLLM's own kernel
         (POLICY, "bfloat16", ["--hf-overrides", SLIDES], "has sliding-window layers"),
         (POLICY, "float32", [], None),
         (POLICY, "float32", ["--enable-trace-replay"], "trace replay requires Model Runner V2"),
@@ -65,7 +66,9 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_unservable_configurations_are_refused_before_a_process_starts(
     policy: Any, dtype: str, further: list[str], says: str | None, directory_of: Callable
 ) -> None:
-    """Whatever put it there: the options of the command line are looked at before, by name."""
+    """A configuration that cannot be served is refused before a process starts, no matter where its values come from.
+    Command-line options are checked earlier, by name.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rollout.vllm.compat import server
@@ -94,7 +97,9 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
 def test_routes_that_would_prefill_running_requests_are_refused(
     request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Development routes. No engine is connected: what is let through fails with status 500."""
+    """Development routes that would prefill running requests are refused. No engine is connected, so a request that
+    passes the check fails with status 500.
+    """
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -105,7 +110,7 @@ def test_routes_that_would_prefill_running_requests_are_refused(
     app = entry.build_app(server.read_arguments(words, []), ("generate",))
     app.state.engine_client = object.__new__(AsyncLLM)
     client = TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
-    assert client.post(request_line).status_code == 500  # vLLM alone does not refuse it
+    assert client.post(request_line).status_code == 500  # vLLM alone does not refuse this request
     clients.refuse_what_goes_round_the_policy()
     answer = client.post(request_line)
     assert (answer.status_code == 400 and says in answer.text) if says else answer.status_code == 500, answer.text
@@ -114,7 +119,9 @@ def test_routes_that_would_prefill_running_requests_are_refused(
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
 def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, open_engine: Callable) -> None:
-    """An input session where the cache evicts, and anywhere what the workers would take for our own."""
+    """Input sessions are refused if the cache evicts; fields that the workers would take for the project's own are
+    always refused.
+    """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -136,7 +143,7 @@ def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, op
     with pytest.raises(VLLMValidationError, match=f"vllm_xargs: the name '{KEY}' is reserved for the server"):
         asked(SamplingParams(extra_args={KEY: {"seed": 1}}))
     assert asked(SamplingParams(seed=1)).sampling_params.seed == 1
-    engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never drafts
+    engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never samples draft tokens
     assert asked(SamplingParams(seed=1, temperature=0)) and asked(SamplingParams())
     with pytest.raises(VLLMValidationError, match="seed: vLLM does not support a seed on a CPU with spec"):
         asked(SamplingParams(seed=1))

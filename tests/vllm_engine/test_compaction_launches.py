@@ -1,7 +1,8 @@
-"""The cost of a compaction in vLLM beyond its arithmetic: operators (an upper proxy for launches) and waits.
+"""Cost of a compaction in vLLM besides its arithmetic: the number of operators (an upper proxy for launches) and of
+waits.
 
-All layers are compacted at once where vLLM has them in one allocation. test_cuda_layout.py holds what a compaction
-does, in every memory order.
+All layers are compacted at once if vLLM keeps their caches in one allocation. test_cuda_layout.py checks the results of
+a compaction in every memory order.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from sparse_rl.policies import Policy
 
 MOST_OPERATORS, MOST_WAITS = 190, 6
 POLICIES: list[dict[str, Any]] = [
-    *({"policy": name} for name in ON_VLLM if name not in ("full", "am")),  # am fits in a loop
+    *({"policy": name} for name in ON_VLLM if name not in ("full", "am")),  # am solves its fits in a loop
     {"policy": "gkv", "redundancy": False},
-    {"policy": "kvpop", "window": 64, "scorer": {"name": "mlp"}},  # at the end of a longer prompt
+    {"policy": "kvpop", "window": 64, "scorer": {"name": "mlp"}},  # for the tokens at the end of a longer prompt
 ]
 
 
@@ -31,7 +32,9 @@ POLICIES: list[dict[str, Any]] = [
 def test_a_compaction_of_all_layers_is_a_few_launches(
     policy: dict, blocks_inside: bool, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """28 layers, whatever the requests; as it was by layer, a compaction of G-KV took 4,264 operators and 283 waits."""
+    """A compaction of all 28 layers takes few launches, for any number of requests. Compacted layer by layer, as in an
+    earlier version, G-KV took 4,264 operators and 283 waits.
+    """
     pytest.importorskip("vllm")
     from rollout.vllm import compacting
     from rollout.vllm.messages import Due
@@ -57,7 +60,9 @@ def test_a_compaction_of_all_layers_is_a_few_launches(
 
 
 def test_layers_that_lie_elsewhere_are_refused() -> None:
-    """vLLM lays none out like that (test_cuda_layout.py has its three orders)."""
+    """Layers that are not laid out at equal distances are refused. vLLM itself has no such layout: test_cuda_layout.py
+    has its three memory orders.
+    """
     pytest.importorskip("vllm")
     from rollout.vllm.slabs import Arrangement
 

@@ -1,4 +1,4 @@
-"""Memory of a compaction of all layers beside the cache: `doctor`'s count against the real allocation."""
+"""Memory that a compaction of all layers takes besides the cache: the count of `doctor` against the real allocation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_rl.policies import Entries, Policy
 
 LAYERS, DIM, REQUESTS = 4, 64, 3
 SIZES = {"budget": 96, "period": 64, "window": 16}
-# How much more may be counted than is taken. Of R-KV's redundancy, as much as of the redundancy alone.
+# Upper bounds of counted bytes / allocated bytes. With R-KV's redundancy, the bound is that of the redundancy alone.
 SLACK = {
     **dict.fromkeys(("cake", "morphkv", "snapkv"), 1.02),
     **dict.fromkeys(("h2o", "tova"), 1.05),
@@ -32,7 +32,7 @@ class SpreadConfig(EvictingConfig):
 
 
 class Spread(Policy):
-    """Scores by the keys alone, in a given dtype: no queries, no memory."""
+    """A policy that scores entries by their keys alone, in a given dtype, without queries or memory."""
 
     def __init__(self, computed: torch.dtype, **settings: int) -> None:
         super().__init__(SpreadConfig(**settings))
@@ -46,7 +46,7 @@ class Spread(Policy):
 
 
 def check_counted(made: Policy, slack: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers at once, and two at a time."""
+    """Check the counted bytes for all layers at once and for two layers at a time."""
     from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
@@ -92,7 +92,9 @@ def test_bytes_of_a_score_of_only_keys_are_counted(
 def test_requests_are_compacted_in_parts_that_fit(
     policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many are due: what stays is what stays of each alone, and no more is taken than for one part."""
+    """However many requests are due, they are compacted in parts that fit: the kept entries equal those of each request
+    compacted alone, and no more memory is taken than for one part.
+    """
     from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 

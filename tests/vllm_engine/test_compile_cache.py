@@ -1,4 +1,4 @@
-"""The key of vLLM's compile cache: one compilation serves every policy and budget, and no other forward pass."""
+"""The key of vLLM's compile cache: one compilation serves every policy and budget, but no other forward pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ EVICTING = [
 
 @pytest.fixture
 def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """config_of(policy name, parameters, on_gpu=, as_words=, **options) -> the VllmConfig of an engine under it."""
+    """config_of(policy name, parameters, on_gpu=, as_words=, **options) -> the VllmConfig of an engine with that
+    policy.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    plugin.register()  # for what this machine is, which vLLM would otherwise do below
+    plugin.register()  # sets the platform of this machine, which vLLM would otherwise do below
 
     def make(name: str, parameters: dict, *, on_gpu: bool = True, as_words: bool = False, **options: Any) -> Any:
         monkeypatch.setattr(arguments, "on_cpu", lambda: not on_gpu)
@@ -42,7 +44,9 @@ def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["engine", "serve"])
 def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: Callable) -> None:
-    """On a GPU, in an engine and in a server; and each worker knows its own policy all the same."""
+    """Policies and budgets share one compilation on a GPU, in an engine and in a server; each worker still knows its
+    own policy.
+    """
     configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
     configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
     keys = [arguments.cache_config(config) for config in configs]
@@ -53,7 +57,9 @@ def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: C
 
 
 def test_changes_of_the_forward_pass_are_recompiled(config_of: Callable) -> None:
-    """A full cache with vLLM's own backend, heads with room for biases, and the trainer's own float32."""
+    """A full cache with vLLM's own backend, heads with room for biases, and attention in the trainer's float32 are each
+    compiled anew.
+    """
     plain = config_of(*EVICTING[0])
     others = {
         "a full cache": config_of("full", {}),
@@ -69,7 +75,7 @@ def test_changes_of_the_forward_pass_are_recompiled(config_of: Callable) -> None
 
 
 def test_vllms_hash_includes_our_settings(config_of: Callable) -> None:
-    """A control: vLLM hashes additional_config, and not the connector's own configuration."""
+    """Control: vLLM's hash includes additional_config, but not the connector's own configuration."""
     config = config_of(*EVICTING[0])
     before = config.compute_hash()
     extra = config.kv_transfer_config.kv_connector_extra_config[arguments.KEY]

@@ -1,7 +1,9 @@
-"""The evicting backends for GPUs, without one: which of them is chosen, what is refused, and all but their kernels.
+"""The evicting backends for GPUs, tested without a GPU: the choice of a backend, its refusals, and all code except the
+kernels.
 
-vLLM's FlashAttention and Triton backends are Python around two kernels, the K/V write and the attention. With torch in
-their place, both run on the CPU: their metadata, their views of the cache and what is mixed into them are the real.
+vLLM's FlashAttention and Triton backends are Python code around two kernels: the K/V write and the attention. With
+torch in place of the kernels, both backends run on the CPU with their real metadata, their real views of the cache and
+our real mixins.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
 
 
 def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *_: Any) -> None:
-    """reshape_and_cache_flash: rows beyond the slots, and slots of -1, are padding."""
+    """Stand in for reshape_and_cache_flash; rows beyond the slots, and rows whose slot is -1, are padding."""
     real, size = slot_mapping >= 0, key_cache.shape[1]
     slots = slot_mapping[real]
     for cache, new in ((key_cache, key), (value_cache, value)):
@@ -46,7 +48,9 @@ def attend(
     block_table: Any,
     **_: Any,
 ) -> None:
-    """flash_attn_varlen_func and unified_attention: causal attention over a paged cache, a request at a time."""
+    """Stand in for flash_attn_varlen_func and unified_attention: causal attention over a paged cache, one request at a
+    time.
+    """
     assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
     for i, held in enumerate(seqused_k.tolist()):
         rows = slice(*cu_seqlens_q[i : i + 2].tolist())
@@ -63,7 +67,7 @@ def attend(
 
 @pytest.fixture
 def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """use_backend("Flash" | "Triton"): from here on vLLM's CPU platform has that backend, with torch's kernels."""
+    """use_backend("Flash" | "Triton") makes vLLM's CPU platform use that backend with torch's kernels from then on."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
@@ -96,7 +100,9 @@ def test_all_but_the_kernels(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """The same tokens, traces and log-probs as the reference engine and its replay, with prompts in chunks."""
+    """With torch's kernels, tokens, traces and log-probs equal those of the reference engine and its replay; prompts
+    come in chunks.
+    """
     use_backend(kernels)
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
     engine = open_engine(policy, exact=False, max_num_batched_tokens=192)
@@ -142,7 +148,9 @@ def test_the_kernels_that_are_chosen(
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
-    """No graph of a whole forward unasked, no cascade, no logical slots; the K/V write is reached, and ours."""
+    """By default vLLM uses no graph of a whole forward pass, no cascade attention and no logical slots; our K/V write
+    is called.
+    """
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -164,9 +172,10 @@ def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
 
 @pytest.mark.parametrize("full_graphs", [False, True])
 def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes them, and leaves the K/V write out of its graphs, but of those of whole decode steps, where asked for.
+    """vLLM accepts the arguments for a GPU, and leaves the K/V write out of its graphs, except for graphs of whole
+    decode steps if those are requested.
 
-    A full cache has vLLM's own backends and graphs.
+    A full cache uses vLLM's own backends and graphs.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, KVTransferConfig
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -201,7 +210,7 @@ def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeyp
 
 
 def configuration(**changes: Any) -> Any:
-    """A vLLM configuration under which eviction works on a GPU, with changes by dotted name."""
+    """Return a vLLM configuration with which eviction works on a GPU; `changes` replace fields by dotted name."""
     from vllm.config import CompilationConfig
 
     compilation = CompilationConfig(cudagraph_mode="PIECEWISE", splitting_ops=["vllm::unified_kv_cache_update"])

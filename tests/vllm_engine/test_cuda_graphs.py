@@ -1,8 +1,10 @@
-"""A decode step as one CUDA graph, without a GPU: its operators are recorded once, and then run again on their tensors.
+"""A decode step as one CUDA graph, tested without a GPU: its operators are recorded once and then rerun on their
+tensors.
 
-As on a GPU, a graph is made of a dummy batch before the first request, for a few batch sizes; no Python of a forward
-runs again, numbers are those of the recording, and every tensor is read where it was then. So whatever is new in a
-step has to stand where the last step's stood. The kernels of attention are torch's, as in test_cuda_backend.py.
+As on a GPU, a graph is recorded from a dummy batch before the first request, for a few batch sizes. A replay runs no
+Python code of the forward pass: numbers keep their recorded values, and every tensor is read from its recorded address.
+So the new inputs of a step must be written where the previous step's inputs were. As in test_cuda_backend.py, torch
+takes the place of the attention kernels.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ LENGTHS = (
     100,
     130,
     193,
-)  # the last alone: a prompt's last token, in a batch as of decoding
-SIZES = (1, 4, 8)  # of batches that have a graph
+)  # the last length is computed alone: a prompt's last token, in a batch that looks like decoding
+SIZES = (1, 4, 8)  # sizes of the batches that have a graph
 GREEDY = SamplingConfig(60, temperature=0, ignore_eos=True)
 HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
-WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}  # in which a host waits
+# operators in which the host waits
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class Graph(TorchDispatchMode):
-    """Records the calls in its block; `replay` runs them again."""
+    """Records the calls made within its block; `replay` runs these calls again."""
 
     recording: Graph | None = None
 
@@ -53,7 +56,7 @@ class Graph(TorchDispatchMode):
         self.steps: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "vllm":  # Python, whose operators are recorded
+        if func.namespace == "vllm":  # Python functions whose operators are recorded
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
@@ -69,7 +72,7 @@ class Graph(TorchDispatchMode):
         for run, args, kwargs, outputs in self.steps:
             out = run(*args, **kwargs)
             for old, new in zip(outputs, _listed(out), strict=False):
-                if old.data_ptr() != new.data_ptr():  # not a view
+                if old.data_ptr() != new.data_ptr():  # if it is not a view
                     old.copy_(new)
 
 
@@ -78,7 +81,7 @@ def _listed(out: Any) -> list[torch.Tensor]:
 
 
 def kernel(function: Callable) -> Callable:
-    """A function that a graph records as a whole."""
+    """Wrap a function that a graph records as one call."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
@@ -90,12 +93,12 @@ def kernel(function: Callable) -> Callable:
 
 
 class Graphs:
-    """Stands around a model, as vLLM's CUDAGraphWrapper does."""
+    """Wraps a model, as vLLM's CUDAGraphWrapper does."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.graphs: dict[Any, tuple[Graph, Any, list[int]]] = {}
-        self.replayed: list[tuple[int, int]] = []  # rows, of them padding
+        self.replayed: list[tuple[int, int]] = []  # number of rows, and how many of them are padding
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -130,7 +133,7 @@ def runner_of(engine: Any) -> Any:
 
 @contextmanager
 def graphs_of(engine: Any) -> Iterator[Graphs]:
-    """The engine decodes by graphs from here on, where the batch is small enough."""
+    """From here on the engine decodes by graphs if the batch is small enough."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import BatchDescriptor
 
@@ -194,7 +197,9 @@ def test_a_graph_decides_before_a_layer_attends(
     scorer: str, kernels: Callable, open_engine: Callable, random_prompts: Callable, new_model: Callable,
     tmp_path: Any,
 ) -> None:  # fmt: skip
-    """Tokens that are scored as they come, and as they leave the window."""
+    """A graph decides on evictions before a layer attends, for scores of new tokens and for scores of tokens that leave
+    the window.
+    """
     kernels("Flash")
     policy, prompts = learned_policy(scorer), random_prompts(LENGTHS)
     save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, scale=0.2), policy, tmp_path)
@@ -261,7 +266,7 @@ def padding_in_somebodys_row(runner: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def bounds_of_a_dummy_batch(runner: Any, patch: pytest.MonkeyPatch) -> None:
-    """Attention's own longest sequence is a number in the graph."""
+    """Attention's own longest sequence is a fixed number in the graph."""
     patch.setattr(paged.live_state(), "longest", lambda logical, new: 1 if logical == 1024 else logical)
 
 
@@ -272,7 +277,8 @@ def test_sabotaged_inputs_of_a_graph_are_detected(
     prompts, sampling = random_prompts((60, 64, 70)), SamplingConfig(40, temperature=0, ignore_eos=True)
     engine = open_engine(policy_of("gkv", budget=64, window=8, period=16), exact=False)
     rows = paged.live_state().free_rows
-    assert int(paged.live_state().row[0]) not in rows and len(rows) == 16  # what the null block has is nobody's
+    # the contents of the null block belong to no request
+    assert int(paged.live_state().row[0]) not in rows and len(rows) == 16
     wanted = engine.generate(prompts, sampling)
     with graphs_of(engine):
         assert same(engine.generate(prompts, sampling), wanted)

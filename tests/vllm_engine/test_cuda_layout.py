@@ -1,8 +1,8 @@
-"""The cache as FlashAttention and Triton lay it out, on the CPU and without an engine.
+"""The cache in the memory layout of FlashAttention and Triton, tested on the CPU without an engine.
 
-Where keys and values stand; and CacheState on such a cache, against dictionaries that say what every slot must hold.
-Random requests come and go, are prefilled in chunks, share a pool of blocks and compact many times. Everything in the
-cache that is nobody's is NaN, as it may be after a sleep.
+These tests check the places of keys and values, and compare CacheState on such a cache with dictionaries that give the
+expected content of every slot. Random requests come and go, are prefilled in chunks, share a pool of blocks and compact
+many times. All slots of the cache that belong to no request are NaN, as they may be after a sleep.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sparse_rl.policies import Entries, Policy
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS, ROWS = 2, 2, 2, 4, 4, 40, 5
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
-MEMORY_ORDERS = ("LBNHC", "LBHNC", "BLHNC")  # of vLLM; the first is its default on GPUs
+MEMORY_ORDERS = ("LBNHC", "LBHNC", "BLHNC")  # vLLM's memory orders; the first is its default on GPUs
 BITS = {2: torch.int16, 4: torch.int32}
 
 
 def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
-    """KV caches as vLLM's model runners register them: per layer [blocks, Hkv, block size, 2 D], filled with NaN."""
+    """Allocate KV caches as vLLM's model runners do: per layer [blocks, Hkv, block size, 2 D], filled with NaN."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -49,7 +49,9 @@ def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
 
 
 def stock_views(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values [blocks, block size, Hkv, D], by the words of do_kv_cache_update in FlashAttention and Triton."""
+    """Return keys and values [blocks, block size, Hkv, D], viewed as in do_kv_cache_update of FlashAttention and
+    Triton.
+    """
     return cache.transpose(1, 2).split(DIM, dim=-1)
 
 
@@ -82,11 +84,13 @@ def test_transposed_keys_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_are_read_whole(transposed: bool) -> None:
-    """By the views of key_value_views, and what stands beside them; of blocks that are asked for twice too."""
+    """Blocks are read whole through the views of key_value_views, with the buffers stored beside them, even if a block
+    is requested twice.
+    """
     from rollout.vllm.compat import paged
 
     two_layers = torch.arange(9 * 2 * HEADS * SIZE * 2 * DIM).view(9, 2, HEADS, SIZE, 2 * DIM)
-    cache = two_layers[1:, 1]  # a view whose storage begins earlier, and in which blocks do not follow each other
+    cache = two_layers[1:, 1]  # a view whose storage begins earlier, and in which blocks are not contiguous
     beside = torch.arange(8 * HEADS * SIZE, dtype=torch.int32).view(8, HEADS, SIZE)
     blocks = torch.tensor([[5, 0, 7], [2, 2, 6]])
     for buffer in (*paged.key_value_views(cache, transposed), beside):
@@ -108,7 +112,7 @@ class ArithmeticConfig(EvictingConfig):
 
 
 class Arithmetic(Policy):
-    """All that a policy may look at counts, in whole numbers: ties are common, and nothing is ever rounded."""
+    """Computes every input of a policy in whole numbers, so that ties are common and nothing is ever rounded."""
 
     entry_memory = {"history": -1.0, "mass": 0.0}
     every_query = True
@@ -147,7 +151,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence: its keys, values and queries [L, tokens, heads, D], and what its cache must hold."""
+    """One sequence: its keys, values and queries [L, tokens, heads, D], and the expected content of its cache."""
 
     prompt: int
     total: int
@@ -168,7 +172,7 @@ class Request:
         return cls(prompt, total, *kv, torch.randint(-2, 3, (LAYERS, total, HEADS * GROUP, DIM), generator=generator))
 
     def feed(self, tokens: int) -> None:
-        """The tokens that come next are written, and their queries observed."""
+        """Write the next tokens into the cache, and observe their queries."""
         for layer, heads in enumerate(self.held):
             for head, entries in enumerate(heads):
                 for t in range(self.seen, self.seen + tokens):
@@ -202,7 +206,7 @@ class Request:
 
 
 class Pool:
-    """Requests over one cache. Blocks are shared out as spec.py does, and CacheState does what each step asks of it."""
+    """Requests that share one cache. Blocks are assigned as in spec.py, and CacheState does the work of each step."""
 
     def __init__(self, order: str, v2_runner: bool, seed: int) -> None:
         from rollout.vllm.compat.arguments import CacheConfig
@@ -249,7 +253,7 @@ class Pool:
         for r, count in zip(batch, counts, strict=True):
             r.blocks += [self.free.pop() for _ in range(self.blocks(r, r.seen + count) - len(r.blocks))]
         used_blocks = sorted({b for r in batch for b in r.blocks})
-        others = [b for b in range(1, BLOCKS) if b not in used_blocks]  # 0 is where what is padding goes
+        others = [b for b in range(1, BLOCKS) if b not in used_blocks]  # slot 0 takes the writes of padding
         before = self.bits(others)
 
         from rollout.vllm.messages import Begun
@@ -307,7 +311,9 @@ class Pool:
         self.compactions += len(due)
 
     def check(self, r: Request, length: int) -> None:
-        """The first `length` slots of a request hold what they must, each position's rows together."""
+        """Check that the first `length` slots of a request hold the expected entries, with the rows of each position
+        together.
+        """
         slots = torch.tensor(r.blocks).repeat_interleave(SIZE)[:length], torch.arange(length) % SIZE
         for layer, name in enumerate(NAMES):
             keys, values = (view[slots].tolist() for view in stock_views(self.caches[name]))
@@ -321,13 +327,15 @@ class Pool:
                 assert result == r.held[layer][head]
 
     def bits(self, blocks: list[int]) -> list[torch.Tensor]:
-        """These blocks of the cache and of what stands beside it, to the bit."""
+        """Return the exact bits of these blocks of the cache and of the buffers stored beside it."""
         beside = [self.state.positions, *self.state.state.values()]
         tensors = [*self.caches.values(), *(layer for tensor in beside for layer in tensor)]
         return [t[blocks].view(BITS[t.element_size()]) for t in tensors]
 
     def table(self, batch: list[Request]) -> torch.Tensor:
-        """Behind its own blocks a request has those of others, as vLLM leaves them there."""
+        """Return the block table; after its own blocks a request's row has blocks of other requests, as vLLM leaves
+        them there.
+        """
         table = torch.tensor([[self.rng.randrange(BLOCKS) for _ in range(30)] for _ in batch], dtype=torch.int32)
         for row, r in zip(table, batch, strict=True):
             row[: len(r.blocks)] = torch.tensor(r.blocks)
@@ -404,7 +412,7 @@ def one_row_of_queries(state: Any) -> None:
 
 
 def rows_of_the_plan(state: Any) -> None:
-    """A fault that only V1 would forgive: rows that are known when the plan is made."""
+    """Add a fault that only V1 would tolerate: rows that are already known when the plan is made."""
     make_plan, after_layer = state.make_plan, state.after_layer
 
     def early(*args: Any) -> Any:

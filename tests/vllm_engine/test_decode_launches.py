@@ -1,7 +1,7 @@
-"""The cost of a decode step beyond vLLM's own: operators (an upper proxy for launches), and no waits.
+"""Cost of a decode step besides vLLM's own: the number of operators (an upper proxy for launches), and no waits.
 
-What a step does to every layer alike is found once before the forward; what can wait until after it is done there, for
-all layers at once. What that gives, test_cuda_layout.py and the comparisons with hf hold.
+Work that is equal for all layers is done once before the forward pass; work that can wait until the end is done there,
+for all layers at once. test_cuda_layout.py and the comparisons with hf check the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from counting import DEVICE, DIM, GROUP, HEADS, Counted, state_of
 
 from sparse_rl.policies import Policy
 
-# of a step, the operators before the forward, in each layer, and after all of them
+# number of operators of a step: before the forward pass, in each layer, and after all layers
 POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
     ({"policy": "streaming", "period": 128}, (32, 0, 0)),
     ({"policy": "h2o", "period": 1}, (40, 1, 40)),
@@ -32,7 +32,9 @@ POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
 def test_a_decode_step_has_few_launches_and_no_synchronisation(
     policy: dict, most: tuple[int, int, int], policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the requests; layer by layer, H2O's observation took 28 operators and 2 waits in each."""
+    """A decode step has few launches and no wait, for any number of requests. Layer by layer, as in an earlier version,
+    H2O's observation took 28 operators and 2 waits in each layer.
+    """
     pytest.importorskip("vllm")
     from rollout.vllm import compacting
 
@@ -59,11 +61,11 @@ def test_a_decode_step_has_few_launches_and_no_synchronisation(
         first, *others = layers
         for (operators, waits), budget in zip((before, max(others), after), most, strict=True):
             assert operators <= budget and waits == 0
-        assert first[0] <= most[1] + 3  # and the rows of the requests, which only the forward knows
+        assert first[0] <= most[1] + 3  # and the rows of the requests, which only the forward pass knows
 
 
 def test_synchronisations_are_counted() -> None:
-    """Of the counting itself: each kind of wait, and what does not wait."""
+    """The counter counts each kind of wait, and does not count operations that do not wait."""
     with Counted() as counted:
         there = torch.arange(4, device=DEVICE)
         for wait in (
@@ -84,4 +86,4 @@ def test_synchronisations_are_counted() -> None:
         there.index_copy_(0, sent, torch.where(there[sent] > 1, sent, 0).view(2))
         host = torch.arange(3)
         assert int(host.max()) == 2 and len(host[host > 1]) == 1
-        assert counted.taken() == (6, 0)  # and 0 becomes a tensor
+        assert counted.taken() == (6, 0)  # and 0 is turned into a tensor
