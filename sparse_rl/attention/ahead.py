@@ -1,4 +1,7 @@
-"""Compilation of FlexAttention before training starts: a graph takes tens of seconds, which would look like a hang."""
+"""Compilation of FlexAttention before training starts.
+
+Compiling one graph takes tens of seconds, which would look like a hang in the first training step.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ from sparse_rl.trace import NEVER
 def compile_ahead(
     kernel: str, config: Any, rows: int, length: int, device: torch.device, dtype: torch.dtype, target: bool = False
 ) -> None:
-    """Compile the kernel: run attention for `rows` sequences padded to `length` tokens, with and without gradients.
+    """Compile an attention kernel: run it for `rows` sequences padded to `length` tokens, with and without gradients.
 
-    kernel : flex or flex_sorted; config : the model's configuration; dtype : dtype of the model's weights
-    target : True also compiles the scorers' target
+    kernel : flex or flex_sorted
+    config : the model's configuration
+    dtype : dtype of the model's weights
+    target : True also compiles the computation of the scorers' training target
 
-    Call this under the autocast of the training, because compiled graphs depend on it.
+    Call this function under the same autocast as the training, because compiled graphs depend on autocast.
     """
     _, kv_heads, dim = cache_shape(config)
     heads = (config.num_attention_heads, kv_heads, kv_heads)
@@ -44,7 +49,7 @@ def compile_ahead(
 
 
 def sizes_up_to(length: int) -> list[int]:
-    """Padded sizes of all lengths up to `length`."""
+    """Return the padded sizes that sequences of up to `length` tokens can have."""
     sizes, size = [], 0
     while size < length:
         size = padded(size + 1)

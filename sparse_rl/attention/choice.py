@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for training: what `auto` stands for on this machine, for the given models."""
+"""Choice of the attention kernel for training, if the recipe says `auto`: it depends on the machine and the models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEST_FIRST = ("flex_sorted", "flex")  # the kernels that must pass the parity ch
 
 
 def will_check(wanted: str) -> bool:
-    """True if `choose_kernel` compiles and checks kernels on a GPU, which takes a while."""
+    """Return True if `choose_kernel` compiles and checks kernels on a GPU for this setting, which takes a while."""
     import torch
 
     return torch.cuda.is_available() and (wanted == "auto" or wanted in BEST_FIRST)
@@ -27,7 +27,7 @@ def will_check(wanted: str) -> bool:
 def check_kernels(
     kernels: Sequence[str], configs: Iterable[Any], dtype: str, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Parity]:
-    """Check each of these kernels on this process's GPU, at the shapes of all models.
+    """Check the kernels on this process's GPU, at the shapes of all models, and yield the result for each kernel.
 
     configs : configurations of the models, read only when a kernel is checked
     dtype : torch's name of the dtype in which the models compute
@@ -49,7 +49,11 @@ def check_kernels(
 
 
 def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf_counter) -> Parity:
-    """Check FlexAttention's form of the scorers' target on this process's GPU; the result holds for this process."""
+    """Check on this process's GPU whether FlexAttention computes the scorers' training target correctly.
+
+    config : configuration of the model
+    dtype : torch's name of the dtype in which the model computes
+    """
     import torch
 
     from sparse_rl.attention import future_parity
@@ -61,19 +65,21 @@ def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf
 
 
 def own_device() -> Any:
-    """This process's GPU, numbered as in accelerate."""
+    """Return this process's GPU, numbered as in accelerate."""
     import torch
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
-    """Choose the attention kernel for training: (its name, the finding in words).
+    """Choose the attention kernel for training.
 
-    wanted : a kernel, or auto, which chooses the best kernel that is exact here
-    configs, dtype : as in check_kernels
+    wanted : a kernel, or auto, which chooses the best kernel that is exact on this machine
+    configs : configurations of the models, read only when a kernel is checked
+    dtype : torch's name of the dtype in which the models compute
 
-    Raises UserError if `wanted` is flex or flex_sorted, and that kernel is not exact or not available here.
+    Returns the name of the kernel, and the reason for the choice in words. Raises UserError if `wanted` is flex or
+    flex_sorted, and that kernel is not exact or not available on this machine.
     """
     if wanted in ("gather", "sdpa", "dense"):
         return wanted, wanted

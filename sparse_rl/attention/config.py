@@ -1,4 +1,4 @@
-"""Names of the attention kernels, and the settings of the target that a retrofit's scorers learn. No torch."""
+"""Names of the attention kernels, and the settings of the training target of KVpop's scorers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(Configuration):
-    """Settings of the target that KVpop's scorers learn (target.py): log(floor + mass of future attention).
+    """Settings of the training target of KVpop's scorers: log(floor + mass of the future attention to a token).
 
-    normaliser : attention is normalised over the tokens that the student's query sees (sparse), or over all tokens up
-        to the query (dense)
-    group : reduction over the query heads of a kv head: the largest logarithm, or the logarithm of their mean
-    lookahead : count only the queries up to this many after the first one outside the window; None means all
-    normalise : divide the mass by the number of counted queries
+    normaliser : with sparse, attention is normalised over the tokens that the student's query sees; with dense, over
+        all tokens up to the query
+    group : reduction over the query heads of a kv head: max takes the largest logarithm, mean the logarithm of the mean
+    lookahead : number of queries that count after the first query for which the token is outside the window; None
+        means that all later queries count
+    normalise : true divides the mass by the number of queries that count
+    floor : number that is added to the mass before the logarithm is taken
     """
 
     normaliser: Literal["sparse", "dense"] = "sparse"

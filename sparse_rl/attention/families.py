@@ -1,4 +1,4 @@
-"""Checks that a model can be replayed, and the shape of its cache, from its configuration alone. No torch."""
+"""Checks that a model can be replayed, and the shape of its KV cache, both from the model's configuration. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ SIZES = {  # key of config.json -> maximum allowed value
 
 
 def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
-    """Raise UserError if config.json has an implausible size, before transformers uses it."""
+    """Raise UserError if config.json has an implausible size. Call this before transformers uses the sizes.
+
+    values : contents of config.json
+    model : name of the model in error messages
+    """
     for name, most in SIZES.items():
         size = values.get(name)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
@@ -32,9 +36,13 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
 
 
 def check_replayable(config: Any, model: str = "the model") -> None:
-    """Raise UserError if the model's attention cannot be replayed: another family, sliding windows, dropout.
+    """Raise UserError if the model's attention cannot be replayed.
 
-    config : the model's configuration; model : name of the model in error messages
+    The causes are a model family that is not supported, sliding-window layers, numbers of heads that do not divide, and
+    attention dropout.
+
+    config : the model's configuration
+    model : name of the model in error messages
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
@@ -49,18 +57,24 @@ def check_replayable(config: Any, model: str = "the model") -> None:
 
 
 def family_only_hf(config: Any) -> str | None:
-    """Reason why only the hf engine can sample from models of this configuration; None if vllm can, too."""
+    """Return the reason why only the hf engine can sample from the model, or None if vllm can, too.
+
+    config : the model's configuration
+    """
     reason = FAMILIES.get(config.model_type)
     return reason and f"{config.model_type}: {reason}"
 
 
 def cache_shape(config: Any) -> tuple[int, int, int]:
-    """(L, Hkv, D): layers, kv heads and head dimension of a model's KV cache, from its transformers configuration."""
+    """Return the number of layers, the number of kv heads, and the head dimension of a model's KV cache.
+
+    config : the model's configuration, from transformers
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
 def window_of(config: Any) -> int | None:
-    """Maximum number of tokens that a model can read; None if unknown, because its positions are scaled."""
+    """Return the maximum number of tokens that a model can read, or None if it is unknown because RoPE is scaled."""
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     return None if scaled else config.max_position_embeddings

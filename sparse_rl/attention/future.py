@@ -1,11 +1,16 @@
-"""Future attention: the attention that a token receives after it has left the window. KVpop's target for its scorers.
+"""Future attention: the attention that a token receives after it has left the window.
+
+KVpop's scorers are trained to predict the logarithm of the future attention of token t,
 
     m_t = 1 / N_t  sum over d >= t + w of p_{d -> t},    N_t = max(1, number of these d)
 
-Here p is the attention of query d over the tokens up to d. This is the transpose of causal attention: it sums over the
-queries of a key, instead of over the keys of a query. It is computed for a chunk of keys at a time from the log-sum-exp
-of each query, so that no S x S tensor is made; or by FlexAttention (kernels/transposed.py), which visits only the tiles
-that count.
+where w is the window and p_{d -> t} is the attention of query d to token t; each query attends to the tokens up to
+itself. Future attention is a transpose of causal attention: the sum runs over the queries of a key, instead of over the
+keys of a query. The torch kernel computes it for a chunk of keys at a time from the log-sum-exp of each query, so that
+no tensor of tokens x tokens is made. FlexAttention (kernels/transposed.py) visits only the tiles that have queries that
+count.
+
+Sizes in shapes: B rows, Hq query heads, Hkv kv heads with G query heads each, S tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -39,24 +44,27 @@ def future_attention_mass(
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
 ) -> Tensor:
-    """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] with `group`; float64 for float64 input.
+    """Return log(floor + m_t), the logarithm of the future attention of every token t.
 
     query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
     window : w >= 1; the queries before t + w always see t
     scaling : the factor on q . k
     ends : int64 [B, S], the end of each token's document; documents are contiguous, and query d attends to t if
         t <= d < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
-    log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None means over all tokens up to the query. With
-        the log-sum-exp of a sparse forward, p is the attention that the student gives to the tokens it sees, and would
-        give to evicted tokens, up to e^40
-    lookahead : L; count only the queries d <= t + w + L
+    log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores; None means the log-sum-exp over all
+        tokens up to the query. With the log-sum-exp of the student's sparse attention, p is the attention that the
+        student pays to the tokens it sees; for an evicted token, p is the attention that the student would pay, up to
+        e^40
+    lookahead : if not None, only the queries d <= t + w + lookahead count
     normalise : True divides by N_t
-    group : reduction over the query heads of a kv head: None, no reduction; "max": the largest log; "mean": the log of
+    group : reduction over the query heads of a kv head: None, no reduction; "max", the largest log; "mean", the log of
         the mean probability
-    floor : epsilon; with 0, the result is -inf for tokens that receive no attention
+    floor : with 0, the result is -inf for tokens that receive no attention
     chunk : number of keys that the torch kernel processes at a time
-    kernel : flex is FlexAttention: compiled on a GPU, with scores as exact as the dtype of queries and keys; on a CPU
+    kernel : flex is FlexAttention: on a GPU, compiled, with scores as exact as the dtype of queries and keys; on a CPU,
         torch's plain operator, which is slow
+
+    Returns float32 [B, Hq, S], or [B, Hkv, S] with `group`; float64 for float64 input.
     """
     batch, q_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -85,7 +93,10 @@ def future_attention_mass(
 def _mass(
     query: Tensor, key: Tensor, log_sum_exp: Tensor, window: int, last: Tensor, scaling: float, chunk: int
 ) -> Tensor:
-    """Sum over t + w <= d < last[t] of p_{d -> t}, [B, Hkv, G, S]; last int64 [B, S]."""
+    """Return, for every token t, the sum of p_{d -> t} over the queries t + w <= d < last[t]: [B, Hkv, G, S].
+
+    last : int64 [B, S]
+    """
     batch, _, length, dim = query.shape
     kv_heads, dtype = key.shape[1], _sum_dtype(query)
     grouped = query.to(dtype).reshape(batch, kv_heads, -1, length, dim) * scaling
@@ -114,11 +125,14 @@ def attention_lse(
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
 ) -> Tensor:
-    """Log-sum-exp of each query's scaled scores, float32 [B, Hq, S] (float64 for float64); -inf if it sees no token.
+    """Return the log-sum-exp of each query's scaled scores, -inf for a query that sees no token.
 
-    query, key, scaling, ends, kernel : as in future_attention_mass
-    evict_at : int32 [B, Hkv, S]; a query counts only the tokens that it sees. None means all tokens up to the query
+    query, key, scaling, ends, kernel : the arguments of `future_attention_mass`
+    evict_at : int32 [B, Hkv, S]; the sum runs over the tokens that the query sees. None means all tokens up to the
+        query
     chunk : number of queries that the torch kernel processes at a time
+
+    Returns float32 [B, Hq, S], or float64 for float64 input.
     """
     batch, q_heads, length, dim = query.shape
     kv_heads, dtype = key.shape[1], _sum_dtype(query)
@@ -150,9 +164,10 @@ def _sum_dtype(query: Tensor) -> torch.dtype:
 
 
 def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
-    """Bytes that one layer's target of KVpop's scorers takes: three float32 arrays of a chunk of keys by all queries.
+    """Return the bytes of temporary memory that computing the scorers' training target takes, for one layer.
 
-    On a GPU, which is assumed to find FlexAttention exact: a copy of the queries, and of the keys for each query head.
+    On a CPU, these are three float32 arrays of a chunk of keys by all queries. On a GPU, where FlexAttention is assumed
+    to pass its check, they are a copy of the queries, and a copy of the keys for each query head.
     """
     if cuda:
         return 2 * itemsize * sequences * heads * padded(length) * head_dim

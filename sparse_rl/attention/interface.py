@@ -1,13 +1,16 @@
 """The attention function that models run with, in training and in the reference engine.
 
-It is registered with transformers as ATTENTION. The forward keyword `kv_view` determines which tokens a query sees. It
-is an opaque object that only the attention function uses:
+The function is registered with transformers as ATTENTION. The forward keyword `kv_view` determines which tokens a query
+sees. `kv_view` is an opaque object that only the attention function uses:
 
-    a view from `make_view` (views/)   training: the traces of the rows, one layer's part at a time
-    EvictingCache (rollout/)           sampling: the physical cache, compacted by its policy
+    a view from `make_view` (views/)   in training: replays the traces of the rows, layer by layer
+    EvictingCache (methods/eviction/)  in sampling: the physical cache, compacted by its policy
 
-It is a keyword because gradient checkpointing captures keywords and passes them to the recomputed forward; a context
-variable or a module attribute would silently give wrong gradients. Without `kv_view` the function is plain causal SDPA.
+`kv_view` is a keyword because gradient checkpointing captures keywords and passes them to the recomputed forward pass;
+a context variable or a module attribute would silently give wrong gradients. Without `kv_view`, the function is plain
+causal SDPA.
+
+Sizes in shapes: B rows, Hq query heads, Hkv kv heads, T queries of the call, D head_dim.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ from sparse_rl.trace import TraceError
 ATTENTION = "sparse_rl"
 
 NO_MASK = torch.empty(1, 1, 1, 1, dtype=torch.bool)
-"""The `attention_mask` to pass with a `kv_view`: transformers takes a 4D tensor as a finished mask, and builds no S x S
-mask."""
+"""The `attention_mask` to pass with a `kv_view`. Transformers takes a 4D tensor as a finished mask, and therefore
+builds no mask of tokens x tokens."""
 
 
 class KVView(Protocol):
     """Type of the forward keyword `kv_view`, which only the attention function uses."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Compute the attention of one layer over the tokens that its queries see: [B, Hq, T, D].
+        """Compute the attention of one layer over the tokens that the queries see. Returns the output [B, Hq, T, D].
 
         layer : index of the layer in the model, from 0
         query : [B, Hq, T, D], after RoPE
-        key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache appends them to its entries
+        key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache adds them to its entries
         scaling : the factor on q . k
         """
         ...
@@ -49,12 +52,16 @@ class KVView(Protocol):
 
 @dataclass(frozen=True)
 class Replayed:
-    """Sizes that determine the memory of a replay: `rows` sequences of `length` tokens, the first `prompt` the prompt.
+    """Sizes that determine the memory of a replay.
 
-    heads, kv_heads, head_dim : of a layer
+    rows, length : number of sequences, and of tokens in each
+    prompt : number of prompt tokens, the first of `length`
+    heads, kv_heads, head_dim : number of query heads and of kv heads of a layer, and the head dimension
     layers : number of layers whose attention keeps tensors for the backward pass at the same time
     kernel : one of ATTENTION_KERNELS, or auto
-    itemsize : bytes per number in the attention; model_itemsize : in the rest of the model's forward
+    itemsize : bytes per number in the attention
+    model_itemsize : bytes per number in the rest of the model's forward pass
+    cuda : True if the replay runs on a GPU
     """
 
     rows: int
@@ -71,20 +78,23 @@ class Replayed:
 
 
 class TraceView:
-    """Base class of `kv_view`s for training: the recorded traces of B padded sequences. `make_view` chooses a subclass.
+    """Base class of `kv_view`s for training, which replay the recorded traces of B padded sequences.
+
+    `make_view` chooses a subclass.
 
     Parameters
     ----------
-    batch : the sections by name, from `batch_traces`; in host memory
+    batch : the trace sections by name, from `batch_traces`, in host memory
     device : the device of the model
     kernel : one of ATTENTION_KERNELS
-    through : True if gradients flow through refitted biases and values to the entries that they were fitted from
+    through : True if gradients flow through fitted biases and values to the entries that they were fitted from
 
     Attributes of subclasses
     ------------------------
     replays : the trace sections that the class replays; it rejects a batch with any other section
     requires : the sections that a batch must have
-    losses : only if the method has a loss: the loss by layer, after a forward pass; GRPO adds their mean to its own
+    losses : present only if the method has a loss: the loss of each layer, after a forward pass; GRPO adds the mean
+        over layers to its own loss
 
     Raises TraceError if the batch has a section that is not in `replays`, or lacks one of `requires`.
     """
@@ -100,7 +110,7 @@ class TraceView:
         self.prepare(batch)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
-        """Prepare the data that all layers share."""
+        """Prepare the data that all layers share, from the trace sections `batch`."""
         raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -109,7 +119,11 @@ class TraceView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Memory that replay under a policy's settings takes besides q, k and v: a list of (name, bytes, note)."""
+        """Return the memory that a replay takes besides queries, keys and values: a list of (name, bytes, note).
+
+        config : the settings of the policy that sampled
+        replayed : the sizes of the replay
+        """
         raise NotImplementedError
 
 
@@ -135,12 +149,14 @@ def attention_forward(
     kv_view: KVView | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention for transformers' attention interface, by the view if there is one.
+    """Compute a layer's attention, as transformers' attention interface requires; `kv_view`, if given, computes it.
 
-    query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE
+    query : [B, Hq, T, D], after RoPE
+    key, value : [B, Hkv, T, D], keys after RoPE
     kv_view : the view that determines which tokens queries see; None means plain SDPA, causal or under `attention_mask`
 
-    Returns ([B, T, Hq, D], None). Raises UserError for dropout together with a view.
+    Returns the output [B, T, Hq, D], and None instead of attention weights. Raises UserError for dropout together with
+    a view.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_view is not None:
@@ -167,9 +183,10 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a model to our attention function, so that its forward accepts `kv_view`; returns the same model.
+    """Switch a model to our attention function, so that the model's forward accepts `kv_view`; return the same model.
 
-    A second call changes nothing. Raises UserError if its attention cannot be replayed (see `check_replayable`).
+    A second call changes nothing. Raises UserError if the model's attention cannot be replayed (see
+    `check_replayable`).
     """
     check_replayable(model.config)
     if model.config._attn_implementation != ATTENTION:
@@ -178,7 +195,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_reentrant_checkpointing(model: nn.Module) -> None:
-    """Raise UserError if gradient checkpointing is reentrant, because it loses terms that a recomputed layer adds."""
+    """Raise UserError if the model uses reentrant gradient checkpointing, which drops losses that a layer adds."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(module, "gradient_checkpointing", False) and checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens under their recorded traces: replay_logprobs, and its reference."""
+"""Log-probabilities of sampled tokens under recorded traces: replay_logprobs, and the reference dense_logprobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparse_rl.trace import EvictionTrace
 
 
 class Sampled(Protocol):
-    """The attributes of a rollout that are needed here (see `rollout.Rollout`)."""
+    """The attributes of a rollout that `replay_logprobs` reads (see `rollout.Rollout`)."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -32,9 +32,10 @@ def replay_logprobs(
     batch_size: int = 8,
     attention_kernel: str = "gather",
 ) -> list[Tensor]:
-    """Log-probabilities of each rollout's completion tokens, at `temperature`, under its trace.
+    """Return the log-probabilities of each rollout's completion tokens, at `temperature`, under the rollout's trace.
 
-    The invariant (docs/architecture.md): with the sampler's weights, these equal `Rollout.logprobs` up to rounding.
+    With the sampler's weights, these log-probabilities equal `Rollout.logprobs` up to rounding; this is the project's
+    invariant (docs/architecture.md).
 
     model : a causal LM of the Qwen2, Qwen3 or Llama family
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
@@ -42,11 +43,11 @@ def replay_logprobs(
     batch_size : number of sequences per forward pass, right-padded
     attention_kernel : one of ATTENTION_KERNELS
 
-    Returns one float32 tensor [completion] per rollout, with gradients if they are enabled.
+    Returns one float32 tensor [completion tokens] per rollout, with gradients if they are enabled.
 
-    Raises UserError for a trace whose shape does not match the sequence and model, that has values that no sampler can
-    have recorded for this prompt, or that has a section that no view replays; for an unsupported model; and for
-    reentrant checkpointing.
+    Raises UserError if the shape of a trace does not match the sequence and the model, if a trace has values that no
+    sampler can have recorded for the prompt, or a section that no view replays, if the model is not supported, or if
+    it uses reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -82,11 +83,13 @@ def dense_logprobs(
     trace: EvictionTrace,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities of one completion under its trace, with a dense mask for each layer: float32 [completion].
+    """Return the log-probabilities of one completion under its trace, computed with a dense mask for each layer.
 
-    This is the reference that `replay_logprobs` is compared with; its memory grows with the square of the length.
+    Tests compare `replay_logprobs` with this reference, whose memory grows with the square of the length.
 
     temperature : the sampling temperature; 0 (greedy) is scored at 1
+
+    Returns float32 [completion tokens].
     """
     trace.check(len(prompt_ids))
     device = next(model.parameters()).device

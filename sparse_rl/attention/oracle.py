@@ -1,8 +1,8 @@
-"""Recall by layer and kv head: the share of the best cache's tokens that a cache holds, judged by a dense teacher.
+"""Recall of a cache by layer and kv head: the share of the best possible cache's tokens that the cache holds.
 
-The best cache with k long-range entries knows the attention that each token will still receive (KVpop's target, from
-the dense teacher). It ranks tokens by that, with the same decay, which gives the tokens that it holds at each query
-(KVpop eq. 5).
+The best possible cache with k long-range entries knows the attention that each token will still receive in a dense
+teacher model, which is the training target of KVpop's scorers. It ranks tokens by this attention, with the decay of the
+policy, and holds the k best tokens at each query (KVpop eq. 5).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 @dataclass
 class _TargetView:
-    """A `kv_view` that attends to all tokens, and stores each layer's target, float32 [1, Hkv, S]."""
+    """A `kv_view` that attends to all tokens and stores each layer's training target, float32 [1, kv heads, tokens]."""
 
     target: FutureTarget
     window: int
@@ -46,13 +46,16 @@ def oracle_trace(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> EvictionTrace:
-    """The trace of the best cache for one sequence. The last token is not fed; no token is evicted inside the prompt.
+    """Return the trace of the best possible cache for one sequence.
+
+    The last token is not fed, and no token is evicted inside the prompt.
 
     teacher : model with a full cache
-    tokens, prompt : token ids of prompt and completion, and the length of the prompt
-    policy : the policy, which gives sinks, window and k
-    log_decay : log gamma [L, Hkv], from the policy's scorers; None means no decay
-    target : settings of the target; the default is the dense future attention
+    tokens : token ids of prompt and completion
+    prompt : number of tokens of the prompt
+    policy : settings of the policy, of which sinks, window, k and decay_every are used
+    log_decay : log gamma, [layers, kv heads], from the policy's scorers; None means no decay
+    target : settings of the training target; None means the dense future attention
     """
     fed, device = len(tokens) - 1, next(teacher.parameters()).device
     view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), policy.window)
@@ -78,11 +81,12 @@ def oracle_recall(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> Tensor:
-    """The share of the best cache's k tokens that the trace holds, over all queries of decoding: float64 [L, Hkv].
+    """Return the share of the best possible cache's k tokens that a trace holds, over all decoding queries.
 
-    trace : the trace to judge, from any policy that keeps the same sinks and window; the rest as in `oracle_trace`
+    trace : the trace to judge, from any policy that keeps the same sinks and window as `policy`
 
-    Only queries at which more than k tokens compete are counted; the result is NaN if there is no such query.
+    `oracle_trace` describes the other arguments. Only queries at which more than k tokens compete are counted; the
+    result is NaN if there is no such query. Returns float64 [layers, kv heads].
     """
     fed, window, k = len(tokens) - 1, policy.window, policy.k
     best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]

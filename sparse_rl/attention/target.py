@@ -1,4 +1,4 @@
-"""The target of the scorers: the attention that a token will still receive."""
+"""The training target of KVpop's scorers: the attention that a token will still receive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype
 
 
 class FutureTarget:
-    """The target of the scorers: r_t = log(floor + m_t), with m_t the mass of future attention of a kv head.
+    """Computes the training target of KVpop's scorers, r_t = log(floor + m_t).
 
-    The attention is the student's (p is normalised over the tokens that a query sees), or the dense attention;
-    lookahead and normalise are as in future_attention_mass. The floor, epsilon, is ours: the papers give none.
+    m_t is the future attention of token t in a kv head (`future_attention_mass`). The attention is either the
+    student's, normalised over the tokens that a query sees, or the dense attention. The floor is our choice; the papers
+    give none.
 
-    The loop uses queries and keys as they are passed. FlexAttention on a GPU uses them as the attention does, rounded
-    to autocast's dtype. Sums are in float32 in either case.
+    The torch kernel uses queries and keys as they are passed. FlexAttention on a GPU uses them rounded to autocast's
+    dtype, as the model's attention does. In both cases, sums are in float32.
     """
 
     def __init__(self, config: TargetConfig) -> None:
@@ -27,16 +28,18 @@ class FutureTarget:
     def __call__(
         self, query: Tensor, key: Tensor, scaling: float, window: int, ends: Tensor, evict_at: Tensor
     ) -> Tensor:
-        """Compute the target of one layer: float32 [B, Hkv, S].
+        """Compute the training target of one layer: float32 [B, Hkv, S], for B rows of S tokens.
 
-        query : [B, Hq, S, D]; key : [B, Hkv, S, D]; after RoPE
-        window : w, number of most recent tokens that a query always sees
+        query : [B, Hq, S, D], after RoPE
+        key : [B, Hkv, S, D], after RoPE
+        scaling : the factor on q . k
+        window : number of most recent tokens that a query always sees
         ends : int64 [B, S], the end of each token's document
         evict_at : int32 [B, Hkv, S], the evictions of the student
         """
         sparse = evict_at if self.config.normaliser == "sparse" else None
         dtype = computing_dtype(query, key)
-        with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
+        with torch.autocast(query.device.type, enabled=False):  # sums are in float32 for any dtype of the model
             kernel = target_kernel(query.device, dtype, (query.shape[1], key.shape[1], query.shape[3]))
             if kernel == "flex":
                 query, key = query.to(dtype), key.to(dtype)

@@ -1,4 +1,4 @@
-"""Computations with an optimised kernel, each with a plain reference that the kernel is compared with."""
+"""Computations that have an optimised kernel. For each, tests compare the kernel with a plain reference."""
 
 from sparse_rl.kernels.redundancy import mean_similarity
 from sparse_rl.kernels.topk import RunningTopK, recall, running_topk

@@ -1,7 +1,7 @@
-"""Choice between Triton and torch on this process's GPU: Triton if its kernel passes a check here, else torch.
+"""Choice between a Triton kernel and torch on this process's GPU: Triton if the kernel passes a check, else torch.
 
-A kernel that is correct under Triton's interpreter may be wrong, slow or unavailable on some GPU or version. So the
-first use in each process checks it. `sparse-rl doctor RECIPE` shows the findings.
+A kernel that is correct under Triton's interpreter may be wrong, slow or unavailable on some GPU or version. So a
+kernel is checked when a process first uses it. `sparse-rl doctor RECIPE` shows the findings.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class Choice:
-    """The form of a computation that runs here.
+    """The implementation of a computation that this process uses.
 
+    kernel : the implementation, torch or triton
     finding : the reason for the choice, in words
     """
 
@@ -32,9 +33,10 @@ class Choice:
 
 
 def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) -> Choice:
-    """Choose Triton's form if `judge` accepts it, else torch's. An exception in either function counts as a rejection.
+    """Choose the Triton implementation if `judge` accepts it, else torch. An exception in `load` or `judge` rejects it.
 
-    load : returns Triton's form; judge : returns (True if the form is accepted, the finding in words)
+    load : returns the Triton implementation
+    judge : returns True if the implementation is accepted, and the finding in words
     """
     try:
         accepted, finding = judge(load())
@@ -44,13 +46,13 @@ def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) 
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
+    """Return the type of an error and the first line of the error's message."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"
 
 
 def seconds_on_gpu(work: Callable[[], object]) -> float:
-    """Median time of 5 runs, after one warm-up run."""
+    """Return the median time of 5 runs of `work` on the GPU, in seconds, after one warm-up run."""
     times = []
     for _ in range(6):
         torch.cuda.synchronize()

@@ -7,9 +7,12 @@ from torch import Tensor
 
 
 def ranked(scores: Tensor, positions: Tensor) -> Tensor:
-    """Distinct ranks int64 [...]: a higher score has a greater rank; if scores are equal, the earlier position has it.
+    """Return distinct ranks, int64 [...]: an entry with a higher score has a greater rank.
 
-    scores : float32 [...]; positions : int64 [...], below 2**31
+    If scores are equal, the entry at the earlier position has the greater rank.
+
+    scores : float32 [...]
+    positions : int64 [...], below 2**31
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats sort in reverse

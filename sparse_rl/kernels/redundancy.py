@@ -1,10 +1,13 @@
-"""Redundancy of each cache entry: its mean similarity to the others, without N x N similarities in memory.
+"""Redundancy of cache entries: the mean similarity of an entry's key to the other keys.
+
+For entry j of N entries, the mean similarity is
 
     mean_j = 1 / N  sum_i sim(i, j)                                                            R-KV eqs. 4-5
 
-sim(i, j) is the cosine of keys i and j. It is set to 0 if i = j, if it is below 0.5, and, for each i, at the most
-recent j that is similar to i, since that entry may stay in place of the others. The torch form is the reference.
-redundancy_triton.py computes the same for half-precision keys on a GPU, up to the rounding of a cosine.
+sim(i, j) is the cosine of keys i and j. It is set to 0 if i = j, if the cosine is below 0.5, and, for each i, at the
+most recent j that is similar to i, because that entry may stay in place of the others. The N x N similarities are never
+in memory all at once. The torch implementation is the reference; redundancy_triton.py computes the same for
+half-precision keys on a GPU, up to the rounding of a cosine.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from sparse_rl.kernels.choice import Choice, choose
 
 Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNDER = 0.5 - 2**-25  # the float32 just below 0.5; a greater cosine counts as similar
-SIMILARITIES = 2**20  # of one kv head computed at a time (or up to twice this number)
+SIMILARITIES = 2**20  # number of similarities of one kv head that are computed at a time (or up to twice this number)
 AT_ONCE = {
     "cuda": 2**25,
     "cpu": 2**20,
@@ -34,14 +37,16 @@ CHECKED = 500  # entries of the check
 def mean_similarity(
     keys: Tensor, positions: Tensor, lengths: Tensor, kernel: Literal["torch", "triton"] | None = None
 ) -> Tensor:
-    """Mean similarity of each entry to the others, 1 / N sum_i sim(i, j) (R-KV eqs. 4-5): float32 [R, Hkv, N].
+    """Return the mean similarity of each entry to the other entries of its kv head (R-KV eqs. 4-5; see the module).
 
-    N in the formula is the number of entries of a row; padding gets -inf. The module docstring defines sim.
-
-    keys : [R, Hkv, N, D] of any float dtype
+    keys : [R, Hkv, N, D] of any float dtype, for R rows, Hkv kv heads and N slots
     positions : int64 [R, Hkv, N], distinct within a kv head, in any order
-    lengths : int64 [R], the number of entries of each row; the slots after them are padding
-    kernel : the form to use; None means triton for half-precision keys on a GPU if it passed the check, else torch
+    lengths : int64 [R], the number of entries of each row, by which sums are divided; the slots after the entries are
+        padding
+    kernel : the implementation to use; None means triton for half-precision keys on a GPU if it passed the check, else
+        torch
+
+    Returns float32 [R, Hkv, N], with -inf for padding.
     """
     if kernel is None:
         kernel = redundancy_choice(keys.dtype, keys.shape[-1]).kernel if keys.is_cuda else "torch"
@@ -60,7 +65,10 @@ def mean_similarity(
 
 
 def _rows_at_once(rows: Sequence[int], heads: int, entries: int, most: int) -> Iterator[Any]:
-    """Split rows of `entries` entries into parts of at most `most` similarities: slices if rows are contiguous."""
+    """Yield the rows in parts of at most `most` similarities, as slices if the rows of a part are contiguous.
+
+    entries : number of entries of each row
+    """
     largest = max(last - first for first, last in similarity_tiles(entries))
     count = max(1, most // (heads * largest * entries))
     for start in range(0, len(rows), count):
@@ -70,19 +78,20 @@ def _rows_at_once(rows: Sequence[int], heads: int, entries: int, most: int) -> I
 
 
 def similarity_tiles(entries: int) -> list[tuple[int, int]]:
-    """Row ranges [first, last) of the N x N similarities; each range is computed at once."""
+    """Return the row ranges [first, last) into which the entries x entries similarities are divided for computation."""
     count = max(entries // max(SIMILARITIES // entries, LEAST_ROWS), 1)
     edges = [entries * i // count for i in range(count + 1)]
     return list(pairwise(edges))
 
 
 def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
-    """Sum of each entry's similarities to the others: [..., Hkv, N].
+    """Return, for each of N entries, the sum of its similarities to the other entries: [..., Hkv, N].
 
-    keys [..., Hkv, N, D]; order int64 [..., Hkv, N]: slots, oldest first
+    keys : [..., Hkv, N, D]
+    order : int64 [..., Hkv, N], slots of the entries, oldest first
 
     The sum does not depend on the tiling, to the last bit: a similarity is 0 or a multiple of 2**-24 between 0.5 and 1
-    (up to rounding), so float64 can add 2**28 of them exactly.
+    (up to rounding), so float64 can add 2**28 similarities exactly.
     """
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
     age = torch.arange(1, keys.shape[-2] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
@@ -103,14 +112,20 @@ def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
 
 @cache
 def redundancy_choice(dtype: torch.dtype, head_dim: int) -> Choice:
-    """Choose the form for keys of this dtype and head dimension on this process's GPU."""
+    """Choose the implementation for keys of this dtype and head dimension on this process's GPU."""
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("torch", f"the keys are {str(dtype).removeprefix('torch.')}")
     return check_redundancy(_triton_form, dtype, head_dim, "cuda")
 
 
 def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: int, device: str) -> Choice:
-    """Compare Triton's form with the reference: one row of `CHECKED` entries, also run alone, and one padded row."""
+    """Choose Triton if it passes a comparison with the reference, else torch.
+
+    The inputs are a row of `CHECKED` entries and a padded row. The first row is also computed alone, and must not
+    depend on the other row.
+
+    load : returns the Triton implementation
+    """
 
     def judge(form: Total) -> tuple[bool, str]:
         inputs = [part.to(device) for part in drawn_entries(dtype, head_dim)]
@@ -129,7 +144,9 @@ def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: in
 
 
 def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random (keys [2, 2, N, D], positions, lengths) in which no cosine is so near 0.5 that rounding could matter.
+    """Return random keys [2, 2, CHECKED, head_dim], positions and lengths, the inputs of the check.
+
+    No cosine is so near 0.5 that rounding could matter.
 
     The keys of the first head consist of 1 and -1 (a power of 4 of them, the rest 0): their cosines, many of which are
     0.5, are exact in any precision. The keys of the second head lie close to a few orthogonal directions.
@@ -159,11 +176,11 @@ def _triton_form() -> Total:
 def redundancy_bytes(
     entries: int, kv_heads: int, head_dim: int, sequences: int = 1, device: str = "cpu", dtype: str = "float32"
 ) -> int:
-    """Bytes of temporary memory that `mean_similarity` takes, for the sequences that it processes at once.
+    """Return the bytes of temporary memory that `mean_similarity` takes.
 
-    The torch form takes a tile of similarities in float32 and in float64, three float32 arrays of the keys, and a few
-    numbers per entry. If Triton's kernel is chosen for keys of this dtype, it takes a copy of the keys of all sequences
-    and a few numbers per entry.
+    The torch implementation takes, for the sequences that it processes at once, a tile of similarities in float32 and
+    in float64, three float32 arrays of the size of the keys, and a few numbers per entry. The Triton implementation, if
+    it is chosen for keys of this dtype, takes a copy of the keys of all sequences and a few numbers per entry.
     """
     if device == "cuda" and redundancy_choice(getattr(torch, dtype), head_dim).kernel == "triton":
         return sequences * kv_heads * entries * (2 * head_dim + 24)

@@ -1,11 +1,13 @@
-"""The similarities of redundancy.py in Triton, for half precision: tiles on the tensor cores, never stored in memory.
+"""The similarities of redundancy.py in Triton, for keys in half precision.
 
-The tensor cores multiply the keys as the cache holds them, in bfloat16 or float16. These products are exact in float32,
-and they are added in float32. The norms are applied afterwards, so the result has only float32 rounding; keys that were
-normalised first would have to be rounded to half precision again.
+Tiles of similarities are computed on the tensor cores and never stored in memory. The tensor cores multiply the keys as
+the cache holds them, in bfloat16 or float16. The products are exact in float32, and are added in float32. The norms are
+applied afterwards, so the result has only float32 rounding; keys that were normalised first would have to be rounded to
+half precision again.
 
-A cosine from 0.5 to 1 is a multiple of 2**-24. In this unit, sums are sums of integers and the same in any order, so
-the result depends neither on the tiles, nor on the atomic additions, nor on the other rows of the batch.
+A cosine from 0.5 to 1 is a multiple of 2**-24. In this unit, sums of similarities are sums of integers, which are the
+same in any order. So the result depends neither on the tiles, nor on the order of the atomic additions, nor on the
+other rows of the batch.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 128  # tokens per program
-COLUMNS = 32  # tokens that they are compared with at a time; a sum of up to 127 cosines in UNITs fits into 32 bits
+COLUMNS = 32  # tokens with which a program compares its tokens at a time; 127 cosines in UNITs sum to at most 32 bits
 WARPS = 8
 UNIT = tl.constexpr(2.0**24)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _inverse_norms(keys, inverse, count, dim, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """keys [count, dim] -> 1 / |key|, float32 [count]."""
+    """Write 1 / |key| of each key [count, dim] to `inverse`, float32 [count]."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, DIM)
     valid = (token < count)[:, None] & (place < dim)[None, :]
@@ -39,11 +41,16 @@ def _similarities(  # type: ignore[no-untyped-def]
     keys, inverse, positions, lengths, total, heads, width, dim,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Add the similarities of a tile of tokens to all others to `total`, int64 [R, Hkv, N].
+    """Compute the similarities of a tile of tokens to all tokens, and add their sums to `total`.
 
-    Sums over rows replace sums over columns: a . b equals b . a to the last bit if both are added in the same order.
+    The kernel sums over rows instead of columns: a . b equals b . a to the last bit if both are added in the same
+    order.
 
-    keys [R, Hkv, N, dim]; inverse float32, positions int64 [R, Hkv, N]; lengths int64 [R]
+    keys : [R, Hkv, N, dim], for R rows, Hkv kv heads and N slots
+    inverse : float32 [R, Hkv, N], inverse norms of the keys
+    positions : int64 [R, Hkv, N]
+    lengths : int64 [R], number of entries of each row
+    total : int64 [R, Hkv, N], sums in units of 2**-24
     """
     tiles = tl.cdiv(width, ROWS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -55,7 +62,7 @@ def _similarities(  # type: ignore[no-untyped-def]
     row_keys = tl.load(keys + i[:, None] * dim + place, mask=(i < length)[:, None] & (place < dim), other=0.0)
     row_inverse = tl.load(inverse + first + i, mask=i < length, other=0.0)
     sums = tl.zeros([ROWS], tl.int64)
-    # Of the most recent similar token: its position, its slot, and its similarity.
+    # Position, slot and similarity of the most recent similar token.
     newest = tl.full([ROWS], -1, tl.int32)
     slot = tl.zeros([ROWS], tl.int32)
     newest_units = tl.zeros([ROWS], tl.int32)
@@ -79,10 +86,13 @@ def _similarities(  # type: ignore[no-untyped-def]
 
 
 def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of each entry's similarities to the others, as in redundancy.py: float32 [R, Hkv, N].
+    """Return, for each entry, the sum of its similarities to the other entries (see redundancy.py).
 
-    keys [R, Hkv, N, D] bfloat16 or float16, on a GPU (or float16 under TRITON_INTERPRET=1); positions int64
-    [R, Hkv, N]; lengths int64 [R]. An entry whose key or norm is not finite gets NaN; padding gets arbitrary values.
+    keys : [R, Hkv, N, D], bfloat16 or float16 on a GPU (or float16 under TRITON_INTERPRET=1)
+    positions : int64 [R, Hkv, N]
+    lengths : int64 [R], number of entries of each row
+
+    Returns float32 [R, Hkv, N]. An entry whose key or norm is not finite gets NaN; padding gets arbitrary values.
     """
     rows, heads, width, dim = keys.shape
     keys, positions = keys.contiguous(), positions.contiguous()
@@ -98,7 +108,11 @@ def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor
 
 
 def compiled(target: Any, dim: int, dtype: str = "bf16") -> list[Any]:
-    """Compile both kernels, for head dimension `dim`, for a triton.backends.compiler.GPUTarget, without such a GPU."""
+    """Compile both kernels for a GPU that need not be present.
+
+    target : a triton.backends.compiler.GPUTarget
+    dim : head dimension
+    """
     from triton.compiler import ASTSource
 
     types = {

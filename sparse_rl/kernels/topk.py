@@ -1,16 +1,19 @@
-"""The k best tokens of a growing set, for all steps at once: the tokens that a budgeted cache holds at each query.
+"""The tokens that a cache with a budget holds at each query, computed for all queries at once.
 
-A token t becomes eligible at query q = t + w, when it leaves the window. Of the eligible tokens
+A token t becomes eligible at query q = t + w, when it leaves the window of w tokens. s is the number of sinks. Of the
+eligible tokens
 
     E(q) = {t : s <= t <= q - w}                                                        KVpop's long-range entries
 
-query q sees the k tokens with the highest priority; a token that is not among them is never seen again. All priorities
-decay with age at the same rate, r_t(q) = r_t + (q - t) log gamma, so at every q they are in the order of
-r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is best; ties go to the earlier token). It
-remains to find the k-th smallest rank in every prefix of the tokens. A wavelet matrix does this for all prefixes at
+query q sees the k tokens with the highest priority; a token that is not among these k is never seen again. The score
+r_t of token t decays with age, at the same rate gamma for all tokens, r_t(q) = r_t + (q - t) log gamma. So at every
+query, the tokens are in the order of r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is
+best; ties go to the earlier token).
+
+Then the k-th smallest rank in every prefix of the tokens must be found. A wavelet matrix does this for all prefixes at
 once: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the half
-that contains its k-th smallest rank. This takes ceil(log2 S) passes of cumsum, gather and scatter, and no loop over
-tokens, rows or heads.
+that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S) passes of cumsum, gather and scatter, and no
+loop over tokens, rows or heads.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # (rows, tokens, k) of the cases i
 
 @dataclass(frozen=True)
 class RunningTopK:
-    """The tokens that a budgeted cache holds at each query, for B rows and H kv heads: three tensors int32 [B, H, S].
+    """The tokens that a cache with a budget holds at each query, for B rows of S tokens and H kv heads.
 
-    evict_at : for each token t, the first query that no longer sees it; NEVER if there is none before the row's end
-    cutoff_rank : for each query q, the rank of the worst of the k tokens that it sees; -1 before k tokens are eligible,
-        and after the row's end
-    boundary : for each query q, that worst token itself; -1 in the same cases
+    evict_at : int32 [B, H, S], for each token, the first query that no longer sees the token; NEVER if all queries up
+        to the row's end see it
+    cutoff_rank : int32 [B, H, S], for each query, the rank of the worst of the k tokens that the query sees; -1 before
+        k tokens are eligible, and after the row's end
+    boundary : int32 [B, H, S], for each query, the position of this worst token; -1 where cutoff_rank is -1
     """
 
     evict_at: Tensor
@@ -57,23 +61,23 @@ def running_topk(
     lengths: Tensor | None = None,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
-    """Find when each token leaves a cache that holds the k best tokens outside the window, for all queries at once.
+    """Return the tokens that a cache holds at each query, if it keeps the k best tokens outside the window.
 
-    Query q sees the k tokens of highest priority r_t - floor(t / n) log gamma among s <= t <= q - w. If priorities are
-    equal, the earlier token is held.
+    Query q sees the k tokens with the highest priorities r_t - floor(t / n) log gamma among the tokens
+    s <= t <= q - w. If priorities are equal, the earlier token is held.
 
-    scores : r, [B, H, S] float; computed in float64 if the scores are float64, else in float32
+    scores : r, [B, H, S] float; priorities are computed in float64 if the scores are float64, else in float32
     sinks : s, the first token that competes; int64 [B], one per row, if rows also begin with padding
     window : w >= 1, number of most recent tokens that a query always sees
     k : >= 1, number of other tokens that a query sees
     log_decay : log gamma, [H] <= 0
-    decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
-    lengths : int64 [B], the end of each row; the tokens after it are padding
-    kernel : the form that makes the passes over the bits; None means triton on a GPU on which it was found correct and
-        faster, else torch
+    decay_every : n; ages count in whole steps of n positions
+    lengths : int64 [B], the end of each row; the tokens after the end are padding
+    kernel : the implementation of the passes over the bits; None means triton on a GPU on which the check found it
+        correct and faster, else torch
 
     Raises UserError if window, k or decay_every is below 1.
-    Raises NotFiniteError if a competing score is NaN, since that token would never be evicted.
+    Raises NotFiniteError if the score of a competing token is NaN, because that token would never be evicted.
     """
     for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
         if value < 1:
@@ -114,15 +118,15 @@ def running_topk(
 
 
 def _ends(scores: Tensor, sinks: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """First competing token and end of each row, for scores [B, H, S]: (start, end), both int64 [B]."""
+    """Return the first competing token and the end of each row, both int64 [B], for scores [B, H, S]."""
     start = torch.as_tensor(sinks, device=scores.device).expand(len(scores))
     return start, torch.full_like(start, scores.shape[-1]) if lengths is None else lengths.to(scores.device)
 
 
 def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
-    """The k-th smallest among the first k, k + 1, ..., M numbers of each row: int64 [R, M - k + 1].
+    """Return, for each row, the k-th smallest number among the first k, k + 1, ..., M numbers: int64 [R, M - k + 1].
 
-    ranks : int64 [R, M], each row a permutation of 0 to M - 1
+    ranks : int64 [R, M], R rows, each of them a permutation of 0 to M - 1
     """
     rows, width = ranks.shape
     device = ranks.device
@@ -150,12 +154,16 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 @cache
 def topk_choice() -> Choice:
-    """Choose the form of `kth_smallest_of_prefixes` for this process's GPU."""
+    """Choose the implementation of `kth_smallest_of_prefixes` for this process's GPU."""
     return check_topk(_triton_form, seconds_on_gpu, "cuda")
 
 
 def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
-    """Choose Triton's form if it gives the same result as torch's and is faster by `seconds`."""
+    """Choose the Triton implementation if it gives the same result as torch and is faster.
+
+    load : returns the Triton implementation
+    seconds : measures the time that a function takes
+    """
 
     def judge(form: Descent) -> tuple[bool, str]:
         for rows, width, k in CHECKED:
@@ -183,14 +191,16 @@ def recall(
     k: int,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Count the tokens that `wanted` holds, and how many of them `found` holds, if more than k tokens are eligible.
+    """Count the tokens that the cache `wanted` holds, and those among them that the cache `found` also holds.
 
-    found, wanted : results for the same B rows and H kv heads
-    sinks, window, k, lengths : the arguments of `running_topk` that both were made with; sinks an int or int64 [B],
+    Only queries at which more than k tokens are eligible count.
+
+    found, wanted : results of `running_topk` for the same B rows and H kv heads
+    sinks, window, k, lengths : the arguments of `running_topk` that made both results; sinks an int or int64 [B],
         lengths int64 [B] or None
 
-    Returns (held, of): float64 scalars, the number of wanted tokens that `found` holds, and the number of wanted
-    tokens, summed over all queries, heads and rows. The recall is held / of.
+    Returns two float64 scalars, summed over all queries, heads and rows: the number of tokens that both hold, and the
+    number of tokens that `wanted` holds. The recall is the first divided by the second.
     """
     batch, heads, length = found.evict_at.shape
     device = found.evict_at.device
@@ -198,7 +208,7 @@ def recall(
     tokens = torch.arange(length, device=device)
     eligible_at = tokens + window
     real = (tokens >= start) & (eligible_at < end)
-    # Both hold t from the query at which it becomes eligible (+ 1) to the earlier of its two evictions (- 1).
+    # Both hold token t from the query at which t becomes eligible (+ 1) to the earlier of its two evictions (- 1).
     evicted_at = torch.minimum(found.evict_at, wanted.evict_at).clamp(max=length)
     change = torch.zeros(batch, heads, length + 1, dtype=torch.long, device=device)
     shared = real & (eligible_at < evicted_at)  # False if a token is dropped as soon as it becomes eligible

@@ -1,4 +1,4 @@
-"""Reference of running_topk, straight from the definition: one heap per row, one token at a time. Plain and slow."""
+"""Reference implementation of running_topk: one heap per row, one token at a time, plain and slow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ def running_topk_reference(
     decay_every: int = 1,
     lengths: Tensor | None = None,
 ) -> RunningTopK:
-    """Compute the result of `running_topk` from the same arguments, for comparison: plain and slow, on the CPU.
+    """Compute the result of `running_topk`, which describes the arguments, for comparison: plain and slow, on the CPU.
 
-    scores : [B, H, S]; sinks : an int, or int64 [B]; log_decay : [H]; lengths : int64 [B]
+    scores : [B, H, S]
+    sinks : an int, or int64 [B]
+    log_decay : [H]
+    lengths : int64 [B]
     """
     batch, heads, length = scores.shape
     exact = scores if scores.dtype == torch.float64 else scores.float()

@@ -1,10 +1,12 @@
-"""The passes of topk.py over the bits, in Triton: the k-th smallest rank of every prefix, in blocks of each row.
+"""The passes of topk.py over the bits of the ranks, in Triton: they find the k-th smallest rank of every prefix.
 
-A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the level of that bit, its tokens are stored at the places
-from n on, oldest first, since the ranks of a row are a permutation of 0 to M - 1. The tokens of a prefix that belong to
-the node come first in it, so a count describes them. Each level is a separate launch, and reads the output of the
-level before: no program waits for another, and blocks of 512 tokens fill a GPU even if there are few rows. Between two
-levels, torch counts the zeros before each place, over all rows at once.
+The ranks of a row are a permutation of 0 to M - 1. A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the
+level of that bit, the node's tokens are stored at the places from n on, oldest first. So the tokens of a prefix that
+belong to the node are the first of the node's tokens, and their number describes them.
+
+Each level is a separate kernel launch, and reads the output of the level before. So no program waits for another, and
+blocks of 512 tokens fill a GPU even if there are few rows. Between two levels, torch counts the zeros before each
+place, over all rows at once.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["width", "queries", "bit"])  # one kernel for all levels and sizes
 def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, bit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Move the ranks of a block to the two halves of their nodes, and move a block of queries to the half they need.
+    """Move the ranks of a block to the two halves of their nodes, and each query to the half with its answer.
 
-    All tensors are int32. ranks, moved [R, M] : the rank at each place, at this level and at the next
-    zeros [R, M] : 1 if the next bit of the moved rank is 0
-    before [R M + 1] : number of zeros of this bit before each place, counted from the start of the first row
-    held, wanted, answers [R, queries] : for each query, the number of tokens of its prefix in its node, the number of
-        these that are smaller than its answer, and the node's first rank, which is the answer at the last level
+    All tensors are int32.
+
+    ranks, moved : [R, M], the rank at each place, at this level and at the next
+    zeros : [R, M], 1 if the next bit of the moved rank is 0
+    before : [R M + 1], number of zeros of this bit before each place, counted from the start of the first row
+    held : [R, queries], for each query, the number of tokens of its prefix in its node
+    wanted : [R, queries], for each query, the number of these tokens that are smaller than its answer
+    answers : [R, queries], for each query, the first rank of its node, which is the answer at the last level
     """
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,9 +60,9 @@ def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, b
 
 
 def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
-    """Compute the result of `kth_smallest_of_prefixes` in topk.py, int64 [R, M - k + 1].
+    """Return, for each row, the k-th smallest number among the first k, k + 1, ..., M numbers: int64 [R, M - k + 1].
 
-    ranks : int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)
+    ranks : int64 [R, M], each row a permutation of 0 to M - 1, on a GPU (or under TRITON_INTERPRET=1)
     """
     rows, width = ranks.shape
     top = max(1, (width - 1).bit_length()) - 1  # the highest bit of a rank
@@ -79,7 +84,7 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 
 def compiled(target: Any) -> Any:
-    """Compile the kernel for a triton.backends.compiler.GPUTarget, without such a GPU."""
+    """Compile the kernel for a GPU that need not be present. target : a triton.backends.compiler.GPUTarget"""
     from triton.compiler import ASTSource
 
     pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")

@@ -35,7 +35,7 @@ class PolicyConfig(NamedConfiguration):
 
     @classmethod
     def part(cls, kind: Literal["policy", "cache", "view", "learned_view"]) -> Any:
-        """Import and return the class that `policy_class`, `cache_class`, `view_class` or `learned_view_class` names."""
+        """Import and return the class named by `policy_class`, `cache_class`, `view_class` or `learned_view_class`."""
         module, name = getattr(cls, f"{kind}_class").split(":")
         return getattr(importlib.import_module(module), name)
 

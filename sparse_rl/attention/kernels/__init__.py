@@ -1,10 +1,10 @@
 """The kernels that compute attention under evict_at, one file each; masked.py calls a kernel by its name.
 
 gather        dense calls for chunks of queries, over the keys that any query of a chunk sees (gather.py)
-sdpa          S x S masks, one layer at a time (masked.py, sdpa.py)
+sdpa          SDPA under masks of tokens x tokens, one layer at a time (masked.py, sdpa.py)
 flex          FlexAttention over the 128 x 128 tiles that are not empty, keys in natural order (flex.py, tiles.py)
-flex_sorted   the same with keys sorted by evict_at in segments, which leaves fewer tiles
+flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles
 dense         the reference, in float64 (dense.py)
 
-transposed.py computes KVpop's target with FlexAttention: the attention that each key receives.
+transposed.py computes the training target of KVpop's scorers with FlexAttention: the attention that each key receives.
 """

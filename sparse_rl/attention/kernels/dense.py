@@ -1,6 +1,6 @@
-"""The specification: attention under an explicit S x S boolean mask, plain and slow.
+"""The reference implementation: attention under an explicit boolean mask of queries x keys, plain and slow.
 
-Every fast kernel is compared with this file.
+Tests compare every fast kernel with this function.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from torch import Tensor
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, bias: Tensor | None = None
 ) -> Tensor:
-    """softmax(q K^T scaling + bias) V over the visible keys, one query head at a time, in float64.
+    """Return softmax(q K^T scaling + bias) V over the visible keys, computed in float64, one query head at a time.
 
-    query [B, Hq, S, D]; key, value [B, Hkv, N, D]; visible bool [B, Hkv, S (query), N (key)]; bias [B, Hkv, N]. Returns
-    [B, Hq, S, D].
+    query : [B, Hq, S, D], S queries of Hq query heads
+    key, value : [B, Hkv, N, D], N keys of Hkv kv heads
+    visible : bool [B, Hkv, S, N], True if the query sees the key
+    bias : [B, Hkv, N], added to the logits of each key; None means no bias
+
+    Returns [B, Hq, S, D] in the dtype of the queries.
     """
     dtype, group = query.dtype, query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double(), value.double()

@@ -1,9 +1,10 @@
-"""Replay attention with FlexAttention: the cost is proportional to the cache, O(S * budget); no S x S tensor is made.
+"""Replay attention with FlexAttention.
 
-The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence: tile lists are
-made once for the group of query heads, and the mask reads only its row. Lengths are padded to a few sizes, and
-everything that differs between layers and steps is an argument, so that one compiled graph serves all layers and steps
-with the same size and number of rows (with a second graph for calls without gradients).
+For S tokens, the cost is O(S x budget), and no S x S tensor is made. The kv heads are folded into the batch, so that a
+row of FlexAttention is one kv head of one sequence: tile lists are made once for the query heads of a group, and the
+mask of a row reads only that row's evict_at. Lengths are padded to a few sizes, and all data that differ between layers
+and steps are arguments. So one compiled graph serves all layers and steps with the same padded size and number of rows
+(a second graph serves calls without gradients).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.attention.kernels.tiles import TILE, make_tiles, segment_of
 
-# torch's default limits are small, because beyond them it would run uncompiled; with fullgraph=True it raises instead.
+# Beyond these limits, torch runs uncompiled, or, with fullgraph=True, raises an error. The default limits are too
+# small.
 LIMITS = {"recompile_limit": 4096, "accumulated_recompile_limit": 4096}
 # Request Triton's kernels by name: by default torch may choose a backend whose gradients were found wrong on Hopper
 # (flash-attention #2623). Fully masked rows are safe in Triton's kernels only while ROWS_GUARANTEED_SAFE is not set.
@@ -26,9 +28,10 @@ KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__
 
 
 def padded(length: int) -> int:
-    """The padded size of a length: a multiple of 128, with at most one size between consecutive powers of two.
+    """Return the padded size of a length: a multiple of 128, with at most one size between consecutive powers of two.
 
-    Padding visits no tile; the copies of the inputs grow to at most 1.5 times the length, the tile lists 2.25 times.
+    No tile of padding is visited. Padding makes the copies of the inputs at most 1.5 times, and the tile lists at most
+    2.25 times as large.
     """
     step = max(TILE, 1 << max(0, (length - 1).bit_length() - 2))
     return -(-length // step) * step
@@ -45,18 +48,20 @@ def flex_attend(
     compiled: bool = True,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
+    """Compute attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
-    evict_at : int32 [B, Hkv, S]
-    query : [B, Hq, S, D]; key : [B, Hkv, S, D]; value : [B, Hkv, S, E]
+    evict_at : int32 [B, Hkv, S], the first query that does not see each of S tokens
+    query : [B, Hq, S, D]
+    key : [B, Hkv, S, D]
+    value : [B, Hkv, S, E]; E may differ from D
     in_segments : True sorts keys by evict_at in segments; False keeps the natural order
-    compiled : False uses torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU
-        the compiled operator has neither a backward pass nor the log-sum-exp.
+    compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
+        compiled operator has neither a backward pass nor the log-sum-exp
     want_lse : True also returns the log-sum-exp
 
-    Returns (output [B, Hq, S, E], log-sum-exp of each query's scaled scores [B, Hq, S] or None). The log-sum-exp is
-    float32 (float64 for float64 inputs). For a query that sees no token (padding), the output is 0 and the log-sum-exp
-    is -inf. Both are differentiable.
+    Returns the output [B, Hq, S, E], and the log-sum-exp of each query's scaled scores, [B, Hq, S], or None. The
+    log-sum-exp is float32 (float64 for float64 inputs). For a query that sees no token (padding), the output is 0 and
+    the log-sum-exp is -inf. Both results are differentiable.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)
@@ -89,7 +94,10 @@ def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 
 def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
-    """Convert `Tiles` to FlexAttention's BlockMask. lists : as in `tile_mask`"""
+    """Convert tensors of `Tiles` to FlexAttention's BlockMask.
+
+    lists : partial_count, partial, full_count, full
+    """
 
     def visible(row: Tensor, _: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         return (position[row, slot] <= q) & (q < evict_at[row, slot])
@@ -98,8 +106,10 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """Convert lists of tiles to FlexAttention's BlockMask; `visible` masks the partial tiles.
+    """Convert lists of tiles to FlexAttention's BlockMask.
 
+    visible : mask function that FlexAttention applies in partial tiles
+    size : number of tokens, padded
     lists : partial_count, partial, full_count, full, as in `Tiles`
     """
     options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
@@ -148,7 +158,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
-    """Bytes of one layer's tiles: positions and evict_at, the keys' order and its inverse, and four lists of tiles."""
+    """Return the bytes of one layer's tiles: positions, evict_at, the keys' order, the inverse order, and four lists."""
     width = padded(length)
     count = width // TILE
     return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))

@@ -1,12 +1,13 @@
 """Attention under evict_at over gathered keys: each chunk of queries gets only the keys that some query of it sees.
 
-Eviction is monotone, so every earlier token that a chunk sees either was seen by the previous chunk or belongs to it.
-With a budget B, these are about B keys, independent of the length: a chunk of C queries is one dense call over B + C
-keys with a small mask, and a sequence costs O(S (B + C)), forward and backward. Since it consists of ordinary
-operators, it has exact gradients on every device.
+An evicted token never comes back, so every earlier token that a chunk sees was either seen by the previous chunk or
+belongs to the previous chunk. Under a budget, the number of these keys is about the budget, for any length of the
+sequence. So a chunk of C queries is one dense attention call over budget + C keys with a small mask, and a sequence of
+S tokens costs O(S (budget + C)), forward and backward. The kernel consists of ordinary torch operators; therefore it
+has exact gradients on every device.
 
-A row is one kv head of one sequence, as in tiles.py. Rows that see fewer keys than the fullest row are filled up with
-evicted tokens, which the mask hides.
+A row is one kv head of one sequence. Rows that see fewer keys than the fullest row are filled up with evicted tokens,
+which the mask hides.
 """
 
 from __future__ import annotations
@@ -21,14 +22,21 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 
 SMALLEST, LARGEST = 64, 512  # limits of the number of queries in a chunk
-HELD = 2**26  # bytes of one layer that may be kept for the backward pass; above it, the backward pass gathers again
+HELD = (
+    2**26
+)  # maximum bytes that a layer keeps for the backward pass; if it needs more, the backward pass gathers again
 
 
 @dataclass
 class QueryChunk:
-    """Queries first .. last - 1 of R rows, and the K keys that they attend to; the chunk's own tokens are the last.
+    """A chunk of consecutive queries of R rows, and the K keys that they attend to.
 
-    columns : int64 [R, K], position of each key; until : int32 [R, K], evict_at of each key
+    The last keys are those of the chunk's own tokens.
+
+    first : position of the first query
+    last : position after the last query
+    columns : int64 [R, K], position of each key
+    until : int32 [R, K], evict_at of each key
     """
 
     first: int
@@ -37,7 +45,10 @@ class QueryChunk:
     until: Tensor
 
     def visible(self) -> Tensor:
-        """The mask, bool [R, 1, queries, K]. A query always sees itself, as in `visible_mask`."""
+        """Return the mask of the chunk, bool [R, 1, queries, K], True if the query sees the key.
+
+        A query always sees its own token.
+        """
         now = torch.arange(self.first, self.last, device=self.until.device)
         seen = now[:, None] < self.until[:, None]
         own = seen[..., self.first - self.last :]
@@ -46,12 +57,15 @@ class QueryChunk:
 
 
 def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
-    """Make the chunks for evict_at, int32 [R, S]. If evict_at is on a GPU, this waits for the GPU twice."""
+    """Divide the queries of all rows into chunks. If evict_at is on a GPU, the function waits for the GPU twice.
+
+    evict_at : int32 [R, S], for R rows of S tokens
+    """
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
     size = _chunk_size(evict_at)
     starts = position[::size]
-    # Number of earlier keys for each chunk: the number that the fullest row sees.
+    # The number of earlier keys of each chunk is the number that the fullest row sees.
     survive = (position < starts[:, None]) & (evict_at[:, None] > starts[:, None])  # [R, chunks, S]
     counts = survive.sum(-1).amax(0).tolist()
     chunks, columns, until = [], position[:0].expand(rows, 0), evict_at[:, :0]
@@ -65,7 +79,10 @@ def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
 
 
 def _chunk_size(evict_at: Tensor) -> int:
-    """About a quarter of the number of keys that queries of the fullest row see on average, as a power of two."""
+    """Return the number of queries in a chunk, a power of two.
+
+    It is about a quarter of the number of keys that the queries of the fullest row see on average.
+    """
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
     seen = int((evict_at.clamp(max=width) - position).clamp(min=0).sum(-1).amax()) // width
@@ -73,19 +90,29 @@ def _chunk_size(evict_at: Tensor) -> int:
 
 
 def visited_share(chunks: list[QueryChunk]) -> float:
-    """The share of all S x S query-key pairs that are computed."""
+    """Return the share of all query-key pairs that the chunks compute."""
     return sum((chunk.last - chunk.first) * chunk.columns.shape[1] for chunk in chunks) / chunks[-1].last ** 2
 
 
 def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
-    """Bytes that SDPA keeps for the backward pass besides q, k and v: gathered keys and values, and masks in dtype."""
+    """Return the bytes that SDPA keeps for the backward pass besides queries, keys and values.
+
+    They are the gathered keys and values, and the masks, which SDPA converts to the dtype of the attention.
+
+    dim : head dimension
+    itemsize : bytes per number in the attention
+    """
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
 
 def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention under evict_at with SDPA, for chunks of queries over the keys that some of them see: [B, Hq, S, D].
+    """Compute attention under evict_at, with one SDPA call for each chunk of queries over the keys that the chunk sees.
 
-    evict_at : int32 [B, Hkv, S]; query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
+    evict_at : int32 [B, Hkv, S]
+    query : [B, Hq, S, D]
+    key, value : [B, Hkv, S, D]
+
+    Returns the output [B, Hq, S, D].
     """
     chunks = make_chunks(evict_at.flatten(0, 1))
     attend = partial(_attend, chunks)
@@ -114,12 +141,14 @@ def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor,
 
 
 def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int, itemsize: int, layers: int) -> int:
-    """Bytes that attention over gathered keys keeps for the backward pass, if a query sees `seen` entries, and queries
-    of the prompt see the prompt before them.
+    """Return the bytes that attention over gathered keys keeps for the backward pass.
 
-    rows : sequences x kv heads
+    Queries after the prompt are assumed to see `seen` entries, and queries of the prompt all prompt tokens before them.
 
-    If one layer exceeds `HELD`, the result is for one layer, since only one is kept at a time; else for all layers.
+    rows : number of sequences times number of kv heads
+
+    If one layer exceeds `HELD` bytes, the result is for one layer, because only one layer is kept at a time; otherwise
+    the result is for all layers.
     """
     evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
     layer_bytes = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)

@@ -1,6 +1,6 @@
 """Attention under evict_at with any of ATTENTION_KERNELS: the interface between the views and the kernels.
 
-A mask depends on evict_at alone, so a view passes only a function that fetches one layer's evict_at.
+A mask depends only on evict_at, so a view passes only a function that fetches one layer's evict_at.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ Evictions = Callable[[], Tensor]
 def masked_attention(
     evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
-    """Attention under evict_at with the given kernel: [B, Hq, S, D].
+    """Compute attention under evict_at with the given kernel.
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; called in the forward pass and again in the backward
-        pass (flex, gather: only in the forward pass)
-    query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
+        pass (with the kernels flex, flex_sorted and gather, only in the forward pass)
+    query : [B, Hq, S, D]
+    key, value : [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow, and for which torch does
         not allow gradients
+
+    Returns the output [B, Hq, S, D].
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
@@ -39,7 +42,8 @@ def masked_attention(
     attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)
-    # Saving the mask for backward would keep every layer's mask alive: save q, k, v and recompute the mask.
+    # If the mask were saved for the backward pass, the masks of all layers would stay in memory. So only query, key and
+    # value are saved, and the mask is recomputed.
     return checkpoint(attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -61,9 +65,13 @@ def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor
 
 
 def visible_mask(evict_at: Tensor) -> Tensor:
-    """Make the mask t <= q < evict_at[t], bool [B, Hkv, S (query), S (token)], from int32 [B, Hkv, S], in place.
+    """Return the mask of evict_at: query q sees token t if t <= q < evict_at[t].
 
-    A position always sees itself (every real token does; a padding query would otherwise have an empty softmax).
+    A query always sees its own token: otherwise a padding query would have an empty softmax.
+
+    evict_at : int32 [B, Hkv, S]
+
+    Returns bool [B, Hkv, S queries, S tokens].
     """
     position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
     mask = position[:, None] < evict_at[:, :, None, :]
@@ -73,10 +81,10 @@ def visible_mask(evict_at: Tensor) -> Tensor:
 
 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
-    """Bytes of boolean masks [B, Hkv, S, S], for one layer, as replay attention makes them, or for `layers` layers."""
+    """Return the bytes of the boolean masks [sequences, kv_heads, length, length] of `layers` layers."""
     return sequences * layers * kv_heads * length * length
 
 
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """Bytes of one layer's mask in replay attention: the boolean mask, and SDPA's conversion of it to a float bias."""
+    """Return the bytes of one layer's mask in replay attention: the boolean mask, and the float bias made from it."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)

@@ -1,15 +1,15 @@
 """The 128 x 128 tiles of a replayed attention that are not empty, computed from evict_at without an S x S tensor.
 
-A row is one kv head of one sequence. Key t, in slot j of the row's key order, is visible to the queries
-position[j] <= q < evict_at[j], so a tile of queries q_lo .. q_hi over a tile of keys is
+A row is one kv head of one sequence, with S tokens. The key in slot j of the row's key order is visible to the queries
+position[j] <= q < evict_at[j]. So a tile with the queries q_lo to q_hi and some 128 keys is
 
     not empty   if  min position <= q_hi  and  max evict_at > q_lo
     full        if  max position <= q_lo  and  min evict_at > q_hi
 
-In natural order both tests are exact. But evictions are scattered, so almost every tile has some visible key. Softmax
-does not depend on the order of keys: if they are sorted by evict_at in segments, the keys that are still visible later
-are a prefix of every past segment, and the tiles after that prefix are empty. With sorted keys, the first test may
-visit an empty tile, but only if its queries and keys belong to the same segment.
+If keys are in natural order, both tests are exact. But evictions are scattered, so almost every tile has some visible
+key. Softmax does not depend on the order of keys, so keys may be sorted by evict_at within segments. Then the keys that
+are still visible later are a prefix of every past segment, and the tiles after that prefix are empty. With sorted keys,
+the first test may find an empty tile not empty, but only if the tile's queries and keys belong to the same segment.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ FAR = 2**31 - 1  # larger than any position
 
 @dataclass
 class Tiles:
-    """The tiles to visit for R rows of N keys and N queries, n = N / 128; FlexAttention's lists with one head per row.
+    """The tiles to visit for R rows of N queries and N keys, that is, n x n tiles with n = N / 128.
 
-    position, evict_at : int32 [R, N], of the key in each slot; a slot that no query sees has evict_at <= position
+    The lists are those that FlexAttention reads, with one head per row.
+
+    position, evict_at : int32 [R, N], position and evict_at of the key in each slot; a slot that no query sees has
+        evict_at <= position
     order : int64 [R, N], the key in each slot; None means natural order
-    partial_count, full_count : int32 [R, 1, n], number of key tiles to visit for each query tile, with and without a
-        mask
-    partial, full : int32 [R, 1, n, n], indices of these tiles; only the first partial_count or full_count are valid
+    partial_count : int32 [R, 1, n], for each query tile, the number of key tiles to visit with a mask
+    full_count : int32 [R, 1, n], for each query tile, the number of key tiles to visit without a mask
+    partial, full : int32 [R, 1, n, n], indices of these key tiles; only the first partial_count or full_count are valid
     """
 
     position: Tensor
@@ -44,33 +47,36 @@ class Tiles:
 
     @property
     def visited(self) -> float:
-        """The share of all tiles that are visited."""
+        """Share of all tiles that are visited."""
         count = self.partial_count.sum() + self.full_count.sum()
         return float(count) / (len(self.position) * self.partial.shape[-1] ** 2)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these tensors, and of the transposed lists that the backward pass makes."""
+        """Bytes of all tensors, and of the transposed lists that the backward pass makes."""
         tensors = (self.position, self.evict_at, self.order)
         lists = (self.partial_count, self.partial, self.full_count, self.full)
         return sum(t.nbytes for t in tensors if t is not None) + 2 * sum(t.nbytes for t in lists)  # forward, backward
 
 
 def segment_of(length: int) -> int:
-    """Number of tokens that are sorted together: about the power of two that leaves the fewest tiles."""
+    """Return the number of tokens that are sorted together: about the power of two that leaves the fewest tiles."""
     return 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
 def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
-    """Make the tiles of evict_at, int32 [R, S], padded to `width`, a multiple of 128.
+    """Return the tiles to visit under evict_at.
 
-    segment : number of tokens whose keys are sorted by evict_at, the longest-lived first; None means natural order
+    evict_at : int32 [R, S], for R rows of S tokens
+    width : N, the padded number of tokens, a multiple of 128
+    segment : number of tokens whose keys are sorted by evict_at, those evicted last first; None means natural order
     """
     rows, length = evict_at.shape
     assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
     position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
     evict_at = torch.nn.functional.pad(evict_at, (0, width - length))
-    # There is no query after a row's last real token: cap evict_at there, so that padding visits no tile.
+    # No query comes after a row's last real token; evict_at is limited to that point, so that no tile of padding is
+    # visited.
     end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
     evict_at = torch.minimum(evict_at, end.to(evict_at.dtype))
     order = None
@@ -84,7 +90,12 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
-    """(not empty, full) for each query tile and key tile, bool [R, n, n]. Inputs int32 [R, N], N a multiple of 128."""
+    """Test for each query tile and key tile if the tile is not empty, and if it is full (see the module docstring).
+
+    position, evict_at : int32 [R, N], N a multiple of 128
+
+    Returns (not empty, full), each bool [R, n, n] with n = N / 128.
+    """
     rows, count = len(position), position.shape[-1] // TILE
     first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # first query of each tile
     last = first + TILE - 1
@@ -97,13 +108,20 @@ def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert bool [R, n, n] to (count of True in each row, indices, True first): int32 [R, 1, n] and [R, 1, n, n]."""
+    """Convert a mask of tiles, bool [R, n, n], to lists.
+
+    Returns, for each query tile, the number of key tiles that are True, int32 [R, 1, n], and the indices of all key
+    tiles with the True ones first, int32 [R, 1, n, n].
+    """
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return mask.sum(-1, dtype=torch.int32)[:, None], indices[:, None].int()
 
 
 def visible_share(evict_at: Tensor) -> float:
-    """The share of query-key pairs that are visible under evict_at, int32 [R, S]: the ideal share of visited tiles."""
+    """Return the share of query-key pairs that are visible under evict_at, int32 [R, S].
+
+    This share is a lower bound of the share of tiles that must be visited.
+    """
     length = evict_at.shape[-1]
     position = torch.arange(length, device=evict_at.device)
     return float((evict_at.clamp(max=length) - position).clamp(min=0).sum() / (evict_at.numel() * length))

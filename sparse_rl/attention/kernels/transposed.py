@@ -1,10 +1,10 @@
 """Transposed attention with FlexAttention: the attention that each key receives, instead of the output of each query.
 
-FlexAttention is called with keys as its queries, and queries as its keys. Each key has an interval of queries that
-count. The log-sum-exp of a query is subtracted from each of its scores, which makes the score a log-probability. The
-log-sum-exp that FlexAttention returns for a key is then the log of the attention that the key receives. The plain form
-is in attention/future.py. As in flex.py, no S x S tensor is made, and everything that differs between layers and steps
-is an argument of one compiled graph.
+FlexAttention is called with the keys in the place of queries, and the queries in the place of keys. For each key, an
+interval of queries counts. The log-sum-exp of a query is subtracted from each of the query's scores, which makes the
+scores log-probabilities. Then the log-sum-exp that FlexAttention returns for a key is the log of the attention that the
+key receives. The plain implementation is in attention/future.py. No tensor of tokens x tokens is made, and all data
+that differ between layers and steps are arguments of one compiled graph.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ def mass_by_flex(
     *,
     compiled: bool = True,
 ) -> Tensor:
-    """Log of the attention that each key t receives: the log of the sum over first[t] <= d < last[t] of
-    exp(min(q_d . k_t scaling - lse_d, largest)).
+    """Return the log of the attention that each key receives from the queries that count.
+
+    For key t, this is the log of the sum of exp(min(q_d . k_t scaling - lse_d, largest)) over the queries
+    first[t] <= d < last[t], where lse_d is the log-sum-exp of query d.
 
     query, key : [B, Hq, S, D] and [B, Hkv, S, D]
-    log_sum_exp : float32 [B, Hq, S]
-    first, last : int64 [B, S]
-    scaling : the factor on q . k; largest : upper limit of a log-probability
-    compiled : False uses torch's plain operator, which ignores the tiles and makes S x S scores: for tests
+    log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores
+    first, last : int64 [B, S], for each key, the first query that counts, and the query after the last that counts
+    scaling : the factor on q . k
+    largest : upper limit of a log-probability
+    compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores
 
     Returns float32 [B, Hq, S] (the plain operator returns float64 for float64 input); -inf if no query counts.
     """
@@ -59,20 +62,20 @@ def mass_by_flex(
 
 
 def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """The tiles of queries that count for each tile of keys, n = N / 128; see `mass_by_flex`.
+    """Return, for each tile of keys, the lists of the query tiles that have queries that count (see `mass_by_flex`).
 
-    first, last : int32 [B, N]
+    first, last : int32 [B, N], the interval of queries that count for each key
 
-    Returns (number of partly counted tiles, their indices, number of fully counted tiles, their indices): int32
-    [B, 1, n] and [B, 1, n, n], twice.
+    Returns four tensors, with n = N / 128: the number of query tiles that count partly, int32 [B, 1, n]; their indices,
+    int32 [B, 1, n, n]; the number of query tiles that count fully; and their indices, in the same shapes.
     """
-    # contiguous, because the kernels ignore the strides of a list
+    # made contiguous, because the kernels ignore the strides of a list
     some, full = (tiles.transpose(1, 2).contiguous() for tiles in tile_tests(first, last))
     return *listed(some & ~full), *listed(full)
 
 
 def transposed_options(log_sum_exp: Tensor, first: Tensor, last: Tensor, *rest: Any) -> dict[str, Any]:
-    """Keyword arguments of the FlexAttention call, except keys, queries and values.
+    """Return the keyword arguments of the FlexAttention call, except keys, queries and values.
 
     rest : the lists of `transposed_tiles`, scaling and largest
     """

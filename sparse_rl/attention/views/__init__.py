@@ -3,6 +3,6 @@
 factory.py   make_view: chooses the view that replays all sections of the given traces
 replay.py    the view of evictions;  dense.py  the reference view
 
-The views of other methods are in their folders (sparse_rl/methods). A view lists in `replays` the sections that it
-replays, and rejects a trace with any other section.
+Cache methods that need another view have it in their own folder (sparse_rl/methods). A view lists in `replays` the
+trace sections that it replays, and rejects a trace with any other section.
 """

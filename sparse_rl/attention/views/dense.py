@@ -1,4 +1,4 @@
-"""The reference view: one sequence under its trace as dense masks. Only for short sequences and small models."""
+"""The reference view: replays the trace of one sequence with dense masks, for short sequences and small models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from sparse_rl.trace import EvictionTrace
 
 
 class DenseView:
-    """A `kv_view` of one unpadded sequence: its trace as dense masks, for all layers at once.
+    """A `kv_view` that replays the trace of one unpadded sequence with dense masks, which it holds for all layers.
 
-    Each refit of a token is an entry in addition to the token: the token is seen until its first refit, and each
-    refit is seen from its compaction until the next. All entries are in one attention call with a mask.
+    Each time that a compaction fits a token again, the fitted entry is added to the entries. The original token is seen
+    until its first fit, and each fitted entry is seen from its compaction until the next one. All entries are in one
+    attention call with a mask.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -43,7 +44,11 @@ class DenseView:
         return torch.cat(out, dim=1)
 
     def _attend_head(self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attention of query [1, G, S, D] over key, value [1, 1, S, D] of one kv head."""
+        """Return the attention output of one kv head, [1, G, S, D], for G query heads and S tokens.
+
+        query : [1, G, S, D]
+        key, value : [1, 1, S, D]
+        """
         assert self.record is not None
         length, record = key.shape[2], self.record
         token = torch.arange(length, device=key.device)

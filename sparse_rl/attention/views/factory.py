@@ -1,4 +1,4 @@
-"""The function that makes a view from recorded traces, for a forward pass that replays them."""
+"""The function that makes a view from recorded traces, for a forward pass that replays the traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 
 def views() -> list[type[TraceView]]:
-    """The view classes of all methods, without duplicates."""
+    """Return the view classes of all cache methods, without duplicates."""
     return list(dict.fromkeys(config.part("view") for config in CONFIGS.values()))
 
 
@@ -24,16 +24,16 @@ def make_view(
     kernel: str = "gather",
     through: bool = True,
 ) -> KVView:
-    """Make the view that replays these traces. Pass it as `kv_view` to the forward, with NO_MASK as attention_mask.
+    """Make the view that replays the traces. Pass the view to the model as `kv_view`, with NO_MASK as attention_mask.
 
-    traces : one trace for each of B rows
-    starts : the column of each row's first token; all 0 is right padding
-    width : number of columns of the batch, S
+    traces : one trace for each row of the batch
+    starts : the column of each row's first token; all 0 means right padding
+    width : number of columns of the batch
     device : the device of the model
     kernel : one of ATTENTION_KERNELS
     through : under the policy am, True if gradients flow through the refitted biases and values
 
-    Raises TraceError if no view replays all sections of the traces, and as `batch_traces` does.
+    Raises TraceError if no view replays all sections of the traces, or if `batch_traces` cannot batch them.
     """
     batch = batch_traces(traces, starts, width)
     for view in views():

@@ -1,9 +1,10 @@
-"""Eviction replay: train under exactly the attention that the sampler had.
+"""Eviction replay: training under exactly the attention that the sampler had.
 
-The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, and
-the next layer's slice is prefetched; the layer's mask is made, used and dropped. The backward pass recomputes the mask
-in the same way. So at most one layer's mask and two layers' evict_at are on the device. (FlexAttention's lists of tiles
-are small and are kept for the backward pass; with gradient checkpointing, only for one layer.)
+The traces of a micro-batch stay in host memory. When a layer runs, the layer's slice of evict_at is copied to the
+device, and the next layer's slice is prefetched; the layer's mask is made, used and dropped. The backward pass
+recomputes the mask in the same way. So at most one layer's mask and two layers' slices of evict_at are on the device.
+(FlexAttention's lists of tiles are small and are kept for the backward pass; with gradient checkpointing, only those of
+one layer are kept.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sparse_rl.attention.kernels.sdpa import sdpa
 
 
 class ReplayView(TraceView):
-    """The view that replays evictions only: evict_at, int32 [L, B, Hkv, S]. It fits no biases or values."""
+    """Replays traces that record only evictions, in the section evict_at, int32 [layers, rows, kv heads, columns]."""
 
     replays: ClassVar = frozenset({"evict_at"})
     requires: ClassVar = replays
@@ -43,7 +44,7 @@ class ReplayView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """See `TraceView.holds`. On a GPU, `auto` is assumed to find FlexAttention exact."""
+        """See `TraceView.holds`. On a GPU, `auto` is assumed to choose FlexAttention."""
         rows, kv_heads, length, kernel = replayed.rows, replayed.kv_heads, replayed.length, replayed.kernel
         itemsize = 8 if kernel == "dense" else replayed.itemsize
         if kernel.startswith("flex") or (kernel == "auto" and replayed.cuda):
@@ -57,7 +58,10 @@ class ReplayView(TraceView):
         return [("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, itemsize), note)]
 
     def layer(self, index: int) -> Tensor:
-        """Return one layer's evict_at on the device, int32 [B, Hkv, S], and prefetch the next in the same direction."""
+        """Return one layer's evict_at on the device, int32 [rows, kv heads, columns], and prefetch the next layer's.
+
+        The next layer is the following one in a forward pass, and the preceding one in a backward pass.
+        """
         step = -1 if index < self._last else 1
         wanted = [index] if index == self._last else [index, index + step]
         if index != self._last:
@@ -71,7 +75,7 @@ class ReplayView(TraceView):
         return self._fetched[index]
 
     def _fetch(self, index: int) -> Tensor:
-        """Copy one layer's evict_at to the device; on a GPU on a side stream, so that the layers do not wait for it."""
+        """Copy one layer's evict_at to the device; on a GPU, on a side stream, so that no layer waits for the copy."""
         if self._stream is None:
             return self.evict_at[index].to(self.device, copy=True)
         with torch.cuda.stream(self._stream):
@@ -88,7 +92,10 @@ class ReplayView(TraceView):
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
-    """Causal attention of rows that begin at `starts`; left padding is rolled to the end, where it is unseen."""
+    """Compute causal attention of rows whose first tokens are in the columns `starts`.
+
+    Left padding is rolled to the end of the row, where no real query sees it.
+    """
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
@@ -100,5 +107,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: l
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all views, since torch's allocator reserves memory that a stream has used for that stream."""
+    """Return the side stream of a device, which all views share.
+
+    Torch's allocator reserves memory for the stream that has used it, so more streams would need more memory.
+    """
     return torch.cuda.Stream(device)
