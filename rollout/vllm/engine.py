@@ -62,12 +62,11 @@ class VLLMEngine:
         `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
     gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
     block_size : tokens in a cache block; None means vLLM's choice for the platform, and 32 on a CPU
-    max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
-        means vLLM's choice
+    max_num_batched_tokens : maximum number of tokens in a forward pass (of a prompt: a chunk); None means vLLM's choice
     tensor_parallel : number of processes that share the model's heads
     multiprocess : run the engine in a separate process (always done for tensor_parallel > 1)
     progress : show a progress bar
-    exact : in float32 on a CPU, compute attention by the trainer's own function (exact.py), not by vLLM's kernels
+    exact : in float32 on a CPU, compute attention by the trainer's function (exact.py)
     sleep_mode : let `sleep` release a GPU's memory; has no effect on a CPU
     context_entries : maximum number of entries of a sequence, which may then continue a compacted context
         (rollout/context) under a full cache; None means that sequences continue no context
@@ -317,8 +316,7 @@ class VLLMEngine:
 
         weights : (name in a Hugging Face checkpoint, tensor of the weight's shape)
 
-        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may already be replaced
-        when it is raised.
+        Raises UserError for a missing weight, an unknown name or a wrong shape, maybe after some have been replaced.
         """
         checked = self._checked(weights)
         if not self.separate:
@@ -341,9 +339,8 @@ class VLLMEngine:
             missing.discard(name)
             yield name, tensor
         if missing:
-            raise UserError(
-                f"the engine cannot take the weights: these were not handed over: {', '.join(sorted(missing)[:3])}"
-            )
+            names = ", ".join(sorted(missing)[:3])
+            raise UserError(f"the engine cannot take the weights: these were not handed over: {names}")
 
     @cached_property
     def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:

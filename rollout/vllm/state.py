@@ -7,6 +7,8 @@ the cache. No code in this module loops over tokens or heads.
 A compaction leaves the kept entries in the first `left` slots. It moves as few entries as possible: only kept entries
 in later slots move, into the slots of dropped entries. So a request's entries are in no particular order of positions.
 A policy receives the entries in the order of slots.
+
+This file is long because all buffers share their indices, and a step or a compaction touches all of them.
 """
 
 from __future__ import annotations
