@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Batch:
-    """query [B, Hq, S, D]; key, value [B, Hkv, S, D]; row b has totals[b] tokens, of which prompts[b] are prompt."""
+    """A batch of made-up rows: query [B, Hq, S, D]; key and value [B, Hkv, S, D], with B rows, Hq query heads, Hkv kv
+    heads, S positions and head width D. Row b has totals[b] tokens; its first prompts[b] tokens are the prompt."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -32,7 +33,7 @@ class Batch:
         return self.query.shape[-1] ** -0.5
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One row's own tokens: [Hq, S_b, D], [Hkv, S_b, D], [Hkv, S_b, D]."""
+        """Return the query [Hq, S_b, D], key [Hkv, S_b, D] and value [Hkv, S_b, D] of one row, without padding."""
         end = self.totals[index]
         return self.query[index, :, :end], self.key[index, :, :end], self.value[index, :, :end]
 
@@ -66,19 +67,21 @@ def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
 
 
 def takes(name: str) -> list[str]:
-    """Names of a policy's parameters."""
+    """Return the names of a policy's parameters."""
     return accepted_parameters(name)
 
 
 def small(name: str, **parameters: Any) -> dict[str, Any]:
-    """Parameters for short sequences: budget 12, window 4, and the entries of `parameters` that the policy takes."""
+    """Return parameters for short sequences: budget 12, window 4, and the entries of `parameters` that the policy
+    takes."""
     chosen = {"budget": 12, "sinks": 0, "window": 4, "period": 1, **parameters}
     return {key: value for key, value in chosen.items() if key in takes(name)}
 
 
 @dataclass
 class Fed:
-    """Results per row: the recorded evict_at, int32 [Hkv, S_b], and the attention output, [Hq, S_b, D]."""
+    """Results for each row b: the recorded evict_at, int32 [Hkv, S_b], and the attention output, [Hq, S_b, D], with S_b
+    the number of tokens of the row."""
 
     records: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -130,7 +133,7 @@ def feed(
 
 
 def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Batch, Fed]:
-    """`small` parameters, lengths around every bound, random tokens."""
+    """Feed a policy with the `small` parameters, rows with lengths around every bound, and random tokens."""
     policy = make_policy(name, **small(name, **parameters))
     prompts, totals = lengths_around(getattr(policy.config, "budget", 12), getattr(policy.config, "period", 1))
     batch = ragged_batch(seed, prompts, totals)
@@ -138,7 +141,7 @@ def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Bat
 
 
 def dense(policy: Policy, batch: Batch, row: int, record: torch.Tensor) -> torch.Tensor:
-    """The dense reference's output for one row under a record [Hkv, S_b]: [Hq, S_b, D]."""
+    """Return the dense reference's output [Hq, S_b, D] for one row under a record [Hkv, S_b] of evictions."""
     query, key, value = batch.row(row)
     further = policy.further(batch.prompts[row], batch.totals[row] + 1)  # every token is fed here
     view = DenseView(EvictionTrace(record[None], further, validate=False))

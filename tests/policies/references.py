@@ -100,7 +100,8 @@ class Life:
         self.compacted()
 
     def follow(self, kv: int, dropped: set[int], scores: dict[int, float]) -> set[int]:
-        """Entries that the record drops now; they may differ from `dropped` only among scores equal within TIE."""
+        """Return the entries that the record drops now; they may differ from `dropped` only among entries whose scores
+        are equal within TIE."""
         recorded = {j for j in self.held[kv] if self.recorded[kv][j] == self.now + 1}
         if recorded == dropped:
             return dropped
@@ -117,11 +118,11 @@ class Life:
     # ---- methods that a policy defines --------------------------------------------------------------------------
 
     def scores(self) -> list[dict[int, float]]:
-        """Per kv head: competing position -> score."""
+        """Return, for each kv head, the score of every competing position."""
         raise NotImplementedError
 
     def attended(self) -> None:
-        """Called after every query, prompt and decode, before any eviction."""
+        """Update the state after a query, of prompt or decode, has attended and before any eviction."""
 
     def compacted(self) -> None:
         """Called after every compaction."""
@@ -129,11 +130,11 @@ class Life:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     def competing(self, kv: int) -> list[int]:
-        """Held positions that are neither sinks nor among the `window` most recent tokens."""
+        """Return the held positions that are neither sinks nor among the `window` most recent tokens."""
         return [j for j in self.held[kv] if self.sinks <= j <= self.now - self.window]
 
     def heads(self, kv: int) -> range:
-        """Query heads of a kv head."""
+        """Return the query heads of a kv head."""
         return range(kv * self.group, (kv + 1) * self.group)
 
     def logit(self, head: int, query: int, j: int) -> float:
@@ -143,7 +144,7 @@ class Life:
         return self._logits[place]
 
     def attention(self, head: int, query: int) -> dict[int, float]:
-        """softmax(q K^T scaling) of one query over the held positions that are not after the query."""
+        """Return softmax(q K^T scaling) of one query over the held positions that are not after the query."""
         seen = [j for j in self.held[head // self.group] if j <= query]
         logits = [self.logit(head, query, j) for j in seen]
         top = max(logits)
@@ -173,7 +174,8 @@ class Life:
         return self._cosines[place]
 
     def redundancy(self, kv: int) -> dict[int, float]:
-        """R (R-KV eqs. 4-6) of every position held: the softmax of the mean similarity to the others."""
+        """Return the redundancy R (R-KV eqs. 4-6) of every held position: the softmax of its mean similarity to the
+        other positions."""
         held = self.held[kv]
         total = dict.fromkeys(held, 0.0)
         for i in held:
@@ -194,7 +196,7 @@ def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
 
 
 def over_max(scores: dict[int, float]) -> dict[int, float]:
-    """S_j / max_i S_i."""
+    """Return S_j / max_i S_i for the scores S_j of entries j."""
     top = max(scores.values())
     return {j: value / top if top else 0.0 for j, value in scores.items()}
 

@@ -24,7 +24,8 @@ HEAVY = ("torch", "transformers", "trl", "vllm")
 
 @pytest.mark.parametrize("module", [*LIGHT, "sparse_rl.policies.base"])
 def test_settings_are_read_without_torch(module: str) -> None:
-    """Run in a separate process. The last module is the control: it needs torch, since the contract names tensors."""
+    """Reading settings in a separate process imports no torch. Control: the last module does import torch, since the
+    contract of policies names tensors."""
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {HEAVY}))"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == (module not in LIGHT), done.stderr

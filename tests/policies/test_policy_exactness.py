@@ -17,7 +17,8 @@ from sparse_rl.policies import make_policy
 
 
 def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> tuple[int, int]:
-    """Compare every row with its reference. Returns (entries, near ties that were decided differently)."""
+    """Compare every row with its reference. Returns (number of entries, number of near ties that were decided
+    differently)."""
     assert name in REFERENCES, f"no reference for the policy {name!r}: write one in tests/policies/references.py"
     flipped = compared = flips = 0
     for row, record in enumerate(fed.records):
@@ -128,7 +129,8 @@ def test_exact_ties_go_to_the_earlier_position(name: str, period: int, check: Ca
     [name for name in EVICTING if not make_policy(name, **small(name)).entry_memory and name != "rkv"],
 )
 def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Callable) -> None:
-    """Identical keys have identical scores in both precisions, so rounding decides no near tie."""
+    """A policy whose score has no memory decides exact ties as the reference does: identical keys have identical scores
+    in both precisions, so rounding cannot reorder them."""
     parameters = small(name, period=3)
     prompts, totals = lengths_around(12, 3)
     batch = ragged_batch(8, prompts, totals, tied=True)
@@ -136,10 +138,12 @@ def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Calla
 
 
 def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Callable) -> None:
-    """A repetitive window has the largest redundancy; it does not compete, so it does not set the scale."""
+    """G-KV divides redundancy by its maximum over the competing tokens. In this test the window is repetitive and has
+    the largest redundancy, but the window does not compete, so it does not set the scale."""
 
     class OverAll(GKV):
-        """Control: one compaction that takes the maximum over all held entries."""
+        """Control: a policy that takes the maximum over all held entries instead of the competing ones in one
+        compaction."""
 
         def scores(self) -> list[dict[int, float]]:
             lam, result = self.parameters["lam"], []
@@ -210,7 +214,8 @@ def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
     ],
 )
 def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """A parameter without effect would make the comparison with the reference empty."""
+    """Control: every parameter changes the trace. A parameter without effect would make the comparison with the
+    reference empty."""
     first, second = run_policy(name, **one)[2], run_policy(name, **other)[2]
     assert any(not torch.equal(a, b) for a, b in zip(first.records, second.records, strict=True))
 

@@ -33,7 +33,8 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 @pytest.fixture(scope="module")
 def kvpress() -> Iterator[Any]:
-    """The package; the wrappers that its import puts around transformers' attention functions are removed again."""
+    """Provide the kvpress package, after removing the wrappers that its import puts around transformers' attention
+    functions."""
     assert isinstance(ALL_ATTENTION_FUNCTIONS, AttentionInterface)
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     module = pytest.importorskip("kvpress")
@@ -66,7 +67,8 @@ def prompt_ids() -> torch.Tensor:
 
 
 def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Per layer, the prompt keys that the press kept, and all prompt keys: [2, Hkv, K, D], [2, Hkv, P, D]."""
+    """Return, for each layer, the prompt keys that the press kept [2, Hkv, K, D] and all prompt keys [2, Hkv, P, D]: 2
+    rows, Hkv kv heads, K kept of P prompt tokens, and head width D."""
     everything: list[torch.Tensor] = []
 
     def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -83,7 +85,7 @@ def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], lis
 
 
 def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
-    """The cache after the same prompt."""
+    """Return our cache after the same prompt as the press reads."""
     implementation = model.config._attn_implementation
     cache = EvictingCache(policy)
     cache.begin_prefill([PROMPT] * 2, CPU)
@@ -94,7 +96,7 @@ def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
 
 
 def positions(kept: torch.Tensor, everything: torch.Tensor) -> list[list[list[int]]]:
-    """Prompt position of each kept key [2, Hkv, K, D], sorted, per row and head."""
+    """Return the prompt position of each kept key in [2, Hkv, K, D], sorted, for each row and head."""
     same = (kept[:, :, :, None] - everything[:, :, None]).abs().amax(-1)  # [2, Hkv, K, P]
     assert float(same.amin(-1).max()) < 1e-5
     return same.argmin(-1).sort(-1).values.tolist()
@@ -110,7 +112,7 @@ def assert_same_entries(model: torch.nn.Module, press: Any, policy: Policy) -> N
 
 
 def ratio(budget: int) -> float:
-    """Ratio to drop at which the press keeps `budget` tokens of the prompt (it rounds down)."""
+    """Return the share of tokens to drop at which the press, which rounds down, keeps `budget` tokens of the prompt."""
     return 1 - (budget + 0.5) / PROMPT
 
 

@@ -28,7 +28,7 @@ class GivenConfig(EvictingConfig):
 
 
 class Given(Policy):
-    """A policy with scores by position that the test supplies."""
+    """A policy that scores each entry by its position, with scores that the test supplies."""
 
     def __init__(self, worth: torch.Tensor, budget: int, **parameters: Any) -> None:
         super().__init__(GivenConfig(budget=budget, **parameters))
@@ -38,17 +38,18 @@ class Given(Policy):
         return self.worth[entries.positions]
 
     def choose(self, positions: list[list[int]], seen: list[int]) -> Kept:
-        """Entries that a compaction of one kv head keeps."""
+        """Return the entries that a compaction of one kv head keeps."""
         return self.compact(0, replace(entries_at(positions, seen), left=[self.config.budget] * len(seen)))
 
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
-    """Number of entries of each kv head after `seen` tokens, after the compaction if there is one."""
+    """Return the number of entries of each kv head after `seen` tokens, after the compaction if there is one."""
     return [[t for t in range(seen) if int(head[t]) > seen] for head in record]
 
 
 def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, int]]:
-    """Tokens seen -> (a compaction ran, entries held), counted one token at a time from the rule in words."""
+    """Return, for each number of tokens seen, (True if a compaction ran, entries held), counted one token at a time
+    from the rule as stated in words."""
     rows, held, last = {}, 0, 0
     for seen in range(1, until + 1):
         held += 1
@@ -82,7 +83,8 @@ def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) ->
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: int) -> None:
-    """After every forward pass, entries follow the schedule, in order of position, with their own keys and values."""
+    """After every forward pass, the cache holds as many entries as the schedule says, in order of position, each with
+    the key and value of its own token."""
     policy = make_policy(name, **small(name, period=period, sinks=sinks))
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(1, prompts, totals)
@@ -184,7 +186,8 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_layers_stacked_in_one_call_equal_separate_calls(name: str) -> None:
-    """Layers may be stacked along R."""
+    """A compaction of several layers in one call, stacked along the row dimension R, keeps the same entries as one call
+    for each layer."""
     policy = make_policy(name, **small(name, period=3))
     shown: list[Entries] = []
 
@@ -218,7 +221,7 @@ def stacked(one: Entries, other: Entries) -> Entries:
 
 
 class Lopsided(Given):
-    """Keeps one entry less in the last kv head."""
+    """A policy that keeps one entry less in the last kv head than in the other heads."""
 
     def compact(self, layer: int, entries: Entries) -> Kept:
         kept = super().compact(layer, entries)
@@ -228,7 +231,8 @@ class Lopsided(Given):
 
 
 def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
-    """An engine whose caches have one length refuses; the control keeps the same number in every head."""
+    """An engine whose caches have one length for all heads refuses, in one line, a policy that keeps different numbers
+    of entries in different heads. Control: with the same number in every head, the policy is accepted."""
     batch = ragged_batch(0, [5, 9], [20, 20])
     feed(Given(torch.arange(40.0), budget=8, period=2), batch)
     wrong = (
@@ -277,7 +281,7 @@ def test_any_policy_at_any_size_equals_its_reference(data: st.DataObject) -> Non
 
 
 def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:
-    """Entries of one kv head at the given positions, padded at the end."""
+    """Return the entries of one kv head at the given positions, padded at the end."""
     width = max(len(row) for row in positions)
     padded = torch.tensor([[row + [0] * (width - len(row))] for row in positions])
     zeros = torch.zeros(len(positions), 1, width, 2)
@@ -286,7 +290,7 @@ def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:
 
 
 def slots(kept: Kept) -> list[list[list[int]]]:
-    """Kept entries of each row and head, ascending."""
+    """Return the slots of the kept entries of each row and head, in ascending order."""
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in kept.keep]
 
 
@@ -314,7 +318,7 @@ def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
 
 
 def test_padding_is_never_kept() -> None:
-    """The padding of a short row names position 0 and would score best."""
+    """The padding of a short row is never kept, even though it names position 0, which has the best score."""
     worth = torch.arange(40, 0, -1).float()
     kept = Given(worth, budget=3, period=1).choose([[5, 6, 7, 8], list(range(12))], [9, 12])
     assert slots(kept) == [[[0, 1, 2]], [[0, 1, 2]]]
@@ -335,7 +339,8 @@ def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0]), min_size=4, max_size=30))
 def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
-    """Also infinities, denormals and both zeros; of equal scores, the earlier entry ranks first."""
+    """Entries rank by their scores for any floats, including infinities, denormals and both zeros; among equal scores,
+    the earlier entry ranks first."""
     worth = torch.tensor(scores)
     kept = Given(worth, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
     assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
@@ -344,7 +349,8 @@ def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", EVICTING)
 def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM engine passes entries unordered. Control: policies that assume ordered entries give other results."""
+    """A compaction keeps the same entries in whatever order the cache holds them, since the vLLM engine passes entries
+    unordered. Control: policies that assume ordered entries give other results."""
     compactions = 0
 
     def shuffled(self: Policy, layer: int, entries: Entries) -> Kept:
@@ -418,7 +424,8 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_padding_may_hold_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM engine writes a sequence's state for padding into a block that also pads other sequences."""
+    """NaN in the state of padding does not change the results. The vLLM engine writes a sequence's state for padding
+    into a block that also pads other sequences."""
     policy = make_policy(name, **small(name, period=3, sinks=1))
     batch = ragged_batch(3, [5, 17, 30], [40, 40, 44])
     plain = feed(policy, batch)
@@ -478,7 +485,9 @@ def test_h2o_protects_half_of_the_budget_by_default() -> None:
 
 @pytest.mark.parametrize(("of", "left"), [("prompt", [153, 153, 129]), ("seen", [137, 140, 128])])
 def test_lined_keeps_a_fraction_of_the_prompts_length(of: str, left: list[int]) -> None:
-    """LuKA section 4.2: 25 of a 200-token prompt besides the window; with seen tokens, a fraction of the others."""
+    """Under `lined`, the number of entries kept besides the window is a fraction of the prompt's length (LuKA section
+    4.2): 25 for a prompt of 200 tokens. With `of` seen tokens, it is a fraction of the seen tokens outside the window.
+    """
     schedule = make_policy("lined", compression=8, of=of, window=128).config.schedule
     assert [schedule.left(prompt, seen) for prompt, seen in ((200, 200), (200, 224), (8, 130))] == left
 

@@ -12,7 +12,8 @@ from sparse_rl.kernels.redundancy import LEAST_ROWS, SIMILARITIES, UNDER, simila
 
 
 def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The reference: all N x N similarities at once. keys [Hkv, N, D], order [Hkv, N]; returns [Hkv, N]."""
+    """Compute the reference from all N x N similarities at once. For keys [Hkv, N, D] and their order [Hkv, N], returns
+    the redundancy [Hkv, N] of N entries in each of Hkv kv heads."""
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
     similarity = unit @ unit.transpose(-1, -2)
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
@@ -23,7 +24,8 @@ def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def similar_keys(heads: int, count: int, dim: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys around a few directions, some of them equal, some 0; and slots in any order of position."""
+    """Return keys around a few directions, some of them equal and some 0, and slots in an arbitrary
+    order of position."""
     generator = torch.Generator().manual_seed(seed)
     few = torch.randn(heads, 3, dim, generator=generator)
     which = torch.randint(0, 3, (heads, count), generator=generator)
@@ -60,7 +62,7 @@ def test_tiles_change_no_bit(tile: int, thread_count: int, threads: None, monkey
 
 
 def test_a_float32_sum_would_depend_on_its_order() -> None:
-    """Control: shows why the exact sum is needed."""
+    """Control: a float32 sum depends on the order of its terms, which is the reason for the exact sum."""
     values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
     assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
     assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())

@@ -20,7 +20,8 @@ PROMPTS, FED = range(1, 40), 40
 
 
 def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, bool, int]]:
-    """(seen, entries attended to, True if a compaction ran, entries held) of each forward pass, counted by the rule."""
+    """Count, by the rule, for each forward pass: (tokens seen, entries attended to, True if a compaction ran, entries
+    held)."""
     rows, held, left = [], 0, None
     for seen in range(1, prompt + fed):
         held += 1

@@ -29,7 +29,7 @@ REPOSITORY = "somebody/small"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers the requests by which huggingface_hub creates a repository and uploads small files."""
+    """A server that answers the requests by which huggingface_hub creates a repository and uploads small files."""
 
     files: dict[str, bytes] = {}
     refuses = ""
@@ -136,7 +136,8 @@ def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any
 
 
 def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run fails before training if the repository cannot be created; if the upload fails, the model is complete."""
+    """If a hub refuses to create the repository, the run fails before training, in one line. If the hub refuses the
+    upload, the error is one line too, and the model on disk is complete."""
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/repos/create")
     with pytest.raises(UserError, match=r"^push_to_hub: the Hub did not create the repository \(.*hf auth login"):

@@ -44,7 +44,7 @@ def recipe_of(kind: str, folder: Path, model: str, **more: Any) -> Any:
 
 
 class Spoil(TrainerCallback):
-    """Writes NaN into one weight at the end of a step, as an update with a NaN gradient would."""
+    """Writes NaN into one weight at the end of a step, as an update with a NaN gradient would do."""
 
     step = 0
 
@@ -58,7 +58,8 @@ class Spoil(TrainerCallback):
 
 
 def stopped(recipe: Any, folder: Path) -> str:
-    """Train and return the error that stopped the run. Check that no model is left and all checkpoints are finite."""
+    """Train and return the error that stopped the run. Check that the run leaves no final model, and that all its
+    checkpoints are finite."""
     with pytest.raises(StoppedError) as error:
         train(recipe)
     assert not (folder / "model").exists()
@@ -73,7 +74,8 @@ def stopped(recipe: Any, folder: Path) -> str:
 def test_spoilt_weights_are_not_kept(
     kind: str, logging_steps: int, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are checked after the last step too, with or without a log. The earlier checkpoint stays."""
+    """A run whose weights become NaN stops and keeps its earlier checkpoint. The weights are checked after the last
+    step too, whether or not a step is logged."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     for step in (3, 4):
         monkeypatch.setattr(Spoil, "step", step)
@@ -87,7 +89,8 @@ def test_spoilt_weights_are_not_kept(
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
-    """Without a checkpoint in between, the run is stopped by the loss (when logged), the weights, or GRPO's guard."""
+    """A run with a far too large learning rate leaves no model: without a checkpoint in between, the run is stopped by
+    the loss (if it is logged), by the check of the weights, or by GRPO's guard."""
     for steps, logged in ((1, 1), (4, 2), (4, 100)):
         folder = tmp_path / f"{steps}-{logged}"
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
@@ -109,7 +112,8 @@ def spoilt(folder: str, place: Path, name: str) -> str:
 def test_a_model_that_is_damaged_before(
     kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A damaged model or teacher ends the run before its first step, in one line, status 2. Control: sound models."""
+    """A model or teacher that is damaged before the run ends the run before its first step, in one line and with status
+    2. Control: a sound model and a sound teacher are accepted."""
     name = "model.layers.1.mlp.up_proj.weight"
     good, bad = tiny("qwen3"), spoilt(tiny("qwen3"), tmp_path / "bad", name)
     cases = {"the model": {"model": bad}}
@@ -135,7 +139,8 @@ def test_a_model_that_is_damaged_before(
 def test_an_error_of_the_engine_names_the_training_step(
     kind: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight becomes NaN after a step, and no loss has been logged since; the earlier logs are on disk."""
+    """If a weight becomes NaN after a step and no loss has been logged since, the engine's error names the training
+    step, and the earlier logs are on disk."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     monkeypatch.setattr(Spoil, "step", 2)
     once = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
@@ -169,7 +174,8 @@ def test_losses_norms_and_all_weights_are_checked() -> None:
 
 
 def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
-    """transformers would leave a non-finite loss out (logging_nan_inf_filter), and log a mean that looks normal."""
+    """A non-finite loss between two logged steps is part of the logged sum and stops the run. By default, transformers
+    would leave the loss out (logging_nan_inf_filter) and log a mean that looks normal."""
     from sparse_rl.commands.checks import prepare_training
     from sparse_rl.commands.trainers import TRAINERS
 

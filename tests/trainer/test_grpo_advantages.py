@@ -14,7 +14,7 @@ from trainer.grpo.trainer import RewardError, SparseGRPOTrainer
 
 
 class Watched(SparseGRPOTrainer):
-    """Keeps the scored completions, and the gradients of the last step before clipping."""
+    """Records the scored completions, and the gradients of the last step before clipping."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.rewards = super()._calculate_rewards(*args, **kwargs)
@@ -33,7 +33,8 @@ class Watched(SparseGRPOTrainer):
         return loss
 
     def by_hand(self, kept: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of the mean over the rows `kept` of -A_i mean_t p / p_old (G-KV eq. 6 where p = p_old)."""
+        """Return the gradients of the mean, over the rows `kept`, of -A_i mean_t p / p_old: A_i is the advantage of row
+        i, and p and p_old are the new and old probabilities of its tokens t (G-KV eq. 6 where p = p_old)."""
         advantages = normalised(self.rewards[:, 0], self.num_generations).masked_fill(self.truncated, 0.0)
         logprobs = replay_logprobs(self.model, self.rollouts, self.temperature)
         per_row = [-a * (lp - lp.detach()).exp().mean() for a, lp in zip(advantages, logprobs, strict=True)]
@@ -42,7 +43,7 @@ class Watched(SparseGRPOTrainer):
 
 
 class Compared(Watched):
-    """Computes the gradients by hand at the end of the first step, when the weights are still the sampler's."""
+    """Computes the gradients by hand at the end of the first step, while the weights still equal the sampler's."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -55,14 +56,16 @@ class Compared(Watched):
 
 
 def normalised(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """(r - mean) / (std + 1e-4) in each group, std with Bessel's correction as in TRL; 0 if all rewards are equal."""
+    """Return (r - mean) / (std + 1e-4) of the rewards r in each group, with Bessel's correction of std as in TRL, and 0
+    in groups whose rewards are all equal."""
     groups = rewards.view(-1, group)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return advantages.masked_fill((groups == groups[:, :1]).all(1, keepdim=True), 0.0).flatten()
 
 
 def half_uniform(constant: float) -> Callable[..., list[float]]:
-    """Return a reward function that varies in every other group and is `constant` in the rest."""
+    """Return a reward function that varies in every other group and has the value `constant` in the
+    remaining groups."""
 
     def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
         uniform = sorted(set(prompts))[::2]
@@ -88,7 +91,8 @@ def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
 # In float32 the mean of six values 0.9 is not 0.9.
 @pytest.mark.parametrize(("constant", "accumulation"), [(0.0, 1), (0.9, 1), (1.0, 2)])
 def test_groups_without_variance(constant: float, accumulation: int, grpo: Callable) -> None:
-    """The gradient is computed without these rows under `drop`, and with them under `keep` (the control)."""
+    """The gradient is computed without the rows of groups without variance under `drop`. Control: under `keep` it is
+    computed with these rows."""
     settings = {"per_device_train_batch_size": 12 // accumulation, "gradient_accumulation_steps": accumulation}
     for choice in ("drop", "keep"):
         trainer = grpo(
@@ -112,7 +116,7 @@ def test_groups_without_variance(constant: float, accumulation: int, grpo: Calla
 
 
 def test_all_groups_without_variance(metrics_of: Callable) -> None:
-    """There is nothing to learn, and nothing is divided by 0."""
+    """If no group has variance, there is nothing to learn, and no division by 0 takes place."""
     (line,) = metrics_of(reward=lambda completions, **_: [1.0] * len(completions), uniform_groups="drop", max_steps=1)
     assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1
 
@@ -141,7 +145,7 @@ def test_rewards_that_are_all_none_give_no_gradient(metrics_of: Callable) -> Non
 
 
 def test_a_reward_that_raises(grpo: Callable) -> None:
-    """The error is one line that names the reward and the failure."""
+    """A reward that raises ends the run with an error of one line, which names the reward and the failure."""
 
     def picky(completions: list[str], **_: Any) -> list[float]:
         raise ValueError("no such column:\nanswer")

@@ -151,7 +151,7 @@ def test_without_the_guard_stale_weights_are_only_logged(own: Callable) -> None:
 
 
 def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
-    """With replay off, mismatched masks are allowed, but the guard still refuses stale weights."""
+    """With replay off, mismatched masks are allowed, but the guard still stops a run whose engine has stale weights."""
     trainer = own(max_steps=3, train_attention="full")
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match="weight sync"):

@@ -36,7 +36,7 @@ def policy_of(scorer: str) -> Any:
 
 @pytest.fixture
 def learned(tiny: Callable, tmp_path: Path) -> Callable[..., str]:
-    """learned(scorer, seed=0) -> a model directory like the output of a retrofit, with a tokenizer."""
+    """learned(scorer, seed=0) returns a model directory like the output of a retrofit, with a tokenizer."""
 
     def make(scorer: str, seed: int = 0) -> str:
         folder = tmp_path / f"{scorer}-{seed}"
@@ -65,7 +65,8 @@ def recipe(learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: Callable, tmp_path: Path) -> None:
-    """The scorers are equal bit for bit; the exported model samples without flags and evicts by these scorers."""
+    """A run leaves the scorers equal bit for bit; the exported model samples without flags and evicts by
+    these scorers."""
     made = recipe(kind, scorer)
     final = train(made)
     before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (made.model, final))
@@ -103,7 +104,7 @@ def harmed(trainer: Any) -> None:
 
 @pytest.fixture
 def with_own_engine(grpo: Callable, learned: Callable) -> Callable[..., Any]:
-    """A GRPO trainer whose engine has its own weights and scorers."""
+    """Return a GRPO trainer whose engine has its own weights and scorers."""
 
     def make(name: str = "run", **settings: Any) -> Any:
         folder = learned("mlp")
@@ -128,7 +129,7 @@ def test_stale_scorers_stop_the_run(with_own_engine: Callable) -> None:
 def test_the_replay_gap_does_not_detect_stale_scorers(
     with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without that check the run goes on, and its gap is small."""
+    """Control: without the check at the sync, a run with stale scorers goes on, and its replay gap is small."""
     monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)
     trainer = with_own_engine()
     harmed(trainer)
@@ -164,7 +165,8 @@ LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """Scorers move, the gap stays small, a resumed run is equal, the model learns the same as with frozen scorers."""
+    """Scorers that learn move while the replay gap stays small, and a resumed run equals an uninterrupted run. The
+    model learns the same weights as with frozen scorers."""
     final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)
     start = recipe(kind).model
     before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (start, final))
@@ -180,7 +182,8 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
 def test_learning_scorers_do_not_change_the_models_gradients(
     recipe: Callable, learned: Callable, grpo: Callable
 ) -> None:
-    """If scorers learn, rows begin at column 0: log-probs and gradients equal those of the plain replay."""
+    """If the scorers learn, rows begin at column 0; the log-probs and the model's gradients still equal those of the
+    plain replay."""
     results = []
     for scorers in (None, ScorersConfig(boundary=BoundaryConfig(queries=None))):
         model = load_model(learned("delayed"))
@@ -201,7 +204,8 @@ def test_learning_scorers_do_not_change_the_models_gradients(
 
 
 def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreement is 1 in float32 with equal scorers, and less after one weight moved (with the sync check off)."""
+    """The logged agreement of the decisions of engine and trainer is 1 in float32 with equal scorers, and less than 1
+    after one scorer weight has moved (with the check at the sync turned off)."""
     shares = [line["cache/decisions_agree"] for line in trained(with_own_engine("right"))]
     assert min(shares) >= 0.999
     monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)

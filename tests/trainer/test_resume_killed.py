@@ -56,7 +56,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 class Runs:
-    """Runs `sparse-rl train` in forked children of one process; `whole` : kind -> the end of an uninterrupted run."""
+    """Runs `sparse-rl train` in forked children of one process. `whole` maps a kind to the end of its uninterrupted
+    run."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.folder = folder
@@ -145,7 +146,8 @@ def test_killed_at_a_checkpoint(place: str, runs: Runs) -> None:
 
 
 def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> None:
-    """The newest checkpoint lacks its rank's file, so the command resumes from the checkpoint before it."""
+    """If the newest checkpoint lacks the file of its rank, the command resumes from the checkpoint before it, and the
+    run ends like an uninterrupted run."""
     expected = runs.left_alone("grpo")
     shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
     (folder / "checkpoint-6" / "progress_0.pt").unlink()
@@ -162,7 +164,8 @@ def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> 
     "file", slowly(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt")
 )
 def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
-    """With a matching manifest, a pickle that runs code, data of another shape and a non-pickle give one line each."""
+    """A checkpoint with a matching manifest is refused in one line if one of its files is a pickle that runs code,
+    holds data of another shape, or is not a pickle."""
     runs.left_alone("sft")
     place, made = runs.folder / "crafted/checkpoint-5", runs.folder / "made"
     contents = (Bomb(made), ["something", "else"], b"nothing that torch has written")
@@ -190,7 +193,8 @@ def test_a_changed_recipe_is_refused_by_its_keys(kind: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("kind", slowly(COMMANDED, "sft"))
 def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
-    """A limit on file sizes imitates a full disk from step 4 on. Complete checkpoints stay complete and resume."""
+    """A full disk, imitated from step 4 on by a limit on file sizes, ends the run in one line. Complete checkpoints
+    stay complete, and the run resumes from them."""
     expected, name = runs.left_alone(kind), f"{kind}-limited"
     status, output = runs(kind, name, full_after=4, largest_file=60_000)
     assert status == 1 and "Traceback" not in output
@@ -211,7 +215,7 @@ def only_line(said: str) -> str:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """small_disk(bytes) -> a mounted file system of that size; skips the test if none can be mounted."""
+    """small_disk(bytes) returns a mounted file system of that size; the test is skipped if none can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -243,10 +247,9 @@ KILLS, CHAIN = 25, 5
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
-    """25 seeded SIGKILLs, 100 over all trainers, alternate between a file operation up to the first checkpoint, any
-    file operation in the run directory, and any time. A resumed run is killed again, up to five times, and then ends
-    like an uninterrupted run.
-    """
+    """A run that is killed, resumed and killed again, up to five times, ends like an uninterrupted run. The 25 seeded
+    SIGKILLs (100 over all trainers) alternate between three moments: a file operation up to the first checkpoint, any
+    file operation in the run directory, and any time."""
     expected, operations = runs.left_alone(kind), runs.operations[kind]
     first = number_of(operations, "os.rename", "_partial/checkpoint-1")
     draw, kills, partial, fresh, chains = random.Random(f"moments of {kind}"), 0, 0, 0, 0

@@ -25,7 +25,7 @@ MLSTMS: list[dict[str, Any]] = [
 
 
 def scorer(**options: Any) -> Any:
-    """A scorer with parameters far from their initial values."""
+    """Return a scorer whose parameters are far from their initial values."""
     torch.manual_seed(1)
     made = make_scorer(options, heads=H, dim=D)
     for weight in made.parameters():
@@ -74,7 +74,8 @@ EVERY = [{"name": name} for name in SCORERS if name != "mlstm"] + [{"name": "mls
 @pytest.mark.parametrize("options", EVERY, ids=str)
 @pytest.mark.parametrize("chunks", [[60], [25, 35], [1, 1, 1, 57], [30, 1, 29], [1] * 60], ids=str)
 def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: list[int]) -> None:
-    """In chunks of any lengths, ragged rows side by side; tokens that never leave the window are not scored."""
+    """Scoring a text in chunks of any lengths, with ragged rows side by side, gives the scores of the whole text;
+    tokens that never leave the window are not scored."""
     model, window = scorer(**({"chunk": 16} if options["name"] == "mlstm" else {}), **options), 7
     key, value = tokens(60)
     x, delay = torch.cat([key, value], dim=-1), window if model.delayed else 0
@@ -96,7 +97,7 @@ def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: l
 @torch.no_grad()
 @pytest.mark.parametrize("options", EVERY, ids=str)
 def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
-    """In a batch of rows with 20 and 9 tokens, the second row continues as if it were alone."""
+    """In a batch of rows with 20 and 9 tokens, the second row continues with the same scores as if it were alone."""
     model = scorer(**({"chunk": 4} if options["name"] == "mlstm" else {}), **options)
     x = torch.cat(tokens(30), dim=-1)
     at = torch.arange(20).expand(B, -1)
@@ -117,7 +118,8 @@ def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("options", MLSTMS, ids=str)
 def test_a_score_follows_the_equations(options: dict) -> None:
-    """Computed per token over all earlier tokens, in float64 and without a state; `norm` false leaves out the norm."""
+    """Each score equals the scorer's equations, computed for each token over all earlier tokens, in float64 and without
+    a state; `norm` false leaves out the norm."""
     model, length, window = scorer(name="mlstm", **options), 24, 5
     x = torch.cat(tokens(length), dim=-1).double()
     query, key, gates, out = (weight.double() for weight in (model.query, model.key, model.gates, model.out))
@@ -154,7 +156,8 @@ def test_a_score_follows_the_equations(options: dict) -> None:
 
 
 def test_the_softcap_bounds_the_gates() -> None:
-    """null leaves the gates unchanged; the same weights then give different scores."""
+    """The softcap bounds the gates. A softcap of null leaves the gates unchanged, and the same weights then give
+    different scores."""
     key, value = tokens(40)
     capped, free = scorer(name="mlstm", softcap=1.0), scorer(name="mlstm", softcap=None)
     x = torch.cat([key, value], dim=-1)
@@ -166,7 +169,9 @@ def test_the_softcap_bounds_the_gates() -> None:
 
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
-    """The memory forgets everything at once, or nothing over 3,000 tokens; inputs of e^-15 to e^15, or of any size."""
+    """Scores and gradients are finite, and scores equal the recurrent ones, even if the memory forgets everything at
+    once or nothing over 3,000 tokens, for gate inputs of e^-15 to e^15 (with the softcap) or of any size (without it).
+    """
     model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
     key, value = tokens(3000)
@@ -178,7 +183,8 @@ def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
-    """Token u is scored at q = u + w. The delayed readout sees tokens up to q, an immediate readout none after u."""
+    """The score of token u, used at query q = u + w for a window of w tokens, depends on no token after q with the
+    delayed readout, and on no token after u with an immediate readout."""
     window, length, changed = 5, 40, 22
     key, value = tokens(length)
     others = key.clone()
@@ -230,7 +236,8 @@ def test_no_gradient_reaches_keys_and_values_and_all_parameters_get_one(name: st
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_rows_within_the_window_have_scores_and_gradients(length: int) -> None:
-    """Data-parallel training waits for the gradient of every parameter."""
+    """Rows that are no longer than the window still have scores, and give every parameter a gradient, since
+    data-parallel training waits for the gradient of every parameter."""
     model = scorer(name="mlstm", skip=True)
     scores, log_decay = model(*tokens(length), 5)
     assert scores.shape == (B, H, length)

@@ -49,7 +49,7 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
 
 
 def changed(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
-    """The rollouts with some sections of their traces changed."""
+    """Return the rollouts with some sections of their traces replaced."""
 
     def make(trace: EvictionTrace) -> EvictionTrace:
         further = {name: sections[name](x) if name in sections else x for name, x in trace.further.items()}
@@ -143,7 +143,8 @@ def test_one_part_equals_its_policy(cache: dict, sampled: Callable) -> None:
 
 
 def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_of: Callable) -> None:
-    """Layer 0 of the first part equals a run under that part's policy, since no layer below it differs."""
+    """Layer 0, in the first part, records the same evictions as in a run under that part's policy alone, since no layer
+    below it differs."""
     model, rollouts = sampled("stories260K", block("as in the paper"))
     _, lined = sampled("stories260K", LINED)
     for ours, theirs in zip(rollouts, lined, strict=True):

@@ -174,7 +174,8 @@ def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable
 
 
 def test_a_random_summary_is_one_token_of_its_page() -> None:
-    """Another one by layer, head and page; the same whichever pages are asked for."""
+    """A random summary is one token of its page. The token differs between layers, kv heads and pages, and does not
+    depend on the set of pages that is asked for."""
     some = {layer: random_weights(layer, 3, torch.arange(40), 16) for layer in (0, 1)}
     assert all(weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all() for weights in some.values())
     picked = {layer: weights.argmax(-1) for layer, weights in some.items()}
@@ -192,7 +193,8 @@ def test_among_equal_pages_the_earlier_is_opened() -> None:
 
 @pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
 def test_entries_read_equal_the_unmasked_logits(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the unmasked logits in the attention of each step."""
+    """The number of entries that the policy reports as read in each step equals the number of unmasked logits in the
+    attention of this step."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     read: list[int] = []
 
@@ -249,7 +251,8 @@ def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Cal
 def test_replay_of_long_stories_is_exact(
     changed: dict, threads: int, model_of: Callable, record_property: Callable
 ) -> None:
-    """500 tokens, near the trained model's maximum length; its gap is larger than on short texts."""
+    """The replay of 500 tokens, near the trained model's maximum length, is exact; its gap is larger than on short
+    texts. Control: if pages close one query late, the gap is far larger."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -274,7 +277,7 @@ def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
 
 
 def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
-    """Copies of the rollouts in which each page closes one query later."""
+    """Return copies of the rollouts in which each page closes one query later."""
 
     def late(trace: EvictionTrace) -> EvictionTrace:
         closed_at = trace.further["closed_at"] + 1
@@ -305,7 +308,8 @@ def test_controls(name: str, sampled: Callable) -> None:
 def test_choices_that_rounding_would_change_are_replayed(
     model_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise of 1e-3 on the logits that choose, as of half precision: other pages, the same gap."""
+    """The replay opens the recorded pages even if rounding would choose others: noise of 1e-3 on the logits that choose
+    pages, as in half precision, would open other pages, but the gap stays the same."""
     generator = torch.Generator().manual_seed(0)
 
     def noisy(logits: torch.Tensor, *how: object) -> torch.Tensor:
@@ -369,7 +373,8 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
 def fed_whole(
     policy: Clustered, pages: list[list[int]], closed_at: list[int], pi: torch.Tensor | None
 ) -> EvictionTrace:
-    """The trace of one layer and kv head whose last token, too, is a query; a sampler does not feed it."""
+    """Return the trace of one layer and kv head of a sequence whose last token is a query too; a sampler would not feed
+    this last token."""
     total = len(pages)
     further = {
         "paged_with": policy.pages.settings(),
@@ -383,7 +388,8 @@ def fed_whole(
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, for all queries, keys and values: gradients pass through summaries, not through the choice."""
+    """The gradients of all queries, keys and values equal the equations' in float64: they pass through the summaries,
+    but not through the choice of pages."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
     prompt, total, group, dim = 9, 34, 2, 8
@@ -415,7 +421,7 @@ def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: 
 def test_the_gathered_path_equals_the_masked_path(
     chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For ragged rows, padding on either side, and any chunk size."""
+    """The gathered path equals the masked path for ragged rows, for padding on either side, and for any chunk size."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", chunk)
     _, rollouts = sampled("qwen2")
     width, generator = 230, torch.Generator().manual_seed(0)
