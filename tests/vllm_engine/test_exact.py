@@ -1,4 +1,6 @@
-"""Exact attention over the paged cache: equal to plain softmax, and a prefill makes nothing of the size T x N."""
+"""Exact attention over the paged cache equals plain softmax, and a prefill makes no tensor of the size (query tokens x
+entries).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ SCALE = DIM**-0.5
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operator made."""
+    """Number of elements of the largest tensor that an operator made."""
 
     elements = 0
 
@@ -29,7 +31,9 @@ class Largest(TorchDispatchMode):
 
 
 def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
-    """By exact.py, under the watch, and by plain softmax: [T, Hq, D] each."""
+    """Return the attention by exact.py, whose operators `largest` watches, and by plain softmax: [T, Hq, D] each, for T
+    query tokens.
+    """
     from rollout.vllm.compat.paged import key_value_views
     from rollout.vllm.exact import attend
 
@@ -39,7 +43,8 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     blocks = torch.full((len(lengths), max(needed)), BLOCKS - 1, dtype=torch.int32)
     for row, ours in enumerate(torch.randperm(BLOCKS - 1)[: sum(needed)].split(needed)):
         blocks[row, : len(ours)] = ours
-    keys[-1], values[-1] = math.nan, math.nan  # another's, as behind a request's own blocks in a table
+    # blocks of another request, as they follow a request's own blocks in a table
+    keys[-1], values[-1] = math.nan, math.nan
     query = torch.randn(sum(counts), HEADS * GROUP, DIM)
     starts, out = torch.tensor([0, *counts]).cumsum(0), torch.empty_like(query)
     with largest:
@@ -62,7 +67,9 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
 )
 def test_attention_equals_plain_softmax(counts: list[int], lengths: list[int]) -> None:
-    """Decoding, a prompt and a prompt's last chunk, alone and together."""
+    """Exact attention equals plain softmax for decoding, for a whole prompt and for a prompt's last chunk, alone and in
+    one batch.
+    """
     out, expected = attended(counts, lengths, Largest())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 

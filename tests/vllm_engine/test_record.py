@@ -1,4 +1,4 @@
-"""The records of a worker: each leaves once, in one piece per request."""
+"""The records of a worker: the record of each request is handed over exactly once, in one piece."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ LAYERS, HEADS = 2, 2
 
 @pytest.fixture
 def record() -> Any:
-    """Requests "a-1" and "b-1" of places 7 and 3, of 6 and 5 tokens, which sampled 3 and 2."""
+    """The record of request "a-1" with number 7 and 6 tokens, 3 of them sampled, and of "b-1" with number 3 and 5
+    tokens, 2 of them sampled.
+    """
     from rollout.vllm.record import RunRecord
 
     made = RunRecord()
     for request_id in ("a-1", "b-1"):
         made.begin(request_id)
-    draw(made, {"a-1": 0, "b-1": 0}, -1.0)  # the prefill of both is not over: void
+    draw(made, {"a-1": 0, "b-1": 0}, -1.0)  # void, since the prefill of both requests is not complete
     draw(made, {"a-1": 0, "b-1": 0}, -2.0)
     drop(made, {"a-1": 4}, [[0], [1], [2], [3]])
     draw(made, {"a-1": 1, "b-1": 1}, -3.0)
@@ -37,7 +39,9 @@ def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
 
 
 def drop(record: Any, at: dict[str, int], each: list[list[int]]) -> None:
-    """`each`: of (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that each request drops."""
+    """Record evictions. `each` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that
+    each request drops.
+    """
     positions = np.array(each, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
     record.drop(list(at), list(at.values()), [1] * len(at), positions)
 
@@ -51,7 +55,9 @@ def logprobs(result: Any) -> list:
 
 
 def test_evictions_and_log_probs_leave_together(record: Any) -> None:
-    """In the order of the places that are asked for; a step that was drawn again counts once, as it was drawn last."""
+    """Evictions and log-probs of a request are returned together, in the order of the requested numbers. A step that
+    was sampled again counts once, with its last log-probs.
+    """
     b, a = record.take({3: 5, 7: 6})
     assert not a["preempted"] and not b["preempted"]
     assert evict_at(a, 6) == [
@@ -65,7 +71,9 @@ def test_evictions_and_log_probs_leave_together(record: Any) -> None:
 
 
 def test_evictions_leave_the_device_before_the_buffer_is_full() -> None:
-    """One token each of two requests in 200 steps, one of which drops nothing at first; and a compaction before."""
+    """Evictions leave the device before the buffer is full: two requests drop one token each in 200 steps, one of them
+    nothing at first, and a compaction comes before.
+    """
     from rollout.vllm.record import STEPS, RunRecord
 
     made, wanted = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
@@ -94,8 +102,11 @@ def test_taking_in_parts_equals_at_once_and_empties_the_record(record: Any) -> N
 
 
 def test_requests_may_drop_different_counts(record: Any) -> None:
-    """Each its own number of entries for each head: of "a-1" one, of "b-1" two, and two steps later of "a-1" three."""
-    a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]  # of (layer 0 head 0), (0, 1), (1, 0), (1, 1)
+    """Requests may drop different numbers of entries per head: "a-1" drops one, "b-1" two, and two steps later "a-1"
+    three.
+    """
+    # entries dropped from (layer 0 head 0), (0, 1), (1, 0), (1, 1)
+    a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]
     rows = [[*a[i], *a[i + 1], *b[i], *b[i + 1]] for i in (0, 2)]
     record.drop(["a-1", "b-1"], [7, 8], [1, 2], np.array(rows, np.int32))
     further = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
@@ -109,14 +120,17 @@ def test_requests_may_drop_different_counts(record: Any) -> None:
 
 
 def test_an_eviction_of_the_last_step_is_there(record: Any) -> None:
-    """Nothing is lost when the request ends with the very step that compacts it."""
+    """No eviction is lost if the request ends with the same step that compacts it."""
     drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
-    (b,) = record.take({3: 6})  # seen by a policy that decides before it attends, in a longer sequence
+    # the eviction is visible under a policy that decides before it attends, in a longer sequence
+    (b,) = record.take({3: 6})
     assert [head[3] for layer in evict_at(b, 6) for head in layer] == [5] * 4
 
 
 def test_a_request_that_begins_again_was_preempted(record: Any) -> None:
-    """Its dropped entries are forgotten; its neighbour continues."""
+    """A request that begins again counts as preempted: its recorded evictions are discarded, and the record of the
+    other request is unchanged.
+    """
     record.begin("a-1")
     a, b = record.take({7: 6, 3: 5})
     assert a["preempted"] and a["evict_at"] is None
@@ -127,7 +141,7 @@ def test_without_a_compaction_there_are_no_evictions() -> None:
     from rollout.vllm.record import RunRecord
 
     record = RunRecord()
-    draw(record, {"a-1": 0}, -1.0)  # of a full cache no request is said to begin
+    draw(record, {"a-1": 0}, -1.0)  # with a full cache no request is reported to begin
     (a,) = record.take({7: 4})
     assert a["evict_at"] is None and not a["preempted"] and len(logprobs(a)) == 1
 
@@ -136,7 +150,9 @@ def test_without_a_compaction_there_are_no_evictions() -> None:
     "counts", [[1] * 60, [17, 8, 8, 8, 8], [40], [5, 1, 1, 0, 12]], ids=["one at a time", "prompt", "once", "mixed"]
 )
 def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[int]) -> None:
-    """Against the plain form, in pieces that lie in memory as `drop` and `arrive` leave them."""
+    """Evictions are written at the positions of their entries, as by a plain loop, for pieces that lie in memory as
+    `drop` and `arrive` leave them.
+    """
     from rollout.vllm.record import Dropped, _evict_at
 
     layers, heads, length = 3, 2, 70

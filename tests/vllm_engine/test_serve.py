@@ -1,4 +1,6 @@
-"""`sparse-rl serve`: the tokens of the engine over HTTP, few cache blocks, no way to break it, and a clean end."""
+"""`sparse-rl serve` returns the engine's tokens over HTTP, uses few cache blocks, survives hostile requests, and ends
+cleanly.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ POOL_GB = 0.005  # 160 blocks
 
 @pytest.fixture(scope="session")
 def model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as training leaves it: with its tokenizer and its policy."""
+    """Return a tiny model directory as training leaves it, with its tokenizer and its policy."""
     folder = tmp_path_factory.mktemp("trained")
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
     new_model("qwen3", **sizes, eos_token_id=EOS_ID).save_pretrained(folder)
@@ -65,7 +67,7 @@ def run(*words: Any) -> int:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines that a command would become."""
+    """Collect the command lines that `serve` would execute."""
     results: list[list[str]] = []
     monkeypatch.setattr(serve, "_become", results.append)
     return results
@@ -203,7 +205,7 @@ def test_the_command_becomes_vllms_server(
     (words,) = started
     assert words[:4] == [sys.executable, "-P", "-c", serve.PROGRAM]
     assert words[-3:] == ["--", "--max-num-batched-tokens", "256"]
-    assert words[words.index("--dtype") + 1] == "float32"  # as it was trained, on a CPU
+    assert words[words.index("--dtype") + 1] == "float32"  # with the policy that it was trained with, on a CPU
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(2**30)
     assert os.environ["VLLM_PLUGINS"] == "other,sparse_rl"
     assert "cache: gkv(budget=48" in capfd.readouterr().out
@@ -252,7 +254,7 @@ def test_vllm_parses_its_arguments_but_not_those_of_eviction(
         assert err.startswith(f"sparse-rl: error: {says}") and len(err.splitlines()) == 1
     run(model, "--port", free_port(), "--cache", "policy=full")
     assert serve.main([*started[1][4:], "--headless"]) == serve.main([*started[1][4:], "--grpc"]) == 2
-    assert serve.main([*started[1][4:], "--enable-prefix-caching"]) == 0  # nothing speaks against it
+    assert serve.main([*started[1][4:], "--enable-prefix-caching"]) == 0  # a valid configuration
     assert len(seen) == 2 and seen[1].enable_prefix_caching is True
 
 
@@ -261,7 +263,9 @@ def test_vllm_parses_its_arguments_but_not_those_of_eviction(
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files of what a test starts; its path is short, as it will hold sockets."""
+    """The directory for temporary files of the processes that a test starts; its path is short, since it will hold
+    sockets.
+    """
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.delenv(FOLDER, raising=False)
@@ -270,7 +274,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests; the last of them ends it."""
+    """One server for all tests; the last of them stops it."""
     words = ["--kv-cache-gb", str(POOL_GB), "--max-batch", "50", "--"]
     words += ["--max-num-batched-tokens", "2048", "--enable-scale-out", "--trust-request-chat-template"]
     with running(model, tmp_path_factory.mktemp("server"), *words) as made:
@@ -279,7 +283,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def offline(model: Path) -> Callable[..., list[list[int]]]:
-    """offline(prompts, tokens, policy=None) -> what the engine samples greedily, not minding the end of text."""
+    """offline(prompts, tokens, policy=None) -> the tokens that the engine samples greedily,
+    ignoring the end of text.
+    """
 
     def sample(prompts: list[list[int]], tokens: int, policy: Any = None) -> list[list[int]]:
         engine = make_engine("vllm", model=model, policy=policy, kv_cache_gb=0.05, max_batch=50)
@@ -305,28 +311,31 @@ def test_fifty_concurrent_requests_get_the_tokens_of_the_engine(
     assert [answer.token_ids for answer in answers] == wanted
     assert all(answer.finish_reason == "length" and answer.prompt_token_ids for answer in answers)
     full = offline(prompts, 160, "full")
-    assert sum(a != b for a, b in zip(wanted, full, strict=True)) > 40  # the policy tells
+    assert sum(a != b for a, b in zip(wanted, full, strict=True)) > 40  # the policy changes the tokens
     assert server.metrics()["num_preemptions_total"] == 0
 
 
 @pytest.mark.slow
 def test_the_cache_stays_small(server: Server, random_prompts: Callable, record_property: Callable) -> None:
-    """Fifty at a time in a pool that holds ten with a full cache; never more than the peak of each that runs."""
+    """Fifty requests run at a time in a pool that has room for ten with a full cache; the used blocks never exceed the
+    sum of the running requests' peaks.
+    """
     prompts, tokens = random_prompts([14 + i for i in range(50)]), 450
     streams = [server.complete(prompt, 1900, stream=True) for prompt in prompts]
     try:
         for stream in streams:
             next(iter(stream))
         samples = [server.metrics()]
-        for _ in zip(range(tokens), streams[-1], strict=False):  # the others are as far
+        for _ in zip(range(tokens), streams[-1], strict=False):  # the other streams have come equally far
             pass
         samples += [server.metrics() for _ in range(5)]
     finally:
         for stream in streams:
             stream.close()
-    usable = samples[0]["blocks"] - 1  # one is vLLM's null block
+    usable = samples[0]["blocks"] - 1  # one block is vLLM's null block
     used = [(round(s["kv_cache_usage_perc"] * usable), s["num_requests_running"]) for s in samples]
-    assert all(0 < blocks <= running * (PEAK // BLOCK) for blocks, running in used), used  # no prompt is longer
+    # no prompt is longer than the peak
+    assert all(0 < blocks <= running * (PEAK // BLOCK) for blocks, running in used), used
     with_a_full_cache = usable // -(-(14 + tokens) // BLOCK)
     assert max(running for _, running in used) > 4 * with_a_full_cache, used
     assert samples[-1]["num_preemptions_total"] == 0
@@ -354,7 +363,9 @@ def test_several_samples_of_one_prompt_and_its_logprobs(server: Server, random_p
 
 @pytest.mark.slow
 def test_seeds_give_the_tokens_of_rollouts(server: Server, model: Path, random_prompts: Callable) -> None:
-    """Sixteen at a time, whose prompts are prefilled in chunks: with generators of vLLM's the engine ends there."""
+    """Requests with a seed get the tokens of rollouts with that seed: sixteen at a time, with prompts prefilled in
+    chunks. With vLLM's own generators the engine would end there.
+    """
     prompts, tokens = random_prompts([900 + i for i in range(16)], seed=7), 24
     kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}]
 
@@ -369,13 +380,15 @@ def test_seeds_give_the_tokens_of_rollouts(server: Server, model: Path, random_p
         rollouts = engine.generate(prompts[kind::2], SamplingConfig(tokens, n=2, seed=11, ignore_eos=True, **options))
         wanted = [one.completion_ids for one in rollouts]
         assert answers[kind::2] == [wanted[i : i + 2] for i in range(0, 16, 2)]
-    assert ask(3) == answers[3]  # alone
+    assert ask(3) == answers[3]  # a request that runs alone
     assert server.complete(prompts[0], tokens, temperature=1.0).choices[0].token_ids not in answers[0]
 
 
 @pytest.mark.slow
 def test_beam_search_and_reserved_names_are_refused(server: Server, random_prompts: Callable) -> None:
-    """In one line, wherever a client can ask for them; a stream is not begun."""
+    """Beam search and reserved names are refused in one line wherever a client can ask for them, before a stream
+    begins.
+    """
     (prompt,) = random_prompts([30], seed=8)
     chat = {"messages": [{"role": "user", "content": "1"}], "chat_template": "{{messages[0].content}}"}
     asked: dict[str, dict[str, Any]] = {
@@ -468,8 +481,10 @@ def test_malformed_requests_do_not_affect_other_requests(server: Server, random_
     assert httpx.post(url, content=b"\xff\xfe").status_code in (400, 422)
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
     chat = {"model": server.model, "messages": [{"role": "user", "content": "1"}], "max_tokens": 4}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400  # it has no chat template
-    foreign = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2]}}  # not ours: no harm
+    # the model has no chat template
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400
+    # a name that is not reserved is harmless
+    foreign = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2]}}
     assert httpx.post(url, json={**good, **foreign}, timeout=60).status_code == 200
     assert server.complete(prompt, 60).choices[0].token_ids == before
 
@@ -485,7 +500,9 @@ JSON_VALUES = st.recursive(
 
 @pytest.mark.slow
 def test_a_thousand_hostile_requests(server: Server, random_prompts: Callable) -> None:
-    """Any values for any fields that vLLM knows: an answer in time, never status 500, and the engine is as before."""
+    """A thousand requests with any values for any fields that vLLM knows are answered in time, never with status 500,
+    and the engine then samples as before.
+    """
     (prompt,) = random_prompts([40], seed=5)
     before = server.complete(prompt, 60).choices[0].token_ids
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
@@ -514,7 +531,7 @@ def test_a_thousand_hostile_requests(server: Server, random_prompts: Callable) -
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_server_with_running_requests(server: Server, random_prompts: Callable) -> None:
-    """The last of the shared server."""
+    """Ctrl-C stops the server with running requests. This is the last test of the shared server."""
     streams = [server.complete(prompt, 1900, stream=True) for prompt in random_prompts([20] * 8, seed=6)]
     for stream in streams:
         next(iter(stream))
@@ -532,9 +549,10 @@ def test_ctrl_c_stops_the_server_with_running_requests(server: Server, random_pr
 def test_a_model_with_a_policy_is_served_without_flags(
     name: str, model: Path, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """A learned policy, by its scorer, and Attention Matching, whose biases are folded into the heads.
+    """A model with a learned policy is served with its scorers, and one with Attention Matching with its biases folded
+    into the heads, without flags.
 
-    The tokens of the reference engine, for requests that come and go at the same time.
+    The tokens are those of the reference engine, for requests that come and go at the same time.
     """
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -557,15 +575,17 @@ def test_a_model_with_a_policy_is_served_without_flags(
     wanted = make_engine("hf", model=folder).generate(prompts, sampling)
     assert answers == [r.completion_ids for r in wanted]
     full = make_engine("hf", model=folder, policy="full").generate(prompts, sampling)
-    assert sum(a.completion_ids != b.completion_ids for a, b in zip(wanted, full, strict=True)) > 10  # the policy tells
+    assert (
+        sum(a.completion_ids != b.completion_ids for a, b in zip(wanted, full, strict=True)) > 10
+    )  # the policy matters
 
 
 @pytest.mark.slow
 def test_a_server_with_a_key_that_is_killed(
     model: Path, random_prompts: Callable, tmp_path: Path, temporary: Path
 ) -> None:
-    """Without the key nothing but /health is answered; and no process of vLLM's is left, with its memory, nor after the
-    next start its sockets.
+    """A server with an API key answers only /health without the key. If it is killed, none of vLLM's processes is left
+    with its memory, and after the next start none of its sockets.
     """
     server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB), "--", "--api-key", "secret")
     try:
@@ -602,9 +622,10 @@ def test_a_server_with_a_key_that_is_killed(
 def test_a_starting_server_can_be_stopped_at_once(
     how: signal.Signals, children: int, model: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for.
+    """A starting server can be stopped before it has loaded anything, and also once its engine's process exists, for
+    which vLLM itself waits.
 
-    Killed, it leaves the end to that process, which looks for its server once it has imported what it is to run.
+    If the server is killed, the engine's process ends itself: it looks for its server once it has imported its modules.
     """
     server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB))
     until = time.monotonic() + START
@@ -614,4 +635,4 @@ def test_a_starting_server_can_be_stopped_at_once(
     killed = how is signal.SIGKILL
     assert server.end(how, 60 if killed else 10) == (-how if killed else 130)
     assert killed or [*temporary.glob("sparse-rl-*")] == []
-    assert killed or "Traceback" not in server.log.read_text()  # a killed one leaves vLLM to say that it waited in vain
+    assert killed or "Traceback" not in server.log.read_text()  # after a kill, vLLM itself logs that it waited in vain

@@ -1,4 +1,4 @@
-"""`sparse-rl serve --context`: prompts that begin with a text go on from what a compaction left of it."""
+"""`sparse-rl serve --context`: prompts that begin with the context's text continue from its compacted entries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines that a command would become."""
+    """Collect the command lines that `serve` would execute."""
     results: list[list[str]] = []
     monkeypatch.setattr(serve, "_become", results.append)
     return results
@@ -72,13 +72,16 @@ def test_a_text_is_compacted_before_the_server_starts(
     context, tokenizer = load_context(path), load_tokenizer(str(model))
     whole = prompt_ids([{"role": "user", "content": TEXT + "a1?"}], tokenizer)
     assert context.tokens == whole[: len(context.tokens)] and len(context.tokens) == 3 + len(TEXT)
-    assert context.entries == 3 + 2 + round(0.25 * (len(TEXT) - 2))  # the template's three tokens are none of its own
+    # the template's three tokens do not belong to the context's own text
+    assert context.entries == 3 + 2 + round(0.25 * (len(TEXT) - 2))
     assert "ContextConnector" in words[words.index("--kv-transfer-config") + 1]
     assert f"context: {context.entries} entries left of {len(context.tokens)} (prefill" in capfd.readouterr().out
 
 
 def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> None:
-    """A tokenizer that joins the last letter with what follows it."""
+    """Tokens that the following text changes are not cached: this tokenizer joins the last letter with the text after
+    it.
+    """
 
     class Joins:
         def __call__(self, given: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
@@ -127,7 +130,9 @@ def test_a_model_with_a_saved_policy(
 
 @pytest.mark.slow
 def test_a_server_goes_on_from_the_text(model: Path, text: Path, tmp_path: Path) -> None:
-    """Messages that begin with it get the tokens of the engine behind it, in its blocks; others a full cache."""
+    """Messages that begin with the context's text get the tokens that the engine samples after the compacted context;
+    other messages use a full cache.
+    """
     server = Server(model, tmp_path, "--context", str(text), "--prompt-cache", "ratio=0.1", "--kv-cache-gb", "0.005")
     try:
         server.wait()
@@ -149,10 +154,11 @@ def test_a_server_goes_on_from_the_text(model: Path, text: Path, tmp_path: Path)
             assert answer.choices[0].token_ids == wanted.completion_ids
         plain = engine.generate([whole[:-1]], greedy)[0].completion_ids
         assert server.complete(whole[:-1], 60).choices[0].token_ids == plain != wanted.completion_ids
-        named = {"vllm_xargs": {"context": ["x", 10, 5]}}  # our engine's to say alone
+        named = {"vllm_xargs": {"context": ["x", 10, 5]}}  # only our engine may set this
         assert server.complete(whole[:-1], 60, extra_body=named).choices[0].token_ids == plain
         logprobs = server.complete([*whole, *behind], 60, extra_body={"prompt_logprobs": 0}).choices[0]
-        (full,) = engine.generate([[*whole, *behind]], greedy)  # of every token of the prompt: it is computed whole
+        # prompt_logprobs need every token of the prompt, so the whole prompt is computed
+        (full,) = engine.generate([[*whole, *behind]], greedy)
         assert logprobs.token_ids == full.completion_ids != wanted.completion_ids
         assert server.complete([*whole, *behind], 60).choices[0].token_ids == wanted.completion_ids
         server.idle()

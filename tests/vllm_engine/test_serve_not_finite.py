@@ -1,4 +1,4 @@
-"""A server whose model gives log-probs that are not finite fails the request, and lives."""
+"""If the model gives log-probs that are not finite, the server fails that request and keeps running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = [[5, POISON, 7], [*range(3, 60), POISON], [POISON] * 90]
 
 @pytest.fixture(scope="module", params=["gkv", "full"])
 def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of a model whose embedding of one token is NaN; greedily it never draws that token."""
+    """A server whose model has a NaN embedding of one token; greedy sampling never chooses that token."""
     folder = tmp_path_factory.mktemp("poisoned")
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
     model = new_model("qwen3", **sizes, eos_token_id=EOS_ID)
@@ -50,7 +50,9 @@ def failed(server: Server, prompt: list[int], **more: Any) -> httpx.Response:
 
 
 def test_the_request_fails_with_status_500_and_the_server_lives(server: Server) -> None:
-    """One line says why; others, beside it and after it, get what they got without it, to the last bit."""
+    """The failed request's error is one line with the reason. Requests beside it and after it get the same answers as
+    without it, to the last bit.
+    """
     wanted = [tokens_of(server, prompt) for prompt in GOOD]
     beams = [] if saved_policy(server.model) else [{"use_beam_search": True, "n": 2}]
     for more in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, *beams):
@@ -69,7 +71,7 @@ def test_the_request_fails_with_status_500_and_the_server_lives(server: Server) 
 
 
 def test_a_stream_ends_with_the_error(server: Server) -> None:
-    """Before the first token, where there is nothing else in it; n : one of them is enough."""
+    """A stream ends with the error, before its first token. With n samples, one failed sample is enough."""
     for more in ({}, {"n": 2, "temperature": 1}, {"echo": True}):
         text = failed(server, BAD[1], stream=True, **more).text
         assert text.count("are not finite") == 1 and json.loads(text.split("data: ")[-2])["error"]["code"] == 500, text
@@ -77,6 +79,6 @@ def test_a_stream_ends_with_the_error(server: Server) -> None:
 
 
 def test_other_errors_are_still_client_errors(server: Server) -> None:
-    """The control: a structure that no text fits."""
+    """Control: a structure that no text can satisfy is still a client error, with status 400."""
     answer = failed(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
     assert answer.status_code == 400 and "no text fits the structure" in answer.text

@@ -1,6 +1,7 @@
-"""OpenAI's client against `sparse-rl serve`: what it asks for is answered as the engine samples it, or refused clearly.
+"""OpenAI's client against `sparse-rl serve`: each request is answered with the engine's samples or refused with a clear
+message.
 
-Slow: a server in a process of its own, for all of these tests.
+Slow: all of these tests share one server in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MODEL = Path(__file__).parents[2] / "recipes/quickstart/model"
 POLICY = {"policy": "gkv", "budget": 40, "window": 8, "period": 8}
 TEXTS = [row["prompt"] for row in rows("calibration", 40, seed=3)]
 TOKENS = 60
-PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # a chat of one message is that message
+# with this template, a chat of one message is that message's text
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def rollout() -> Callable[..., list[Rollout]]:
-    """rollout(text, **sampling) -> what the reference engine samples from that prompt."""
+    """rollout(text, **sampling) -> the reference engine's sample for that prompt."""
     engine, tokenizer = make_engine("hf", model=MODEL, policy=POLICY), load_tokenizer(MODEL)
 
     def sample(text: str, **sampling: Any) -> list[Rollout]:
@@ -60,7 +62,9 @@ def tokens_of(answer: Any) -> list[list[int]]:
 
 
 def test_completions(server: Server, rollout: Callable, decoded: Callable) -> None:
-    """By text and by tokens, greedily, with log-probs; the server evicts, as the control shows."""
+    """Greedy completions with log-probs, of prompts given as text and as tokens, equal the engine's. Control: the
+    server does evict.
+    """
     (wanted,) = rollout(TEXTS[0])
     for prompt in (TEXTS[0], wanted.prompt_ids):
         answer = server.complete(prompt, TOKENS, logprobs=3)
@@ -122,7 +126,7 @@ def test_responses(server: Server, rollout: Callable, decoded: Callable) -> None
 
 
 def test_streams(server: Server, rollout: Callable, decoded: Callable) -> None:
-    """Of completions, chats and responses: the pieces are the whole, and usage comes last."""
+    """The pieces of a stream add up to the whole answer, and usage comes last, for completions, chats and responses."""
     wanted = decoded(rollout(TEXTS[4], temperature=1.0, seed=3)[0].completion_ids)
     common: dict[str, Any] = {"model": server.model, "temperature": 1, "seed": 3, "stream": True}
     common |= {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
@@ -188,8 +192,8 @@ def test_structures(server: Server) -> None:
 
 
 def test_penalties_and_biases_change_the_tokens(server: Server, rollout: Callable) -> None:
-    """Penalties and biases act; without them the answer is the engine's."""
-    strange = "?c4C4A4"  # the model is not sure how that goes on
+    """Penalties and biases change the tokens; without them the answer is the engine's."""
+    strange = "?c4C4A4"  # a prompt after which the model is uncertain
     plain = rollout(strange)[0].completion_ids
     assert tokens_of(server.complete(strange, TOKENS)) == [plain]
     for more in (
@@ -201,11 +205,13 @@ def test_penalties_and_biases_change_the_tokens(server: Server, rollout: Callabl
         assert tokens_of(server.complete(strange, TOKENS, **more)) != [plain], more
     assert tokens_of(server.complete(strange, 9, logit_bias={"20": 100})) == [[20] * 9]
     least = server.complete(strange, TOKENS, temperature=1, seed=2, extra_body={"min_p": 1.0})
-    assert tokens_of(least) == [plain]  # only the best token is left
+    assert tokens_of(least) == [plain]  # only the best token remains possible
 
 
 def test_two_hundred_concurrent_requests(server: Server, rollout: Callable) -> None:
-    """Each with a seed of its own, of many lengths; half of the prompts in tokens."""
+    """200 concurrent requests of many lengths, each with a separate seed, are answered as by the engine; half of the
+    prompts are given as tokens.
+    """
     asked = [(TEXTS[i % len(TEXTS)], 1 + i % 50, i) for i in range(200)]
     tokenizer = load_tokenizer(MODEL)
 

@@ -1,4 +1,6 @@
-"""The vLLM engine decides as the reference engine does: the same tokens and the same evictions, but for ties."""
+"""The vLLM engine makes the same decisions as the reference engine: the same tokens and the same evictions, except for
+ties.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_the_same_tokens_and_traces(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Greedily, with the trainer's arithmetic (`exact`) and with vLLM's own kernels."""
+    """Greedy tokens and traces equal the reference engine's, with the trainer's arithmetic (`exact`) and with vLLM's
+    own kernels.
+    """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS)
     sampled = {
         "exact": open_engine(policy, family).generate(prompts, GREEDY),
@@ -56,7 +60,9 @@ def test_the_same_tokens_and_traces(
 def test_tokens_are_forced_alike(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """In the middle of what is sampled; behind it the draws are those of their steps."""
+    """Tokens are forced alike in both engines in the middle of a completion; after the forced tokens, the draws are
+    those of their steps.
+    """
     policy, prompts = policy_of("am", budget=32, window=8, period=16), random_prompts((5, 33, 60))
     forced = SamplingConfig(40, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True, forced=(7, 8, 9), forced_from=20)
     sampled = open_engine(policy).generate(prompts, forced)
@@ -67,7 +73,7 @@ def test_tokens_are_forced_alike(
 def test_another_policy_does_not_agree(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """The control: a sampler that decides otherwise is refused, for one prompt as for many."""
+    """Control: a sampler that makes other decisions is refused, for one prompt as well as for many."""
     morphkv, snapkv = (policy_of(name, budget=64, window=8, period=16) for name in ("morphkv", "snapkv"))
     prompts = random_prompts((90, 200))
     sampled = open_engine(morphkv).generate(prompts, GREEDY)

@@ -1,4 +1,6 @@
-"""The vLLM engine's batches: prompts in chunks, requests that join and leave, samples of one prompt, how they end."""
+"""The vLLM engine's batches: prompts in chunks, requests that join and leave, several samples of one prompt, ends of
+completions.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_prompts_in_chunks(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Prompts longer than a forward, prefilled beside requests that decode, evict as those that are prefilled whole."""
+    """Prompts that are longer than a forward pass and are prefilled beside decoding requests get the same evictions as
+    prompts that are prefilled whole.
+    """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(RAGGED)
     engine = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=64)
     agrees_with_hf(policy, prompts, GREEDY, {"in chunks": engine.generate(prompts, GREEDY)}, "llama")
@@ -45,7 +49,9 @@ def test_prompts_in_chunks(
 def test_requests_join_and_leave(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """12 requests, 3 at a time, in chunks, each of its own length: blocks and rows are used again at once."""
+    """12 requests of different lengths, 3 at a time, prefilled in chunks, equal the reference engine's: freed blocks
+    and rows are reused at once.
+    """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=4), random_prompts(RAGGED)
     engine = open_engine(policy, "qwen3", max_batch=3, max_num_batched_tokens=48)
     stopping = SamplingConfig(50, temperature=0, stop_token_ids=[3, 9, 21, 40, 50])
@@ -59,7 +65,9 @@ def test_requests_join_and_leave(
 def test_samples_and_seeds(
     policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:
-    """n samples differ, a seed reproduces them, in any order and company; another seed, or none, does not."""
+    """The n samples of a prompt differ, and the same seed reproduces them in any order and in any batch; another seed,
+    or no seed, does not.
+    """
     prompts, engine = random_prompts((5, 70, 200)), open_engine(policy, max_batch=5)
 
     def run(prompts: list[list[int]], seed: int | None, n: int) -> list[Any]:
@@ -72,10 +80,10 @@ def test_samples_and_seeds(
     assert same(run(prompts, 7, 4), sampled)
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
     assert same(reference.generate(prompts, SamplingConfig(40, n=4, seed=7, ignore_eos=True)), sampled)
-    assert torch.equal(state, torch.get_rng_state())  # nobody else's random numbers are used up
+    assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
     alone = run(prompts[1:2], 7, 4)
     assert same(alone, sampled[4:8])
-    repeated = run(prompts[::-1] * 4, 7, 1)  # a prompt given again is sampled anew
+    repeated = run(prompts[::-1] * 4, 7, 1)  # a repeated prompt is sampled anew
     assert same([repeated[3 * k + 2 - i] for i in range(3) for k in range(4)], sampled)
     for seed in (8, None):
         assert not {tuple(r.completion_ids) for r in run(prompts, seed, 4)} & {tuple(r.completion_ids) for r in sampled}
@@ -87,7 +95,9 @@ def test_samples_and_seeds(
 def test_stop_tokens_end_a_completion(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
 ) -> None:
-    """A stop token ends a completion and is its last; the model's own, or the caller's, or none."""
+    """A stop token ends a completion and is its last token. The stop tokens are the model's own,
+    the caller's, or none.
+    """
     prompts = random_prompts(RAGGED[:6])
     model = new_model("llama", hidden_size=128, head_dim=32)
     model.save_pretrained(tmp_path)
@@ -118,7 +128,9 @@ def test_stop_tokens_end_a_completion(
 def test_prompts_at_the_edges(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Prompts of budget, budget + period, one more and one less, and of whole blocks; from 1 token to many."""
+    """Prompts whose length is budget, budget + period, one more or one less, or whole blocks, equal the reference
+    engine's, from 1 token to many.
+    """
     policy = policy_of(policy_name, budget=64, window=0 if policy_name == "tova" else 8, period=16)
     prompts = random_prompts((1, 2, 31, 32, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 128))
     engine = open_engine(policy)
@@ -144,11 +156,14 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
 def test_a_temperature_near_zero(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:
-    """vLLM alone would raise it to 0.01; temperature and all else of sampling are ours."""
+    """Temperatures near zero work: vLLM alone would raise them to 0.01, but the temperature and the rest of the
+    sampling are ours.
+    """
     policy, sampling = policy_of("streaming", budget=40, period=16), SamplingConfig(60, temperature=0.002, seed=5)
     prompts = random_prompts((5, 90, 33))
     outputs = open_engine(policy).generate(prompts, sampling)
     wanted = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy).generate(prompts, sampling)
     assert [r.completion_ids for r in outputs] == [r.completion_ids for r in wanted]
     for ours, theirs in zip(outputs, wanted, strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)  # a gap of 1e-6 is 5e-4 at this temperature
+        # a gap of 1e-6 in the logits becomes 5e-4 at this temperature
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)

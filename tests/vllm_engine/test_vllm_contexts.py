@@ -1,4 +1,6 @@
-"""The vLLM engine goes on from compacted contexts: as the hf engine does, in the blocks of what is left of them."""
+"""The vLLM engine continues from compacted contexts as the hf engine does, and uses only the blocks of their kept
+entries.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def compacted(loaded: Callable, directory_of: Callable, random_prompts: Callable
 
 @pytest.fixture
 def wanted_of(loaded: Callable, directory_of: Callable) -> Callable[..., list[Rollout]]:
-    """wanted_of(questions, sampling, context, model="qwen2") -> what the hf engine samples."""
+    """wanted_of(questions, sampling, context, model="qwen2") -> the rollouts that the hf engine samples."""
 
     def make(questions: list[list[int]], sampling: SamplingConfig, context: Context, model: Any = "qwen2") -> Any:
         folder = model if isinstance(model, Path) else directory_of(model)
@@ -58,7 +60,9 @@ def test_continuations_equal_those_of_hf(
     family: str, compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable,
     loaded: Callable, directory_of: Callable,
 ) -> None:  # fmt: skip
-    """Of several contexts, one after another; and equal to the slow reference that attends entry by entry."""
+    """Continuations of several contexts, one after another, equal those of hf and of the slow reference that attends
+    entry by entry.
+    """
     engine, questions = open_engine("full", family, context_entries=200), random_prompts(LENGTHS)
     for what, settings in SETTINGS.items():
         context = compacted(family, **settings)
@@ -93,7 +97,9 @@ def test_questions_in_chunks(
 def test_forks_share_the_blocks_that_a_context_fills(
     compacted: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """5 + 67 entries fill two blocks of 32, and leave 8 in a third: with question and answer a fourth is begun."""
+    """Forks share the blocks that a context fills. Its 5 + 67 entries fill two blocks of 32 and leave 8 for a third;
+    with question and answer each fork needs a fourth.
+    """
     engine, context = open_engine("full", context_entries=200), compacted(counts=[[67, 67]] * 2)
     free = pool_of(engine).get_num_free_blocks()
     sampling = SamplingConfig(max_tokens=40, seed=1, n=8, ignore_eos=True)
@@ -104,14 +110,17 @@ def test_forks_share_the_blocks_that_a_context_fills(
     assert same(first, engine.generate(random_prompts([3]), sampling, context))
     with watched(engine) as seen:
         engine.generate([[*context.tokens, *random_prompts([3])[0]]], sampling)
-    assert max(seen.used) == 8 * 5  # whole, 100 + 3 + 39 tokens each
+    assert max(seen.used) == 8 * 5  # the whole context: 100 + 3 + 39 tokens each
 
 
 def test_a_pool_with_room_only_for_the_kept_entries(
     compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """A pool of five blocks: the context whole would take four, and a sequence behind it does not fit."""
-    five = (5 + 1) * 2 * 32 * 2 * 32 * 4 * 2 / 2**30  # and the null block: keys and values, Hkv, D, float32, layers
+    """A pool of five blocks is enough for the kept entries. The whole context would take four blocks, so that no
+    sequence after it would fit.
+    """
+    # five blocks and the null block: keys and values, block size, Hkv, D, bytes of float32, layers
+    five = (5 + 1) * 2 * 32 * 2 * 32 * 4 * 2 / 2**30
     engine = open_engine("full", context_entries=96, kv_cache_gb=five)
     assert pool_of(engine).get_num_free_blocks() == 5
     questions, context = random_prompts((10, 20, 5, 8)), compacted(ratio=0.3)
@@ -132,7 +141,9 @@ def test_in_other_kernels_and_processes(
     apart: dict, compacted: Callable, open_engine: Callable, random_prompts: Callable, loaded: Callable,
     directory_of: Callable, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """vLLM's own kernel, whose biases are a coordinate of the keys; workers that read the context from a file."""
+    """Continuations equal those of hf under vLLM's own kernel, which takes biases as a coordinate of the keys, and with
+    workers in separate processes, which read the context from a file.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     engine, questions = open_engine("full", context_entries=200, **apart), random_prompts((1, 9, 40))
     for context in (compacted(ratio=0.3), compacted(counts=[[1, 40], [20, 3]])):
