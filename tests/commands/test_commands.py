@@ -39,7 +39,7 @@ OUT_OF_MEMORY = (
 
 
 def fails(capsys, *arguments, status=2):
-    """The one-line error of a failing command."""
+    """Return the one-line error of a failing command."""
     assert main(list(arguments)) == status
     err = capsys.readouterr().err.strip()
     assert len(err.splitlines()) == 1, err
@@ -165,7 +165,7 @@ def test_more_processes_than_places_are_warned_of_before_they_start(processes, w
 
 
 def test_errors_of_wandb_do_not_stop_training(here, capsys, monkeypatch):
-    """The run goes on without W&B if W&B cannot read its settings file, even offline."""
+    """A training goes on without W&B if W&B cannot read its settings file, even if W&B is offline."""
     (here / "wandb").mkdir()
     (here / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
     monkeypatch.setenv("WANDB_DIR", "")
@@ -215,7 +215,8 @@ def test_exit_statuses(tmp_path, capsys, error, status, says):
 
 
 def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
-    """The error is raised by our code; the same class raised by other code (above) counts as unexpected."""
+    """A NaN score of a policy gives a one-line error, since our code raises it. The same error class, raised by other
+    code (see the test above), counts as unexpected."""
     session = Session()
     session.folder = tmp_path
     zeros, lengths = torch.zeros(1, 1, 9, 2), torch.tensor([9])
@@ -279,7 +280,8 @@ def test_only_usererror_is_reported_as_the_users_error():
 
 
 def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
-    """The first rank that fails prints the message. Another launch, or another message, is printed again."""
+    """The first rank that fails prints the message, and other ranks do not repeat it. Another launch prints the message
+    again, and another message is printed too."""
     session = Session()
     session.folder = tmp_path
     messages = []
@@ -292,7 +294,8 @@ def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
-    """Several processes may fail to write; without a log each reports. checkpoint-1 is not checkpoint-10."""
+    """A failed write is reported once per launch, even if several processes fail; without a log, each process reports
+    it. A failure at checkpoint-1 is not mistaken for one at checkpoint-10."""
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")

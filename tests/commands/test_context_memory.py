@@ -65,7 +65,7 @@ def test_many_queries_are_compacted_head_by_head(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_plan_of_contexts(new_model: Callable) -> None:
-    """The plan counts the largest compaction, and the maximum over reading, compacting and answering."""
+    """The plan of contexts counts the largest compaction, and the maximum over reading, compacting and answering."""
     config = new_model("qwen2").config
     made = plan(recipe_of([{"policy": "evict", "ratio": [0.1, 0.5]}, {"policy": "none"}]), config, cuda=False)
     items = {item.name: item for item in made.items}

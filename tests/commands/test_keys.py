@@ -23,13 +23,13 @@ from sparse_rl.recipe.passed_through import PASSED_THROUGH
 
 
 def said(capsys, *words: str) -> list[str]:
-    """Output lines of `sparse-rl keys`."""
+    """Return the output lines of `sparse-rl keys`."""
     assert main(["keys", *words]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def keys_in(lines: list[str]) -> list[str]:
-    """Keys in the lines that begin with a key, followed by a colon and the type of the key."""
+    """Return the keys in those lines that begin with a key, a colon and the key's type."""
     return [line.split(":")[0] for line in lines if line and " " not in line.split(":")[0] and ":" in line]
 
 

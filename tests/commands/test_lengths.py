@@ -77,7 +77,8 @@ def test_the_bound_of_prompts_counts(engine: str, here: Path, capsys: pytest.Cap
 
 
 def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixture) -> None:
-    """So hf accepts any max_tokens; vllm would have to reserve room for that number of tokens."""
+    """The completions of a dataset are truncated to the model's length, so the hf engine accepts any max_tokens; vLLM
+    would have to reserve room for that number of tokens, and refuses."""
     words = ["train", "distill.yaml", "--dry-run", "max_completion_length=1024", "data.max_prompt_tokens=24"]
     assert main([*words, "rollout.engine=hf"]) == 0
     capsys.readouterr()
@@ -122,7 +123,7 @@ def test_prompts_without_a_bound(
 def test_a_prompt_of_megabytes(
     words: list[str], key: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The prompt is refused or dropped without being tokenized, since tokenizing it takes seconds."""
+    """A prompt of megabytes is refused or dropped without being tokenized, since tokenizing it would take seconds."""
     (here / "long.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1" * 3_000_000, "12+")))
 
     def tokenized(prompt: Any, *others: Any) -> list[int]:

@@ -83,7 +83,7 @@ def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, item
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_redundancy_takes_at_most_the_counted_bytes(rows):
-    """For any number of rows at a time; at least half of the counted bytes are used."""
+    """Redundancy takes at most the counted bytes, for any number of rows at a time, and at least half of them."""
     keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
@@ -93,7 +93,8 @@ def test_redundancy_takes_at_most_the_counted_bytes(rows):
 
 
 def test_redundancy_of_a_long_prompt_is_made_in_tiles():
-    """With 8k entries, the full similarity matrix of one kv head would take 268 MB in float32 alone."""
+    """The redundancy of 8k entries takes no more than the counted bytes, since it is computed in tiles. The full
+    similarity matrix of one kv head would take 268 MB in float32 alone."""
     keys = torch.randn(1, 1, 8192, 16, generator=torch.Generator().manual_seed(0))
     positions, lengths = torch.arange(8192).expand(1, 1, 8192), torch.tensor([8192])
     with Peak() as peak:
@@ -103,7 +104,8 @@ def test_redundancy_of_a_long_prompt_is_made_in_tiles():
 
 
 def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypatch):
-    """On GPUs that support the kernel, for keys of this dtype and size."""
+    """On GPUs that support Triton's kernel for keys of this dtype and size, the bytes counted for redundancy are the
+    keys and a few numbers per entry."""
     shape = 300, 2, 64, 3, "cuda"
     whole = redundancy_bytes(*shape, "bfloat16")
     asked = []
@@ -136,7 +138,8 @@ def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
 
 
 def test_rows_beyond_a_bound_are_fitted_in_sequence(new_model, monkeypatch):
-    """The results are equal to the last bit."""
+    """Rows beyond a bound are fitted one after the other, and the results equal those of one joint fit
+    to the last bit."""
     policy = make_policy("am", budget=16, window=4, period=8)
     engine, prompts = HFEngine(new_model("qwen2"), policy), [[i + 1] * 5 for i in range(4)]
     whole = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
@@ -190,7 +193,8 @@ def test_measured_bytes_of_gathered_pages_are_near_the_counted_bytes(length, cha
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(600, 4, 2), (1200, 4, 2), (600, 8, 2), (600, 2, 2)])
 def test_measured_bytes_of_soft_gates_are_near_the_counted_bytes(length, heads, kv_heads, monkeypatch):
-    """Forward and backward pass. Control: all queries at once, with S x S biases, take far more."""
+    """The bytes that soft gates take in the forward and backward pass are near the counted bytes. Control: all queries
+    at once, with S x S biases for S positions, take far more."""
     policy = make_policy("dms", window=64, scorer={"name": "linear"}).config
     scores = torch.randn(1, kv_heads, length, requires_grad=True)
     q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
@@ -207,7 +211,8 @@ def test_measured_bytes_of_soft_gates_are_near_the_counted_bytes(length, heads, 
 
 
 def test_a_plan_counts_soft_gates():
-    """A DMS retrofit has gates but no target for its scorers; a KVpop retrofit has a target but no gates."""
+    """The plan of a DMS retrofit counts gates but no training target of the scorers; the plan of a KVpop retrofit
+    counts a training target but no gates."""
     recipe = {key: GRPO[key] for key in ("model", "output_dir", "dtype", "data")} | {"kind": "kvpop", "max_length": 600}
     made = {}
     for name, cache in (("dms", {}), ("kvpop", {"budget": 128})):
@@ -246,7 +251,8 @@ def test_last_queries_are_counted(new_model):
 
 
 def test_a_plan_widens_heads_for_biases(monkeypatch):
-    """Only with vLLM's own attention kernels; with the trainer's arithmetic no heads are widened."""
+    """The plan widens heads for biases only with vLLM's own attention kernels; with the trainer's arithmetic no head is
+    widened."""
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     am = {"policy": "am", "budget": 32, "period": 32}
     config = tiny_config(num_attention_heads=4, head_dim=128)
@@ -263,7 +269,8 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
 
 
 def test_a_plan_counts_vllm_memory_outside_the_cache(monkeypatch):
-    """On an 80 GB GPU the weights, the cache and the other buffers fill the GPU share exactly."""
+    """On an 80 GB GPU, the weights, the cache and the other buffers of the plan add up exactly to the GPU share of
+    vLLM."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     gkv = {"policy": "gkv", "budget": 4096, "window": 16, "period": 128}
@@ -298,7 +305,8 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, bloc
 
 
 def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
-    """In distillation only; grpo loads new weights into the engine."""
+    """The plan counts sleeping weights in host memory in distillation only; GRPO loads new weights into the engine and
+    keeps none."""
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     config, distilled = tiny_config(), {key: value for key, value in GRPO.items() if key != "rewards"}
     distilled |= {"kind": "distill", "data": {"path": "said.jsonl"}}
@@ -309,7 +317,8 @@ def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
 
 
 def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
-    """Reads and scores of a compaction are counted; fits and similarities are counted separately, in both engines."""
+    """The plan counts the reads and scores of a compaction if vLLM samples; it counts fits and similarities separately,
+    for both engines."""
     h2o, am = {"policy": "h2o", "budget": 32}, {"policy": "am", "budget": 32, "period": 32}
     for engine in ("hf", "vllm"):
         monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_, engine=engine: (engine, ""))
@@ -346,7 +355,8 @@ def test_most_held_is_the_maximum_over_all_steps(policy_of, name, prompt, total)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("name", ["full", "streaming", "gkv"])
 def test_cache_bytes_equal_the_allocated_bytes(new_model, policy_of, family, name):
-    """Exact if a policy bounds the cache; otherwise accurate to the number of slots by which a cache grows."""
+    """The counted cache bytes equal the allocated bytes if a policy bounds the cache. Otherwise they are accurate up to
+    the number of slots by which a cache grows."""
     model, policy = new_model(family), policy_of(name, budget=40, window=8, period=8)
     engine = make_engine("hf", model=model, policy=policy)
     engine.generate([[5, 6, 7, 8]] * 4, SamplingConfig(120, seed=0, ignore_eos=True))
@@ -407,7 +417,7 @@ def test_training_state_equals_the_bytes_that_adamw_holds(new_model):
 
 
 def test_zero_partitions_more_with_each_stage():
-    """16 bytes per parameter, and the ZeRO paper's table for 8 processes."""
+    """Each ZeRO stage partitions more of the 16 bytes per parameter, as in the ZeRO paper's table for 8 processes."""
     total = {}
     for stage in (1, 2, 3):
         launch = LaunchConfig(processes=8, zero_stage=stage)
@@ -423,7 +433,8 @@ def test_zero_partitions_more_with_each_stage():
 
 @pytest.mark.parametrize(("length", "layers"), [(300, 3), (3000, 1)])
 def test_counted_bytes_of_gathered_keys_are_exact(length, layers):
-    """Keys of all layers; keys of one layer if all layers do not fit, since they are then gathered again."""
+    """The counted bytes of gathered keys are exact: the keys of all layers or, if these do not fit, the keys of one
+    layer at a time, which are then gathered again."""
     evict_at = (torch.arange(length, dtype=torch.int32) + 60).clamp(min=100).expand(16, -1)
     held = held_bytes(make_chunks(evict_at), 64, 8)
     assert (held > HELD) == (layers == 1)

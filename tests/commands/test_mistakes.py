@@ -47,7 +47,7 @@ def in_a_fresh_process(code: str, *arguments: object) -> subprocess.CompletedPro
 
 
 def mistakes() -> list[tuple[list[str], str]]:
-    """(command arguments, expected message) for a wrong key and a wrong value of every shipped recipe."""
+    """Return (command arguments, expected message) for a wrong key and for a wrong value in every shipped recipe."""
     made = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
@@ -95,7 +95,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
-    """For every kind of training, also with TRL's own rewards, which are not called."""
+    """A dry run of any kind of training imports no TRL, even if the recipe names TRL's own rewards, which are not
+    called."""
     assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity"}
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]

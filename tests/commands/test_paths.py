@@ -23,7 +23,7 @@ HF = "rollout.engine=hf"
 
 
 def answer(capsys, *arguments, status=0):
-    """The stdout of a command, or its single line on stderr if it fails."""
+    """Return the stdout of a command, or its single line on stderr if the command fails."""
     assert main([str(argument) for argument in arguments]) == status
     out, err = capsys.readouterr()
     assert status == 0 or len(err.splitlines()) == 1, err
@@ -87,7 +87,8 @@ def test_a_run_directory_without_a_model_is_refused(trained, capsys):
 
 
 def test_eval_of_a_run_takes_its_held_out_problems(trained, capsys):
-    """They are sampled as in training, under the model's stored cache; overrides are keys of an evaluation."""
+    """`eval` of a run samples the run's held-out problems as in training, under the model's stored cache; overrides are
+    keys of an evaluation."""
     out = answer(capsys, "eval", "run", HF, PATIENT)
     assert "validation" in out and "streaming 16" in out and "3×2" in out and out.endswith("run/eval/eval.json\n")
     report = json.loads((trained / "eval" / "eval.json").read_text())
@@ -131,7 +132,8 @@ def contents(folder):
     ],
 )
 def test_files_of_an_earlier_call_are_not_overwritten(here, capsys, monkeypatch, words, place, first):
-    """The second call is refused before a model is loaded, unless overwriting is allowed."""
+    """A second call that would overwrite files of the first call is refused before a model is loaded, unless
+    overwriting is allowed."""
     words = [*words, PATIENT]
     answer(capsys, *words)
     before = contents(here)

@@ -37,14 +37,14 @@ rollout: {{engine: hf, progress: false}}
 
 
 def symbols(count: int, seed: int = 0) -> str:
-    """A text of the quickstart's symbols, one token each."""
+    """Return a text of the quickstart's symbols, one token each."""
     drawn = random.Random(seed)
     return "".join(drawn.choice("0123456789abcdefABCDEF;?[]") for _ in range(count))
 
 
 @pytest.fixture
 def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
-    """book(text, model, **keys) -> a recipe on book.txt, also written to text.yaml."""
+    """book(text, model, **keys) returns a recipe on book.txt, and writes it to text.yaml too."""
 
     def make(text: str = symbols(150), model: Path = model, **keys: Any) -> PerplexityRecipe:
         (here / "book.txt").write_text(text, encoding="utf-8")
@@ -60,7 +60,7 @@ def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
 
 
 def plain_losses(folder: Path, ids: list[int], prompt: int, length: int) -> list[float]:
-    """Mean loss of each piece after its prompt, by transformers' own forward pass over the whole piece."""
+    """Return the mean loss of each piece after its prompt, from transformers' own forward pass over the whole piece."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     losses = []
     for start in range(0, len(ids) - length + 1, length):
@@ -95,7 +95,8 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
 
 
 def test_a_sweep_has_a_row_for_each_cache(book: Callable, here: Path) -> None:
-    """An evicting policy changes the perplexity if its budget is smaller than a piece."""
+    """A sweep has a row for each cache. An evicting policy changes the perplexity if its budget is smaller than a
+    piece."""
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     sweep = {"policy": ["full", "streaming", clustered], "budget": [8, 500]}
     rows = measure(book(model=QUICKSTART, sweep=sweep), progress=False)

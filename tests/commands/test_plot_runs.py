@@ -85,7 +85,7 @@ def test_a_run_has_the_colour_of_its_method(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: list) -> None:
-    """In all three pictures of the quickstart: bars, curves and gaps."""
+    """A method has the same colour in all three pictures of the quickstart: the bars, the curves and the gaps."""
     rows = []
     for name in quickstart.LABELS:
         rows.append({"name": name, "seed": 0, "budget": 40, "n": 8, "accuracy_evicted": 0.2, "accuracy_full": 0.9})
@@ -114,7 +114,7 @@ def test_each_method_has_a_different_colour() -> None:
 def test_curves_have_titles_and_labels(
     steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:
-    """Steps are integers, there is a title, and a bold line beside a faint one has a label."""
+    """Curves have a title, steps that are integers, and a label for each bold line that is drawn beside a faint one."""
     plot(capsys, run(tmp_path / "a", [0.1 * (i % 3) for i in range(steps)]))
     assert len(figures) == 2
     for figure in figures:
@@ -153,7 +153,7 @@ def test_an_unknown_metric_is_a_short_line(
 
 
 def held(layers: Sequence[int]) -> EvictionTrace:
-    """Trace of 60 tokens; each layer keeps its own number of last tokens."""
+    """Return a trace of 60 tokens in which each layer keeps its own number of last tokens."""
     evict_at = torch.stack([torch.arange(60).add(kept).expand(2, 60) for kept in layers])
     return EvictionTrace(torch.where(evict_at >= 59, NEVER, evict_at).int())
 

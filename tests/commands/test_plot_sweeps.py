@@ -34,7 +34,7 @@ def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
 
 
 def drawn_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The axes drawn from the rows that have an accuracy."""
+    """Return the axes drawn from those rows that have an accuracy."""
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
     sweep = Sweep("accuracy", "one; a model", points([one for one in rows if one["accuracy"] is not None]))
     figure: Any = plot_sweep(sweep, "unused")

@@ -86,7 +86,7 @@ sys.exit(int(sys.argv[2]))
 
 
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    """A stage whose command is WORKS, and which reports every progress update."""
+    """Return a stage whose command is WORKS, and which reports every progress update."""
     script = tmp_path / "works.py"
     script.write_text(WORKS)
     popen = quickstart.subprocess.Popen

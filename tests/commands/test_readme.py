@@ -50,7 +50,7 @@ INSTEAD = {
 
 
 def commands() -> list[str]:
-    """The README's commands, in its order, without their comments."""
+    """Return the README's commands in the README's order, without their comments."""
     lines = re.findall(r"^    ((?:sparse-rl|make quickstart).*)$", README, re.M)
     words = [" ".join(line.split("#")[0].split()) for line in lines]
     return list(dict.fromkeys(words))

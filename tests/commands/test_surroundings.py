@@ -148,7 +148,8 @@ def test_a_file_that_may_not_grow(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("number", [EFBIG, ENOSPC])
 def test_a_full_disk_is_not_blamed_on_an_option(number: int, capsys: pytest.CaptureFixture) -> None:
-    """A library that fails to write later finds its file closed; the error must not blame an option."""
+    """A full disk is reported as such. A library that fails to write later finds its file closed, and the error must
+    not blame an option."""
 
     def work() -> int:
         with refusals():

@@ -22,7 +22,7 @@ NUMBER = re.compile(r"\d[\d.e+-]*")
 
 
 def lines(words: list[str], folder: Path) -> list[str]:
-    """The output without a terminal, including stderr, without the progress lines of a slow machine."""
+    """Return the output without a terminal, including stderr, but without the progress lines of a slow machine."""
     command = [sys.executable, "-P", "-m", "sparse_rl.cli", *words]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, **streams)  # type: ignore[call-overload]
@@ -39,7 +39,8 @@ def wrapped(written: list[str], columns: int = 100) -> list[str]:
 
 
 def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monkeypatch):
-    """Rank 0 draws its progress rows over any text on the terminal."""
+    """On a terminal, the launcher prints the reason why a later rank died, since rank 0 draws its progress rows over
+    any text on the terminal."""
 
     def fails() -> int:
         raise UserError("of the second process")
@@ -84,7 +85,7 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
 
 @pytest.mark.slow
 def test_a_short_training_prints_its_loss_without_a_terminal(tmp_path):
-    """The run has fewer steps than one logging interval."""
+    """A training with fewer steps than one logging interval still prints its loss without a terminal."""
     output = lines(["train", *SFT, "max_steps=3", "output_dir=run"], tmp_path)
     assert re.fullmatch(r"3 steps in \d+ s  loss \d\.\d{4}", output[0])
 

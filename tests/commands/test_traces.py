@@ -26,7 +26,8 @@ LONG = ["model=quickstart/model", "max_completion_length=60", "--problems", "2"]
 def paged(
     prompt: int, length: int, seed: int = 0, layers: Sequence[int] = (0, 1), pages: Pages = PAGES
 ) -> EvictionTrace:
-    """Trace of 2 layers and 2 kv heads, paged in `layers`; queries open random pages, often those of the last query."""
+    """Return a trace of 2 layers and 2 kv heads that is paged in `layers`; its queries open random pages, often the
+    same pages as the query before."""
     generator = torch.Generator().manual_seed(seed)
     evict_at = torch.full((2, 2, length), NEVER)
     chosen = torch.full((2, 2, length, pages.most), -1, dtype=torch.int16)
@@ -50,7 +51,7 @@ TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(
 
 
 def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str, Any]:
-    """The numbers of `page_statistics` for these layers, counted query by query."""
+    """Count the numbers of `page_statistics` for these layers query by query."""
     opened, closed, back, repeated = [], [], [], []
     for trace in traces:
         for layer in layers:
@@ -102,7 +103,8 @@ def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide: int, high: in
 def test_the_map_has_each_opened_page_where_its_tokens_are(
     monkeypatch: pytest.MonkeyPatch, traces: list[EvictionTrace], finest: int, lanes: int
 ) -> None:
-    """For the longest trace, as a share of the layers that open pages; below the line that marks the closed pages."""
+    """The map shows, for the longest trace, each opened page at the positions of the page's tokens, as a share of the
+    layers that open pages; the pages lie below the line that marks the closed pages."""
     monkeypatch.setattr(opened, "FINEST", finest)
     monkeypatch.setattr(opened, "save_figure", lambda figure, out: figure)
     drawn: Any = plot_opened(traces, "unused")

@@ -50,7 +50,8 @@ def test_only_rank_0_prints_the_choices(here, without_vllm, capsys, monkeypatch)
 
 
 def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypatch):
-    """The kernel check is announced with its seconds; the largest row size is compiled before the first step."""
+    """On a GPU, the kernel check is announced with its duration in seconds, and the largest row size is compiled before
+    the first step."""
     choice = "sparse_rl.attention.choice"
     monkeypatch.setattr(f"{choice}.will_check", lambda wanted: wanted == "auto")
     monkeypatch.setattr(f"{choice}.choose_kernel", lambda *_: ("flex_sorted", str(Parity("flex_sorted", seconds=31.4))))
@@ -81,7 +82,7 @@ def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypat
 
 
 def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
-    """The dry run prints the resolved choices, the data and the rewards."""
+    """A training resolves its settings once, and a dry run prints the resolved choices, the data and the rewards."""
     counted = Counter()
 
     def count(place):
@@ -100,7 +101,7 @@ def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
 
 
 class Touched(BaseException):
-    """Error raised by the first use of a GPU."""
+    """The error that the first use of a GPU raises in the tests."""
 
 
 def test_each_rank_selects_its_gpu_before_using_cuda(here, monkeypatch):
@@ -165,7 +166,8 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
     ],
 )
 def test_a_server_is_proposed_only_where_it_takes_the_cache(here, recipe, cache, serves):
-    """At the end of a training, and in the model's card."""
+    """The end of a training and the model's card propose a server only if this server supports the cache
+    of the model."""
     words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
     training = read_recipe(parse(words))
     assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * serves, False]

@@ -53,7 +53,8 @@ def cache_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """rollouts(words of `rollout`) -> the folder that it wrote: 12 completions of the quickstart's trained model."""
+    """rollouts(words of `rollout`) returns the folder that the command wrote: 12 completions of the quickstart's
+    trained model."""
 
     def make(*words: str, recipe: str = "grpo.yaml") -> Path:
         arguments = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
@@ -66,7 +67,7 @@ def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """verified(folder, words) -> (exit status, output of --json)"""
+    """verified(folder, words) returns (exit status, output of --json) of the command."""
 
     def check(folder: Path, *words: object) -> tuple[int, dict[str, Any]]:
         status = main(["verify", str(folder), *map(str, words), "--json"])
@@ -79,7 +80,7 @@ def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(words) -> the one-line error of the command, which exits with status 2"""
+    """refused(words) returns the one-line error of the command, which must exit with status 2."""
 
     def check(*words: object) -> str:
         assert main(["verify", *map(str, words)]) == 2
@@ -125,7 +126,8 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
 def test_rollouts_of_every_policy_replay_exactly(
     name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
-    """Rollouts on disk replay under the model that they name; with other traces they do not."""
+    """Rollouts on disk replay exactly under the model that the rollouts name. Control: with other traces
+    they do not."""
     cache, words = cache_of(name), []
     if name in ("kvpop", "dms"):
         policy = make_policy(cache)
@@ -156,7 +158,8 @@ def test_rollouts_of_every_policy_replay_exactly(
 def test_log_probs_are_compared_as_they_were_sampled(
     cache: str, settings: str, rollouts: Run, verified: Callable
 ) -> None:
-    """Log-probs at the sampling temperature, before top-p and top-k; another temperature gives other values."""
+    """The command compares log-probs at the sampling temperature, before top-p and top-k. Control: another temperature
+    gives other values."""
     words = ["sweep={}", "top_p=1.0", "top_k=null", *settings.split()]
     folder = rollouts(cache, *words, recipe="eval.yaml")
     status, usage = verified(folder)
@@ -186,7 +189,8 @@ def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd:
 
 
 def test_wrong_rollouts_are_detected(rollouts: Run, verified: Callable, here: Path) -> None:
-    """Other weights, other heads, and one log-prob of one token moved by a thousandth."""
+    """The command detects rollouts with other weights, with evictions of other heads, or with one token's log-prob
+    moved by a thousandth."""
     folder = rollouts(GKV)
     assert verified(folder)[0] == 0
     model = load_plain_model(QUICKSTART)
@@ -224,7 +228,8 @@ def test_a_model_that_gives_nan_is_refused(rollouts: Run, here: Path, capfd: pyt
 def test_attention_in_float32_has_a_wider_bound(
     rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 attention is replayed as it was sampled."""
+    """Rollouts that were sampled with float32 attention are replayed with float32 attention, under a wider bound of the
+    gap."""
     monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that monkeypatch restores it
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
@@ -250,7 +255,8 @@ def test_half_precision_has_a_separate_bound(
 
 
 def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """Tokens, traces and both log-probs, to the last bit of float32."""
+    """Rollouts read from disk equal the sampled ones: their tokens, traces and both kinds of log-probs, to the last bit
+    of float32."""
     from rollout.hf import HFEngine
 
     sampled = []
@@ -327,7 +333,8 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) 
 
 
 def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
-    """A model of the same shape is still replayed; the gap shows if the difference matters."""
+    """The command names a model whose configuration differs. A model of the same shape is still replayed; the gap shows
+    if the difference matters."""
     folder = rollouts(GKV)
     shutil.copytree(QUICKSTART, here / "turned")
     config = json.loads((here / "turned" / "config.json").read_text())

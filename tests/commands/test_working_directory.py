@@ -76,7 +76,8 @@ def be_hostile(here: Path, names: tuple[str, ...], form: str = "file") -> None:
 
 @pytest.fixture
 def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """run(*words of Python's command line, path=PYTHONPATH, further environment) in the working directory."""
+    """run(*words of Python's command line, path=PYTHONPATH, further environment) runs Python in the
+    working directory."""
 
     def start(*words: str, path: str = str(ROOT), **environment: str) -> subprocess.CompletedProcess:
         drop = ("RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
@@ -118,7 +119,8 @@ def test_modules_in_the_working_directory_do_not_replace_ours(
 def test_a_path_that_names_the_working_directory_comes_last(
     place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:
-    """Also if it is an empty entry, as in PYTHONPATH=$PYTHONPATH:more."""
+    """A PYTHONPATH entry that names the working directory comes last on the path, even if it is an empty entry, as in
+    PYTHONPATH=$PYTHONPATH:more."""
     be_hostile(place, OURS[1:])
     for path in (f"{place}:{ROOT}", f":{ROOT}"):
         done = run("../sparse-rl", "--help", path=path)

@@ -142,8 +142,8 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Ca
     the largest redundancy, but the window does not compete, so it does not set the scale."""
 
     class OverAll(GKV):
-        """Control: a policy that takes the maximum over all held entries instead of the competing ones in one
-        compaction."""
+        """Control: a reference of G-KV that divides the redundancy by its maximum over all held entries instead of the
+        competing entries. One compaction is enough to show the difference."""
 
         def scores(self) -> list[dict[int, float]]:
             lam, result = self.parameters["lam"], []

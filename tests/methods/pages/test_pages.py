@@ -308,8 +308,8 @@ def test_controls(name: str, sampled: Callable) -> None:
 def test_choices_that_rounding_would_change_are_replayed(
     model_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replay opens the recorded pages even if rounding would choose others: noise of 1e-3 on the logits that choose
-    pages, as in half precision, would open other pages, but the gap stays the same."""
+    """Noise of 1e-3 on the logits that choose pages, as in half precision, makes the engine open other pages. The
+    replay opens the pages that were recorded, and its gap stays the same."""
     generator = torch.Generator().manual_seed(0)
 
     def noisy(logits: torch.Tensor, *how: object) -> torch.Tensor:
