@@ -1,4 +1,6 @@
-"""A learned policy in vLLM: it decides as training does and as the reference engine does, before a query attends."""
+"""A learned policy in vLLM makes the same evictions as in training and in the reference engine,
+before a query attends.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from sparse_rl.models.load import load_model
 
 B = 20
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
-LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # 65 and 81: a last chunk of one token, of 16
+LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # with 65 and 81, the last chunk has one token, for chunks of 16
 
 
 @pytest.fixture(scope="module")
 def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """learned(scorer, family="qwen3", seed=0) -> a model's directory with scorers far from where they start."""
+    """learned(scorer, family="qwen3", seed=0) -> the directory of a model whose scorers are far from their initial
+    values.
+    """
     made: dict[Any, Path] = {}
 
     def make(scorer: str, family: str = "qwen3", seed: int = 0) -> Path:
@@ -49,7 +53,9 @@ def test_evictions_equal_those_of_training_and_hf(
     random_prompts: Callable,
     record_property: Callable,
 ) -> None:
-    """Prompts whole and in chunks, several samples of each, more sequences than run at a time."""
+    """Evictions equal those of training and of hf, for prompts whole and in chunks, several samples of each, and more
+    sequences than run at a time.
+    """
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     model, policy = load_model(folder), learned_policy(scorer, B)
     engine = open_engine(None, folder, max_batch=10, max_num_batched_tokens=chunk)
@@ -76,7 +82,9 @@ def test_evictions_equal_those_of_training_and_hf(
 def test_among_equal_scores_the_latest_is_evicted(
     scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """As in training, to the token: untrained, all tokens of a step of the decay rank alike."""
+    """Among equal scores the latest token is evicted, as in training: without training, all tokens in one step of the
+    decay rank alike.
+    """
     policy = learned_policy(scorer, B, decay_every=8)
     save_learned(with_scorers(new_model("qwen3", **SIZES), policy, scale=0.0), policy, tmp_path)
     rollouts = open_engine(None, tmp_path).generate(
@@ -90,7 +98,9 @@ def test_among_equal_scores_the_latest_is_evicted(
 def test_blocks_of_exactly_b_and_no_preemption(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """In a pool with exactly the blocks that all need: ceil(max(P, B) / block) each, and B's once a prompt is cut."""
+    """A pool with exactly the blocks that all sequences need never preempts: ceil(max(P, B) / block) blocks for a
+    prompt of P tokens and a budget of B, and the blocks of B once the prompt is compacted.
+    """
     folder, prompts = learned(scorer), random_prompts([5, 40, 41, 70, 130])
     size, needed = 32, [2, 2, 2, 3, 5]
     block_bytes = 2 * 2 * size * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, dim, float32
@@ -101,7 +111,7 @@ def test_blocks_of_exactly_b_and_no_preemption(
     with watched(engine) as seen:
         rollouts = engine.generate(prompts, SamplingConfig(max_tokens=120, seed=0, ignore_eos=True))
     assert seen.preempted == 0 and max(seen.running) == 5
-    assert seen.used[0] == 1 + 2 + 2 + 3 + 5 == max(seen.used) and seen.used[-1] == 5 * 2  # 40 entries are 2 blocks
+    assert seen.used[0] == 1 + 2 + 2 + 3 + 5 == max(seen.used) and seen.used[-1] == 5 * 2  # 40 entries need 2 blocks
     assert not wrong_decisions(load_model(folder), engine.policy, rollouts)[0]
     assert pool_of(engine).get_num_free_blocks() == blocks
 
@@ -110,7 +120,9 @@ def test_blocks_of_exactly_b_and_no_preemption(
 def test_scorers_are_updated_with_the_weights(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """Those of another seed: what is sampled is what a directory that has them gives; and a digest says so."""
+    """After load_weights from a model with other scorers, the engine samples as from that model's directory, and its
+    scorer digests are those of the new scorers.
+    """
     one, other = learned(scorer), load_model(learned(scorer, seed=1))
     prompts, sampling = random_prompts(LENGTHS), SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     engine, policy = open_engine(None, one), learned_policy(scorer, B)
@@ -133,7 +145,9 @@ def test_scorers_are_updated_with_the_weights(
 def test_vllm_loads_a_directory_with_scorers(
     learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """Under another policy; plain vLLM and transformers do not see the scorers."""
+    """vLLM loads a model directory that has scorers under another policy too; plain vLLM and transformers ignore the
+    scorers.
+    """
     folder, prompts = learned("delayed"), random_prompts([9, 50])
     sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     for policy in ("full", {"policy": "streaming", "budget": 16}):
@@ -176,7 +190,9 @@ def test_an_engine_in_another_process_gives_the_same_results(
     random_prompts: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In processes of its own, and with its heads shared between two; after a weight sync, too."""
+    """An engine in a separate process, or with its heads split over two processes, gives the same results as one in
+    this process, also after a weight sync.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     engine, policy = open_engine(None, folder, max_batch=6, **options), learned_policy(scorer, B)

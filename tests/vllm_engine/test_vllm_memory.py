@@ -1,4 +1,4 @@
-"""Evicted entries are really freed: sequences run side by side in the blocks of their budgets, never preempted."""
+"""Evicted entries are really freed: sequences run together in the blocks of their budgets and are never preempted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
 BLOCK = 32  # tokens
-PEAK = 3  # blocks of a sequence with budget 64, period 32
+PEAK = 3  # blocks of a sequence with budget 64 and period 32
 ONE_LAYER = {"num_hidden_layers": 1}
 BLOCK_BYTES = 2 * BLOCK * 2 * 32 * 4  # keys and values, Hkv = 2, D = 32, float32
 
@@ -27,7 +27,9 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.fixture
 def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
-    """with_blocks(policy, blocks, max_batch) -> a one-layer engine; its pool has `blocks` blocks and the null block."""
+    """with_blocks(policy, blocks, max_batch) -> a one-layer engine whose pool has `blocks` blocks besides the null
+    block.
+    """
 
     def make(policy: Policy, blocks: int, max_batch: int) -> Any:
         engine = open_engine(
@@ -48,7 +50,9 @@ def test_as_many_requests_run_as_budgets_fit_in_the_pool(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
     record_property: Callable,
 ) -> None:  # fmt: skip
-    """64 sequences of more than 400 tokens, all at once, in 64 budgets and one long prompt's blocks (full: 1,000)."""
+    """64 sequences of more than 400 tokens run at once in the blocks of 64 budgets and one long prompt. A full cache
+    would need 1,000 blocks.
+    """
     prompt_blocks = 7
     blocks = 64 * PEAK + prompt_blocks - PEAK
     engine = with_blocks(policy, blocks, 64)
@@ -65,7 +69,7 @@ def test_as_many_requests_run_as_budgets_fit_in_the_pool(
     record_property("gap", own)
     assert own <= 1e-5 and all(len(r.completion_ids) == 400 for r in rollouts)
 
-    for tokens in (1, 90, 150):  # waves: requests that never compact, that just do, and that do often
+    for tokens in (1, 90, 150):  # tokens of requests that never compact, that compact once, and that compact often
         assert pool_of(engine).get_num_free_blocks() == blocks
         with watched(engine) as seen:
             engine.generate(prompts, SamplingConfig(tokens, n=2, seed=0, ignore_eos=True))
@@ -82,7 +86,9 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
     directory_of: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Each block fewer than all need keeps one request waiting; none is preempted, and what is sampled is the same."""
+    """If the pool is one block smaller than all requests need, one request waits; none is preempted, and the samples
+    are unchanged.
+    """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     prompts, sampling = random_prompts([20 + i for i in range(12)]), SamplingConfig(110, seed=0, ignore_eos=True)
     sampled = {}
@@ -99,7 +105,9 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
 def test_memory_outside_the_cache_is_counted(
     policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
 ) -> None:
-    """The worker's own arrays, byte for byte, one block's numbers aside."""
+    """The counted bytes outside the cache equal the bytes of the worker's own arrays, except for the null block's
+    numbers.
+    """
     from rollout.vllm.compat.paged import live_state
 
     policy = policy_of(policy_name, budget=64, window=8, period=32)
@@ -109,13 +117,16 @@ def test_memory_outside_the_cache_is_counted(
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
-    assert state.failed.nbytes == 5 + 1  # nor this, a byte for each request
+    assert state.failed.nbytes == 5 + 1  # not counted either: one byte for each request
     named = {"positions", "queries", "prompt_length", "row", "number", "failed", "heads", "first_block", "first_row"}
-    assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
+    # the state has no other tensors
+    assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named
 
 
 def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share decides only on a GPU without kv_cache_gb."""
+    """The share of memory given to vLLM leaves room for our other buffers. The share matters only on a GPU and without
+    kv_cache_gb.
+    """
     from vllm.platforms import current_platform
 
     from rollout.vllm.compat import arguments
@@ -125,7 +136,7 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: total)
     share = arguments.memory_arguments(None, 0.3, beside)["gpu_memory_utilization"]
-    assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # were all of it the cache
+    assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # if all of the share were cache
     whole = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**30}
     assert arguments.memory_arguments(1, 0.3, beside) == whole
     with pytest.raises(UserError, match=r"^gpu_memory_utilization: 0\.04 of 75 GiB is less than [^\n]*$"):
@@ -133,7 +144,9 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
 
 
 def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, random_prompts: Callable) -> None:
-    """The control: without eviction the same sequences use three times the blocks."""
+    """Control: without eviction the same sequences need more blocks, 10 instead of the peak of the budget for each
+    sequence.
+    """
     prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
     most = {}
     for name, blocks in (("full", 100), ("gkv", 64)):
@@ -158,13 +171,16 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """Each its prompt and its peak, or what is shorter; of a GiB no more is taken, and all of them run at once."""
+    """The pool has room for each sequence's prompt and peak, or for the longest sequence if that is less. It takes no
+    more of the 1 GiB, and all sequences run at once.
+    """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
     engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
     assert pool_of(engine).get_num_free_blocks() == 4 * blocks
     given = {**sizes, "dtype": "float32", "exact": True, "tensor_parallel": 1}
-    assert pool_bytes(policy, given, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES  # as doctor says
+    # the same bytes as in `doctor`
+    assert pool_bytes(policy, given, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES
     with watched(engine) as seen:
         engine.generate(
             random_prompts([min(max_prompt, longest - 24)] * 4), SamplingConfig(24, seed=0, ignore_eos=True)
@@ -175,7 +191,9 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
 def test_a_pool_too_small_for_one_is_refused(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, agrees_with_hf: Callable
 ) -> None:
-    """It must hold the longest prompt, 8 blocks for max_prompt 256. After the error there may be another engine."""
+    """A pool that is too small for the longest prompt, 8 blocks for max_prompt 256, is refused. After the error,
+    another engine can be started.
+    """
     with pytest.raises(ValueError, match="KV cache") as error:
         with_blocks(policy, 6, 4)
     prompts, sampling = random_prompts([256, 7]), SamplingConfig(40, seed=0, ignore_eos=True)

@@ -1,6 +1,7 @@
-"""The vLLM engine refuses log-probs that are not finite; what was NaN in one sequence reaches no other.
+"""The vLLM engine refuses log-probs that are not finite, and a NaN in one sequence reaches no other sequence.
 
-Where several requests are to be seen at once they go to vLLM itself, as in a server: our engine stops at the first.
+Tests that look at several failing requests at once call vLLM directly, as a server does, since our engine stops at the
+first failure.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS
 
 @pytest.fixture(scope="module")
 def poisoned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Policy], Path]:
-    """poisoned(policy) -> a model whose embedding of one token is NaN; greedily it never draws that token."""
+    """poisoned(policy) -> a model with a NaN embedding of one token; greedy sampling never chooses that token."""
 
     def make(policy: Policy) -> Path:
         model, folder = new_model("qwen3", **SIZES), tmp_path_factory.mktemp(policy.name)
@@ -69,7 +70,9 @@ FAILED = [(("error", "not finite"), [], [])] * len(BAD)
 
 
 def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = lambda step: None) -> list[Any]:
-    """vLLM's output for each request: finish reason, tokens and log-probs. spoil : called before each step"""
+    """Return vLLM's output for each request: finish reason, tokens and log-probs. spoil : called with the step's number
+    before each step
+    """
     import vllm
 
     sampling = vllm.SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
@@ -88,7 +91,7 @@ def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = l
 
 
 def abort_in_the_prompt(engine: Any) -> None:
-    """A request goes whose prompt was read in part: nothing was drawn, and its blocks hold NaN."""
+    """Abort a request after only a part of its prompt was read: no token was sampled, and its blocks hold NaN."""
     import vllm
 
     inner = engine.llm.llm_engine
@@ -98,7 +101,7 @@ def abort_in_the_prompt(engine: Any) -> None:
 
 
 def in_one_batch() -> tuple[list[list[int]], list[bool]]:
-    """Good and bad prompts by turns, and which are bad."""
+    """Return good and bad prompts in alternation, and for each prompt whether it is bad."""
     mixed = [GOOD[0], BAD[0], GOOD[1], BAD[1], *GOOD[2:5], BAD[2], GOOD[5]]
     return mixed, [prompt in BAD for prompt in mixed]
 
@@ -107,7 +110,9 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 def test_nan_does_not_spread_to_other_sequences(
     name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
 ) -> None:
-    """Bit by bit: beside sequences that fail, in blocks that they have left, and after one that went in its prompt."""
+    """Good sequences are equal bit for bit to a clean run: beside failing sequences, in blocks that these have freed,
+    and after a request that was aborted within its prompt.
+    """
     engine = open_engine(POLICIES[name], poisoned(POLICIES[name]), dtype=dtype, max_num_batched_tokens=CHUNK)
     clean = served(engine, GOOD)
     assert [why for why, *_ in clean] == [("length", None)] * len(GOOD)
@@ -117,13 +122,13 @@ def test_nan_does_not_spread_to_other_sequences(
     assert [one for one, bad in zip(outputs, is_bad, strict=True) if bad] == [(("error", "not finite"), [], [])] * len(
         BAD
     )
-    for _ in range(3):  # until every block has been theirs
+    for _ in range(3):  # until the failing requests have used every block
         served(engine, BAD * 5)
     abort_in_the_prompt(engine)
     assert served(engine, GOOD) == clean
     assert served(engine, BAD[::-1]) == FAILED
 
-    # and our own engine: it says where, and goes on
+    # our own engine names the sequence in its error, and then continues
     sampling = SamplingConfig(TOKENS, temperature=0, ignore_eos=True)
     wanted = engine.generate(GOOD, sampling)
     with pytest.raises(NotFiniteError) as error:
@@ -141,7 +146,7 @@ def test_nan_does_not_spread_to_other_sequences(
 def test_without_clean_blocks_nan_spreads(
     poisoned: Callable, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control for the test above."""
+    """Control of the test above: if vLLM does not clear new blocks, a NaN does spread."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.compat import plugin
@@ -156,7 +161,9 @@ def test_without_clean_blocks_nan_spreads(
 
 
 def test_a_nan_that_decides_an_eviction_ends_the_request(poisoned: Callable, open_engine: Callable) -> None:
-    """Also where the logits are finite: a query of the last layer reaches no other token. The others are as without."""
+    """A NaN that decides an eviction ends its request, even if all logits are finite: a query of the last layer reaches
+    no other token. The other requests are as without the NaN.
+    """
     from rollout.vllm.compat.paged import live_state
 
     engine = open_engine(POLICIES["gkv"], poisoned(POLICIES["gkv"]))
@@ -181,7 +188,9 @@ def test_a_nan_that_decides_an_eviction_ends_the_request(poisoned: Callable, ope
 
 @pytest.mark.slow
 def test_scorers_that_are_not_finite(poisoned: Callable, open_engine: Callable) -> None:
-    """Only requests from which something goes fail; with good scorers again all do."""
+    """With NaN scorers, only requests that evict entries fail; after good scorers are loaded again, all requests
+    succeed.
+    """
     policy = POLICIES["kvpop"]
     folder = poisoned(policy)
     engine = open_engine(policy, folder)

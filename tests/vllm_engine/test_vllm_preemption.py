@@ -1,4 +1,4 @@
-"""Where vLLM preempts a request all the same, it is sampled anew: never a trace that tells of a cache that was lost."""
+"""If vLLM does preempt a request, the request is sampled anew: no trace describes a cache that was lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @contextmanager
 def before_steps(engine: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """`act` is called with 0, 1, ... before each step of the engine."""
+    """Call `act` with 0, 1, ... before each step of the engine."""
     llm, count = engine.llm.llm_engine, 0
     step = llm.step
 
@@ -43,7 +43,9 @@ def before_steps(engine: Any, act: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
-    """At the steps that `now` says, no block is free once: the scheduler preempts the request that came last."""
+    """At each step for which `now` returns True, allocation fails once, and the scheduler preempts
+    the latest request.
+    """
     manager = scheduler_of(engine).kv_cache_manager
     allocate, due = manager.allocate_slots, False
 
@@ -68,7 +70,9 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
 def test_preemption_without_free_blocks_does_not_change_results(
     exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
-    """Blocks vanish while sequences grow, so vLLM preempts them, early and late; in the end nothing is different."""
+    """Blocks are removed while sequences grow, so vLLM preempts some of them, early and late; the results do not
+    change.
+    """
     engine, prompts = open_engine(policy, max_batch=8, exact=exact), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)
     pool = pool_of(engine)
@@ -102,7 +106,9 @@ def test_preemption_around_evictions_does_not_change_results(
     random_prompts: Callable,
     replay_gap: Callable,
 ) -> None:
-    """Preempted before or after it has evicted, one request or many, once or again: sampled anew, and exact."""
+    """One or many requests are preempted before or after an eviction, once or repeatedly; they are sampled anew, and
+    the results are exact.
+    """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)
@@ -119,7 +125,7 @@ def test_an_unnoticed_preemption_gives_a_wrong_trace(
     replay_gap: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control: if preemption is ignored, a sequence preempted after an eviction has a wrong trace."""
+    """Control: if preemption is ignored, a sequence that was preempted after an eviction has a wrong trace."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
 
     def forgetful(self: Any, request_id: str) -> int:
@@ -133,7 +139,9 @@ def test_an_unnoticed_preemption_gives_a_wrong_trace(
 
 
 def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
-    """A request that is preempted at every attempt is an error that says what to do; the engine goes on."""
+    """A request that is preempted at every attempt raises an error that says how to fix it; the engine can be used
+    again.
+    """
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)
     error = pytest.raises(RuntimeError, match=r"1 sequences were preempted 3 times; lower max_batch or raise kv_cache")
@@ -145,7 +153,9 @@ def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, 
 def test_preemption_of_all_requests_does_not_change_results(
     policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
-    """vLLM's own reset of running requests: preempted and admitted again in one step."""
+    """vLLM's own reset of running requests, which preempts and readmits them in one step, does not
+    change the results.
+    """
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)
 

@@ -1,6 +1,6 @@
-"""The vLLM engine in processes of its own, and with its heads shared between two: as in one process, to the last law.
+"""A vLLM engine in separate processes, or with its heads split over two, gives the same results as one in this process.
 
-The processes know the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
+The processes find the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ APART = [{"multiprocess": True}, {"tensor_parallel": 2}]
 
 @pytest.fixture(autouse=True)
 def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would bind each worker to a NUMA node of its own, and ends where there are fewer."""
+    """Disable vLLM's binding of each worker to a separate NUMA node, which fails if there are fewer
+    nodes than workers.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def test_the_plugin_is_installed() -> None:
-    """vLLM finds it in every process by its entry point."""
+    """The plugin is installed: vLLM finds it by its entry point in every process."""
     results = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
     assert set(results) == {"rollout.vllm:register"}
 
@@ -57,7 +59,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_path: Path) -> None:
-    """And those that are not vLLM's do not."""
+    """vLLM's processes end if their parent is killed; other child processes do not."""
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE, text=True) as parent:
@@ -84,7 +86,9 @@ def test_an_engine_in_another_process_equals_hf(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Greedy and sampled, in chunks, some waiting: the tokens and traces of the reference engine, but for ties."""
+    """Greedy and sampled rollouts equal the reference engine's tokens and traces except for ties, with prompts in
+    chunks and requests that wait.
+    """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=8), random_prompts(LENGTHS)
     engine = open_engine(policy, "qwen3", max_batch=6, max_num_batched_tokens=128, **options)
     for temperature in (0.0, 1.0):
@@ -104,7 +108,9 @@ def test_weights_reach_an_engine_in_another_process(
     new_model: Callable,
     record_property: Callable,
 ) -> None:
-    """Updates reach every process, the truncated support's log-probs come back, and wrong weights are refused."""
+    """Weight updates reach every process, the log-probs of a truncated support are returned, and wrong weights are
+    refused.
+    """
     folder = directory_of("llama", tie_word_embeddings=tied)
     model = type(new_model("llama")).from_pretrained(folder, dtype=torch.float32).eval()
     engine = open_engine(policy_of("gkv", budget=64, window=8, period=8), folder, **options)
@@ -132,7 +138,9 @@ def test_weights_reach_an_engine_in_another_process(
 def test_an_engine_in_another_process_continues_after_errors(
     options: dict, open_engine: Callable, policy_of: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine keeps sampling after interrupted, refused and empty calls, and queues requests if blocks are few."""
+    """The engine continues to sample after interrupted, refused and empty calls, and queues requests if there are few
+    blocks.
+    """
     engine = open_engine(
         policy_of("h2o", budget=64, window=8, period=8),
         max_model_len=512,

@@ -1,4 +1,4 @@
-"""Refusals of the vLLM engine, and its recovery after an error or an interrupt."""
+"""The vLLM engine refuses bad arguments, and works again after an error or an interrupt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def policy(policy_of: Callable) -> Policy:
 
 
 def test_requests_that_are_refused(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
-    """Each is a ValueError that names the mistake, before anything is sampled."""
+    """Each bad request raises a ValueError that names the mistake, before any token is sampled."""
     engine = open_engine(policy, max_model_len=256, max_prompt=100)
     good = random_prompts((100,))
     wanted = engine.generate(good, SAMPLING)
@@ -68,7 +68,7 @@ def test_head_sizes_that_are_refused(
 def test_a_family_that_only_hf_samples_from_is_refused(
     policy: Policy, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one line, before vLLM has the model."""
+    """A model family that only hf supports is refused in one line, before vLLM loads the model."""
     monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
     monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
     with pytest.raises(UserError) as caught:
@@ -119,7 +119,9 @@ def test_a_second_engine_is_refused(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """One engine in a process at a time; the one that is there goes on, and once it is closed there may be another."""
+    """A process has at most one engine: a second one is refused and the first continues; once the first is closed,
+    another can be opened.
+    """
     policies = {name: policy_of(name, budget=64, window=8, period=16) for name in (first, second)}
     engine, prompts = open_engine(policies[first]), random_prompts((90, 200))
     wanted = engine.generate(prompts, SAMPLING)
@@ -139,7 +141,7 @@ def test_a_second_engine_is_refused(
 def test_an_interrupt_frees_all_requests_rows_and_blocks(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted at any step, the engine has no request, no row and no block left, and samples on as a fresh one."""
+    """After an interrupt at any step, the engine holds no request, row or block, and samples as a fresh engine does."""
     engine, prompts = (
         open_engine(policy, max_batch=4, max_num_batched_tokens=64),
         random_prompts((90, 200, 17, 64, 300, 5)),
@@ -170,7 +172,7 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
 def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before or after any of vLLM's own steps, at the first request or the last."""
+    """An error before or after any of vLLM's own steps, at the first or the last request, frees all requests."""
     engine, prompts, sampling = open_engine(policy), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
     core, wanted = engine.llm.llm_engine, engine.generate(prompts, sampling)
     steps = {core: "add_request", core.input_processor: "process_inputs", core.output_processor: "add_request"}
@@ -216,14 +218,16 @@ def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Calla
 def test_an_allocator_that_vllm_refuses_on_a_gpu(
     value: str, policy_name: str, sleep_mode: bool, refused: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line where vLLM itself would refuse, at length; and nowhere else."""
+    """On a GPU, an allocator setting that vLLM would refuse with a long error is refused in one line; in all other
+    cases it is accepted.
+    """
     from vllm.config import VllmConfig
 
     from rollout.vllm.compat import refusals
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
     policy = policy_of("full") if policy_name == "full" else policy_of("gkv", budget=64, window=8, period=16)
-    refusals.refuse_expandable_segments(policy, sleep_mode)  # a CPU has no such allocator
+    refusals.refuse_expandable_segments(policy, sleep_mode)  # accepted: a CPU has no such allocator
     monkeypatch.setattr(refusals, "on_cpu", lambda: False)
     connector = SimpleNamespace(kv_connector="EvictionConnector") if policy_name == "gkv" else None
     config = SimpleNamespace(
@@ -241,7 +245,9 @@ def test_an_allocator_that_vllm_refuses_on_a_gpu(
 def test_a_sliding_window_that_an_override_brings_is_refused(
     name: str, policy_of: Callable, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own configuration was checked without it; our attention in float32 would look past it."""
+    """A sliding window set by an override is refused. The check of the model's own configuration does not see the
+    override, and our float32 attention would ignore the window.
+    """
     import vllm
 
     slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
@@ -253,7 +259,7 @@ def test_a_sliding_window_that_an_override_brings_is_refused(
 
 @pytest.fixture(scope="module")
 def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
-    """configuration_of(dtype) -> vLLM's own, of an engine with a full cache."""
+    """configuration_of(dtype) -> vLLM's own configuration of an engine with a full cache."""
 
     @cache
     def make(dtype: str) -> Any:
@@ -283,7 +289,9 @@ def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
 def test_layers_that_our_attention_would_get_wrong(
     dtype: str, given: dict[str, Any], what: str | None, configuration_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a full cache, too, in float32 on a CPU. In other dtypes vLLM's own kernel computes them, and well."""
+    """Layers that our float32 attention would compute wrongly are refused on a CPU, also with a full cache. In other
+    dtypes vLLM's own kernel computes them correctly.
+    """
     from vllm.config import set_current_vllm_config
 
     from rollout.vllm import backend, backend_cpu
@@ -301,7 +309,9 @@ def test_layers_that_our_attention_would_get_wrong(
 
 
 def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeding another GPU would create a CUDA context of half a gigabyte on it, in each process."""
+    """Starting an engine uses only its own GPU: seeding another GPU would create a CUDA context of half a gigabyte on
+    that GPU in each process.
+    """
     from rollout.vllm.compat import plugin
 
     touched: list[Any] = []
@@ -322,7 +332,9 @@ def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_weights_that_are_not_finite(
     policy: Policy, open_engine: Callable, directory_of: Callable, loaded: Callable, random_prompts: Callable
 ) -> None:
-    """Keys that are NaN are an error, not a trace; with good weights the engine goes on."""
+    """Weights that make keys NaN raise an error instead of giving a trace; after good weights are loaded, the engine
+    works again.
+    """
     engine, prompts = open_engine(policy), random_prompts((90, 200))
     wanted = engine.generate(prompts, SAMPLING)
     good = {name: weight.detach().clone() for name, weight in loaded(directory_of("qwen2")).named_parameters()}
@@ -339,7 +351,7 @@ def test_weights_that_are_not_finite(
 def test_an_engine_does_not_change_its_process(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """It keeps the process's random state, threads, dtype and the trainer's process group."""
+    """An engine does not change its process's random state, threads and dtype, nor the trainer's process group."""
     if with_group:
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
 
@@ -357,7 +369,7 @@ def test_an_engine_does_not_change_its_process(
     try:
         before = state()
         assert before[-1] is with_group
-        with pytest.raises(ValueError, match="KV cache"):  # once vLLM has made its groups
+        with pytest.raises(ValueError, match="KV cache"):  # fails after vLLM has made its process groups
             make_engine("vllm", model=directory_of("qwen2"), policy=policy, kv_cache_gb=1e-4, max_model_len=2048)
         assert state() == before
         for _ in range(2):

@@ -1,6 +1,7 @@
-"""The invariant (docs/architecture.md) for the vLLM engine: replayed, a token has the log-prob that vLLM saw.
+"""The invariant (docs/architecture.md) for the vLLM engine: in replay, a token has the log-prob that vLLM reported.
 
-With greedy and with sampled rollouts. Wrong traces are the controls: each must be 100 tolerances away.
+Checked for greedy and for sampled rollouts. Controls: wrong traces, each of which must give a gap of at least 100
+tolerances.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def test_replay_equals_sampling(
 
 @pytest.mark.parametrize("cache", [{"policy": "gkv", "window": 8}, {"policy": "streaming"}], ids=lambda c: c["policy"])
 def test_equal_to_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None:
-    """On a trained model, in float32 on a CPU. vLLM's own kernels are the control: other bits."""
+    """On a trained model, in float32 on a CPU, tokens and log-probs equal those of hf to the last bit. Control: vLLM's
+    own kernels give other bits.
+    """
     prompts, sampling = quickstart_prompts(16), SamplingConfig(60, seed=2, ignore_eos=True)
     policy = make_policy({**cache, "budget": 40, "period": 8})
     wanted = make_engine("hf", model=TRAINED, policy=policy).generate(prompts, sampling)
@@ -77,7 +80,9 @@ def test_equal_to_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None
 def test_biases_in_the_heads(
     changed: dict, open_engine: Callable, replay_gap: Callable, record_property: Callable
 ) -> None:
-    """vLLM's own kernels on a trained model: Attention Matching is replayed as near as a full cache, and no other."""
+    """Under vLLM's own kernels and a trained model, the replay gap of Attention Matching is near that of a full cache;
+    the gap of every wrong trace is far larger.
+    """
     prompts, sampling = quickstart_prompts(16), SamplingConfig(90, seed=2, ignore_eos=True)
     am = {"policy": "am", "budget": 24, "sinks": 1, "window": 8, "period": 16, "reference_queries": 24}
     full = replay_gap(open_engine("full", TRAINED, exact=False).generate(prompts, sampling), TRAINED)
@@ -98,9 +103,11 @@ def test_another_temperature_and_a_truncated_support(
     replay_gap: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Sampled as the reference engine samples, from the same seed, long prompts in chunks.
+    """Rollouts equal the reference engine's for the same seed, at another temperature and with top-p and top-k, with
+    long prompts in chunks.
 
-    `model_logprobs` are those before top-p and top-k, at the sampling temperature; `logprobs` those sampled from.
+    `model_logprobs` are the log-probs before top-p and top-k, at the sampling temperature; `logprobs` are those of the
+    distribution that is sampled from.
     """
     policy, prompts = policy_of("gkv", budget=64, window=8, period=16), random_prompts(LENGTHS, seed=2)
     engine = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=128)
@@ -110,7 +117,7 @@ def test_another_temperature_and_a_truncated_support(
         agrees_with_hf(policy, prompts, sampling, {f"sampled with {options}": rollouts}, "llama")
         assert replay_gap(rollouts, "llama", 1.0) >= 100 * TOLERANCE
         more = [a - b for r in rollouts for a, b in zip(r.logprobs, r.model_logprobs, strict=True)]
-        assert min(more) >= -1e-6  # what is left has more mass
+        assert min(more) >= -1e-6  # the remaining tokens have more mass
         assert (max(more) > 0.01) is bool(options)
 
 
@@ -118,7 +125,9 @@ def test_another_temperature_and_a_truncated_support(
 def test_the_smallest_budgets(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Budgets below a cache block, without a window: the newest token may go, and a block is full of holes."""
+    """Budgets below the size of a cache block work without a window, so that the newest token may be evicted and a
+    block is full of holes.
+    """
     policy = policy_of(policy_name, budget=3, window=0, period=2)
     prompts, sampling = (
         random_prompts((1, 2, 3, 4, 5, 6, 31, 32, 33, 70)),

@@ -1,6 +1,6 @@
-"""A server's requests that bring a seed: the tokens of a rollout with that seed, whatever they stand beside.
+"""Requests to a server that bring a seed get the tokens of a rollout with that seed, whatever else is in the batch.
 
-By vLLM's own engine in this process, fed requests as the server feeds its engine.
+vLLM's own engine runs in this process and is fed requests as the server feeds its engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = 20
 
 @pytest.fixture
 def as_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process gives seeds as a server's does; put back afterwards."""
+    """Make this process handle seeds as a server does, and restore it afterwards."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
     from rollout.vllm.compat.seeds import give_sequences_their_seeds
@@ -34,7 +34,7 @@ def as_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def served(engine: Any, prompts: Sequence[list[int]], asked: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
-    """The tokens of each request's samples."""
+    """Return the tokens of each request's samples."""
     import vllm
 
     core = engine.llm.llm_engine
@@ -51,13 +51,15 @@ def served(engine: Any, prompts: Sequence[list[int]], asked: Sequence[dict[str, 
 
 
 def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
-    """As on a GPU: each by its own step, even before its tokens are back; other rows are vLLM's."""
+    """As on a GPU, rows with a seed are sampled without a wait, each at its own step, even before the sampled tokens
+    have reached the host; vLLM samples the other rows.
+    """
     pytest.importorskip("vllm")
     from rollout.vllm.compat.arguments import KEY
     from rollout.vllm.samplers import SeededSampler
 
     def plain(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
-        """Writes into the logits, and gives int32, as vLLM's may."""
+        """Overwrites the logits and returns int32, as vLLM's sampler may."""
         return logits.fill_(-1).argmax(-1).int(), None
 
     asked = [None, (5, 1.0, 0), (6, 0.9, 0), None, (7, 1.0, 4), (5, 1.0, 0)]
@@ -83,7 +85,7 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
             uniform = torch.tensor([Uniforms(one[0]).at(steps[i])], dtype=torch.float64)
             support = SamplingConfig(1, top_p=one[1], top_k=one[2] or None)
             wanted[i] = int(sample(logits[i : i + 1], support, uniform)[0])
-    for _ in range(2):  # a step whose token was thrown away is drawn again
+    for _ in range(2):  # a step whose token was discarded is sampled again
         with Counted() as counted:
             there = logits.to(DEVICE)
             counted.taken()
@@ -98,8 +100,10 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 def test_a_seed_gives_the_tokens_of_a_rollout(
     name: str, policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Any
 ) -> None:
-    """Prompts of many chunks, two samples of each, with top_p and top_k of their own, beside greedy ones and ones
-    without a seed. With generators of vLLM's the engine ends at the first chunk."""
+    """Requests with a seed get the tokens of a rollout: prompts of many chunks, two samples of each, with their own
+    top_p and top_k, beside greedy requests and requests without a seed. With vLLM's own generators the engine would end
+    at the first chunk.
+    """
     policy = policy_of(name, budget=48, window=8, period=16)
     engine = open_engine(policy, max_num_batched_tokens=64, max_batch=12)
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
@@ -118,14 +122,16 @@ def test_a_seed_gives_the_tokens_of_a_rollout(
         assert outputs[i][0] != outputs[i][1]
     greedy = reference.generate([prompts[5]], SamplingConfig(TOKENS, temperature=0, ignore_eos=True))
     assert outputs[5] == again[0] == [greedy[0].completion_ids]
-    assert outputs[6] != again[1]  # the control: without a seed
+    assert outputs[6] != again[1]  # control: a request without a seed
 
 
 @pytest.mark.usefixtures("as_a_server")
 def test_preempted_requests_keep_their_random_numbers(
     policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Callable
 ) -> None:
-    """Under a full cache, where what is recomputed is what there was."""
+    """A preempted request continues with its own random numbers, under a full cache, for which a recomputed cache
+    equals the lost one.
+    """
     policy = policy_of("full")
     engine = open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64)
     prompts = random_prompts([70] * 8)

@@ -1,4 +1,4 @@
-"""Simulation on vLLM: the evictions and log-probs of given tokens are those of sampling them, and those of hf."""
+"""Simulation on vLLM: evictions and log-probs of given tokens equal those of sampling these tokens, and those of hf."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_simulation_equals_sampling(
     other = [[(token + 9) % 60 + 3 for token in completion] for completion in completions]
     changed = engine.simulate(prompts, other)
     assert [r.completion_ids for r in changed] == other
-    if name == "gkv":  # streaming looks at positions alone, and h2o's sums hardly differ in a random model
+    if name == "gkv":  # streaming looks only at positions, and h2o's sums hardly differ in a random model
         assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(changed, wanted, strict=True))
 
 

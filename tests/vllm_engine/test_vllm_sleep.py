@@ -1,7 +1,7 @@
-"""Sleep, without a GPU: vLLM's own worker code, over a double of the allocator that takes the memory away.
+"""Sleep mode without a GPU: vLLM's own worker code runs with a substitute for the allocator that takes memory away.
 
-What vLLM allocates for the model and for the cache is overwritten in a sleep, as memory that is unmapped may come back
-with anything in it. tests/gpu has the same with the allocator itself.
+In a sleep, all memory that vLLM allocated for the model and the cache is overwritten, since unmapped memory may come
+back with any contents. tests/gpu has the same test with the real allocator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWNERS = ("torch.nn", "vllm.model_executor", "vllm.v1.attention", "rollout")
 
 
 def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
-    """All that a model holds on its device, whatever it is: weights, buffers, plain attributes of its parts."""
+    """Yield every tensor that a model holds on its device: weights, buffers, and plain attributes of its modules."""
     if id(value) in seen:
         return
     seen[id(value)] = value
@@ -31,7 +31,7 @@ def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, dict):
         for name, item in value.items():
-            if not str(name).endswith("_cpu"):  # so vLLM names what stays in host memory
+            if not str(name).endswith("_cpu"):  # vLLM's suffix for tensors in host memory
                 yield from tensors(item, seen)
     elif isinstance(value, list | tuple | set):
         for item in value:
@@ -41,7 +41,9 @@ def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """In place of vLLM's sleep mode backend: "weights", what `load` allocates, and "kv_cache", a runner's caches."""
+    """Stands in for vLLM's sleep mode backend: "weights" are the tensors that `load` allocates, "kv_cache" the caches
+    of a runner.
+    """
 
     def __init__(self) -> None:
         self.weights: list[torch.UntypedStorage] = []
@@ -59,7 +61,8 @@ class Memory:
         for storage in self.weights:
             storage.fill_(255)  # NaN, or -1
         for cache in self.runner.kv_caches:
-            cache.untyped_storage().fill_(66)  # 48.6: the CPU kernel multiplies what is nobody's by 0
+            # as floats 48.6; not NaN, since the CPU kernel multiplies unused slots by 0
+            cache.untyped_storage().fill_(66)
 
     def resume(self, tags: list[str] | None) -> None:
         if self.kept is not None and (tags is None or "weights" in tags):
@@ -69,7 +72,7 @@ class Memory:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """That of the next engine, which sleeps by the code that vLLM has for GPUs."""
+    """Install the memory of the next engine, which sleeps by the code that vLLM has for GPUs, and return it."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
@@ -94,7 +97,9 @@ def test_an_engine_restores_dropped_weights_after_a_sleep(
     loaded: Callable,
     random_prompts: Callable,
 ) -> None:
-    """At level 2 by `load_weights`, but for the buffers, which vLLM keeps. Nothing of the cache is needed."""
+    """At level 2, `load_weights` restores all weights that a sleep dropped, except for buffers, which vLLM keeps. The
+    cache's old contents are not needed.
+    """
     engine = open_engine(policy_of(policy_name, budget=64, window=8, period=16), "qwen3")
     engine.can_sleep, prompts = True, random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)

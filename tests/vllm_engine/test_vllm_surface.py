@@ -1,6 +1,6 @@
 """Members of vLLM that we override, replace or read beyond its documented interface exist as we expect.
 
-The table stands in docs/internals.md. No engine is started.
+docs/internals.md has the table of these members. The tests start no engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANAGER = "v1.core.single_type_kv_cache_manager.FullAttentionManager"
 UPDATE = "layer key value kv_cache slot_mapping"
 FORWARD = "layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 
-SIGNATURES = {  # name -> its parameters, all of them, as we override, replace or call it
+SIGNATURES = {  # name -> all parameters of a function that we override, replace or call
     f"{BASE}.AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
     f"{BACKENDS}.flash_attn.FlashAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
@@ -98,7 +98,7 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     "v1.engine.llm_engine.LLMEngine.abort_request": "request_ids internal",
     "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
 }
-MEMBERS = {  # class or module -> what it defines: fields, properties, methods, names
+MEMBERS = {  # class or module -> its fields, properties, methods and names that we use
     f"{BASE}.AttentionMetadataBuilder": "use_cascade_attention supports_update_block_table",
     f"{BASE}.AttentionBackend": "get_impl_cls get_builder_cls validate_configuration",
     f"{BACKENDS}.registry.AttentionBackendEnum": "CPU_ATTN CUSTOM",
@@ -139,7 +139,7 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role kv_connector_extra_config",
     "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config compute_hash",
 }
-ASSIGNED = {  # class -> what its objects are given when they are made
+ASSIGNED = {  # class -> attributes that its objects get when they are created
     "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests execute_model_state",
     "v1.sample.sampler.Sampler": "topk_topp_sampler",
     "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
@@ -162,7 +162,7 @@ ASSIGNED = {  # class -> what its objects are given when they are made
 
 
 def of_vllm(name: str) -> Any:
-    """The object that "v1.module.Class.member" names under vllm."""
+    """Return the object under vllm that a name such as "v1.module.Class.member" means."""
     words = ["vllm", *name.split(".")]
     for count in range(len(words), 0, -1):
         try:
@@ -177,7 +177,7 @@ def of_vllm(name: str) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    """As in each of vLLM's processes, our plugin stands in it."""
+    """Register our plugin in this process, as in each of vLLM's processes."""
     from rollout.vllm import register
     from rollout.vllm.compat import arguments
 
@@ -192,7 +192,9 @@ def test_signatures(name: str) -> None:
 
 
 def test_signatures_of_functions_that_we_have_replaced() -> None:
-    """Read from the source."""
+    """Signatures of functions that we have replaced are read from vLLM's source, since the functions themselves are
+    ours.
+    """
     module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
     parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}
     assert parameters["check_cpu_sgl_kernel"] == ["n", "k", "dtype"]
@@ -214,7 +216,9 @@ def test_attributes(name: str) -> None:
 
 
 def test_replaced_members_reach_their_callers_in_vllm() -> None:
-    """Members that we replace by assignment reach their callers, who look them up in the module at each call."""
+    """Callers in vLLM get the members that we replace by assignment, since they look them up in the module at each
+    call.
+    """
     from rollout.vllm.compat import plugin
 
     assert of_vllm("_custom_ops._supports_onednn") is False
@@ -234,7 +238,7 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     for engine in (
         "v1.engine.async_llm.AsyncLLM",
         "v1.engine.llm_engine.LLMEngine",
-    ):  # each sequence, before it is sent
+    ):  # adds each sequence before it is sent
         assert "output_processor.add_request(" in inspect.getsource(of_vllm(engine))
     assert "resumable=True" in inspect.getsource(of_vllm("v1.engine.async_llm.AsyncLLM._add_streaming_input_request"))
     for route in ("openai.completion", "openai.chat_completion", "speech_to_text.base"):
@@ -243,7 +247,7 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
 
 
 def test_processes_of_vllm_are_known_by_name() -> None:
-    """Those of an engine, and of a tensor-parallel rank."""
+    """vLLM's processes, those of an engine and of a tensor-parallel rank, are recognised by their names."""
     from rollout.vllm.compat.processes import OF_VLLM
 
     sources = [inspect.getsource(of_vllm(name)) for name in ("v1.engine.utils", "v1.executor.multiproc_executor")]
@@ -252,7 +256,7 @@ def test_processes_of_vllm_are_known_by_name() -> None:
 
 
 def test_the_padding_of_a_graphs_batch_has_the_null_block() -> None:
-    """No request ever has this block: the padding of a graph is written there."""
+    """The padding of a graph's batch uses the null block, so that its writes reach no request's block."""
     from vllm.v1.core.block_pool import BlockPool
 
     assert of_vllm(f"{BACKENDS}.utils.NULL_BLOCK_ID") == 0 == BlockPool(4, False, 16).null_block.block_id
@@ -272,7 +276,7 @@ def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
 
 
 def test_the_null_block_belongs_to_no_request() -> None:
-    """Our padding is written there."""
+    """No request ever has the null block, to which our padding is written."""
     from rollout.vllm.plan import NOBODYS
 
     pool = of_vllm("v1.core.block_pool.BlockPool")(4, False, 16)
@@ -281,7 +285,7 @@ def test_the_null_block_belongs_to_no_request() -> None:
 
 
 def test_the_table_lists_every_name() -> None:
-    """Every name that is held here stands in docs/internals.md, but for the fields of configurations."""
+    """docs/internals.md lists every name that this file checks, except for the fields of configurations."""
     table = TABLE.read_text()
     names = {name.rpartition(".")[2] for name in SIGNATURES} - {"__init__", "forward_native"}
     names |= {"check_cpu_sgl_kernel", "cpu_unquantized_gemm", "null_block"}

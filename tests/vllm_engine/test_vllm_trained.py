@@ -1,4 +1,6 @@
-"""A trained model, the quickstart's, on which rounding shows: float32 exact, bfloat16 as without eviction."""
+"""The quickstart's trained model, on which rounding shows: float32 is exact, and bfloat16 is as near as without
+eviction.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_float32(
     agrees_with_hf: Callable,
     replay_gap: Callable,
 ) -> None:
-    """The reference engine's tokens and traces, and a gap within 1e-5, though the model amplifies rounding."""
+    """In float32, tokens and traces equal the reference engine's, and the gap is within 1e-5 although the model
+    amplifies rounding.
+    """
     policy, prompts = policy_of(policy_name, **BUDGET), problems[:32]
     rollouts = open_engine(policy, TRAINED, max_batch=32).generate(prompts, SAMPLING)
     agrees_with_hf(policy, prompts, SAMPLING, {"trained": rollouts}, TRAINED)
@@ -49,11 +53,11 @@ def test_float32(
 def test_bfloat16(
     problems: list[list[int]], open_engine: Callable, policy_of: Callable, record_property: Callable
 ) -> None:
-    """Eviction adds nothing to what bfloat16 costs anyway, by the 99th percentile over 10,000 tokens.
+    """Eviction adds no error to the error of bfloat16 itself, by the 99th percentile over 10,000 tokens.
 
-    Where the budget does not hurt the model, |log-prob - the engine's| is at most 1.5 times that of a full cache. Where
-    it does, the model is less sure and its log-probs more sensitive to rounding; then the gap is measured in units of
-    the trainer's own rounding on these tokens, |bfloat16 - float32|.
+    With a budget that does not hurt the model, |log-prob - the engine's log-prob| is at most 1.5 times that of a full
+    cache. With a budget that does, the model is less certain and its log-probs are more sensitive to rounding; then the
+    gap is measured relative to the trainer's own rounding on these tokens, |bfloat16 - float32|.
     """
     models = [AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.bfloat16).eval() for _ in range(2)]
     models[1].float()  # the very same weights
@@ -78,4 +82,4 @@ def test_bfloat16(
         with torch.no_grad():
             causal = torch.cat(replay_logprobs(models[0], wrong_traces(rollouts)["causal"], batch_size=16))
         theirs = torch.cat([torch.tensor(r.model_logprobs) for r in rollouts])
-        assert float((causal - theirs).abs().quantile(0.99)) >= 10 * gap, name  # the control
+        assert float((causal - theirs).abs().quantile(0.99)) >= 10 * gap, name  # control

@@ -1,4 +1,4 @@
-"""Weights of the vLLM engine: replaced as a trainer replaces them, all of them, or refused."""
+"""Weight updates of the vLLM engine, as a trainer makes them, replace every weight or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_updates_reach_every_weight(
     new_model: Callable,
     random_prompts: Callable,
 ) -> None:
-    """After each of five updates the engine samples from the new weights and from nothing else."""
+    """After each of five updates the engine samples from the new weights and from no old weight."""
     folder = directory_of(family, tie_word_embeddings=tied)
     model = type(new_model(family)).from_pretrained(folder, dtype=torch.float32).eval()
     engine, prompts = open_engine(policy, folder, exact=tied), random_prompts(LENGTHS)
@@ -45,7 +45,7 @@ def test_updates_reach_every_weight(
             for weight in model.parameters():
                 weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
             stale = gap(replay_logprobs(model, before), before)
-        # a tied head is in the state dict under both names, among the parameters under one
+        # a tied head has both names in the state dict, and one name among the parameters
         engine.load_weights((model.state_dict() if update % 2 else dict(model.named_parameters())).items())
         rollouts = engine.generate(prompts, SAMPLING)
         with torch.no_grad():
@@ -66,7 +66,7 @@ def test_one_changed_weight_is_seen(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """The control of the above: whichever weight is left stale, the gap would show it."""
+    """Control of the test above: if any one weight were not updated, the gap would show it."""
     model = type(new_model("qwen2")).from_pretrained(directory_of("qwen2"), dtype=torch.float32).eval()
     engine, prompts = open_engine(policy), random_prompts(LENGTHS)
     with torch.no_grad():
@@ -83,7 +83,9 @@ def test_one_changed_weight_is_seen(
 def test_updates_come_in_any_order_and_a_piece_at_a_time(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
 ) -> None:
-    """A generator is drawn from once, in any order; what it hands over may be changed afterwards, or be bfloat16."""
+    """An update may come in any order and one weight at a time: a generator is read once, its tensors may be changed
+    afterwards, and they may be bfloat16.
+    """
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
     with torch.no_grad():
@@ -124,7 +126,9 @@ def test_weights_that_are_refused(
     loaded: Callable,
     random_prompts: Callable,
 ) -> None:
-    """Missing, unknown, or of another shape: a ValueError that names the weight; after them the engine goes on."""
+    """An update with a missing, unknown or wrongly shaped weight raises a ValueError that names the weight; the engine
+    then continues.
+    """
     engine, prompts = open_engine(policy), random_prompts(LENGTHS)
     wanted = engine.generate(prompts, SAMPLING)
     good = dict(loaded(directory_of("qwen2")).named_parameters())
@@ -145,7 +149,9 @@ def test_updates_come_under_zero_3(
     random_prompts: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where transformers partitions every model that it makes among the processes of a training."""
+    """Updates work under ZeRO-3, where transformers partitions every model that it creates among the processes of a
+    training.
+    """
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
     monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", None)
@@ -162,7 +168,9 @@ def test_updates_come_under_zero_3(
 
 
 def test_weights_are_handed_over_bit_for_bit(new_model: Callable) -> None:
-    """Of any dtype, shape and order in memory, drawn one at a time; afterwards, or after an error, nothing is left."""
+    """Weights of any dtype, shape and memory order are handed over bit for bit, read one at a time; afterwards, and
+    after an error, no file or open descriptor is left.
+    """
     from rollout.vllm.handover import handed_over, received
 
     weights = {
@@ -201,7 +209,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_an_engine_in_a_separate_process_gets_all_weights(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
 ) -> None:
-    """By the way that engines in processes of their own get them, within this one: as if they were handed over here."""
+    """An update that is handed over as to a separate process, here within this process, gives the same samples as a
+    direct update.
+    """
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
     before = engine.generate(prompts, SAMPLING)
@@ -209,7 +219,7 @@ def test_an_engine_in_a_separate_process_gets_all_weights(
     for separate in (False, True):
         engine.separate = separate
         engine.load_weights(other.named_parameters())
-        engine.separate = False  # as it is, when it is closed
+        engine.separate = False  # the normal state for closing the engine
         results.append(engine.generate(prompts, SAMPLING))
         engine.load_weights((name, weight * 0) for name, weight in other.named_parameters())
     assert same(*results) and not same(results[0], before)

@@ -1,4 +1,4 @@
-"""Observes vLLM's scheduler while an in-process engine samples."""
+"""Observe vLLM's scheduler while an in-process engine samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 @dataclass
 class Watched:
-    """Per step, once it is scheduled: requests running, blocks in use. And requests preempted, in all."""
+    """Records for each scheduled step the number of running requests and of used blocks, and counts all preempted
+    requests.
+    """
 
     running: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
@@ -33,7 +35,7 @@ def watched(engine: Any) -> Iterator[Watched]:
     def schedule_and_look(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         seen.running.append(len(scheduler.running))
-        seen.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is nobody's
+        seen.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block belongs to no request
         return output
 
     def preempt_and_count(*args: Any, **kwargs: Any) -> Any:
