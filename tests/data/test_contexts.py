@@ -34,7 +34,8 @@ CHATS = {
 
 
 def tokenizer_with(template: str | None = None, around: str = "") -> Any:
-    """The quickstart's tokenizer; around: template of the tokens added around a text, such as "<eos> $A"."""
+    """Return the quickstart's tokenizer. `around` is the template of the tokens added around a text, such as "<eos>
+    $A"."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     if around:
@@ -146,6 +147,6 @@ def test_a_wrong_context_is_one_line(rows: list, columns: dict, message: str, tm
 
 
 def test_a_column_named_context_is_not_used_as_the_context(tmp_path: Path) -> None:
-    """A column is used only if the recipe names it: many datasets have a column `context`."""
+    """A column named `context`, which many datasets have, is used as the context only if the recipe names it."""
     data = data_of(tmp_path, [{"prompt": "a", "context": "b"}], tokenizer_with())
     assert data[0] == {"prompt": "a", "context": "b"}

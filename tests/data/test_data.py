@@ -268,7 +268,8 @@ def test_hub_failures_are_one_line(monkeypatch):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_json_that_nests_without_end_is_refused(file, tmp_path, suffix, opening):
-    """Arrow's reader recurses: 20,000 levels would crash the process."""
+    """JSON that nests too deeply is refused, since Arrow's reader is recursive: 20,000 levels would
+    crash the process."""
     path = tmp_path / f"deep{suffix}"
     shallow = (
         '{"prompt": "' + "[{" * 500 + '", "more": ' + opening * 30 + "1" + {"[": "]", "{": "}"}[opening[0]] * 30 + "}"

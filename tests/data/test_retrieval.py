@@ -40,7 +40,7 @@ def test_every_answer_is_stated_in_the_document(task):
 
 
 def test_facts_stand_in_random_order_among_words():
-    """Each document orders its statements anew, and the words between them are filler."""
+    """Each document states its facts in a new random order, and the words between the facts are filler."""
     documents = [row["prompt"].split(" asked: ")[0].split()[1:] for row in rows("train", 40, 0)]
     assert all(("=" in word) == (place % 3 == 0) for words in documents for place, word in enumerate(words))
     assert {word for words in documents for word in words if "=" not in word} == set(retrieval.FILLER)
@@ -109,7 +109,8 @@ def test_refusals_of_the_task():
 
 
 def test_features_of_running_sum_are_refused():
-    """The grader is refused, and the evaluation is not proposed as the next command."""
+    """The retrieval task refuses stop_at_accuracy, which can grade only answers to running_sum, and the end of its
+    training does not propose an evaluation as the next command."""
     with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove it"):
         load_recipe("retrieval/short", ["stop_at_accuracy=0.9"])
     commands = {name: what_next(load_recipe(name)) for name in ("retrieval/sft", "quickstart/sft")}

@@ -150,7 +150,8 @@ def test_ids_round_trip_up_to_the_padded_vocabulary(tokenizer):
 
 
 def test_a_training_text_ends_in_exactly_one_end_token(tokenizer):
-    """Process a prompt-completion row as TRL's SFTTrainer: append the end token if it is missing, then tokenize."""
+    """A training text ends in exactly one end token after TRL's SFTTrainer has appended the end token, if it is
+    missing, and tokenized the prompt-completion row."""
     for row in rows("train", 20, 0, True):
         completion = row["completion"]
         if not completion.endswith(tokenizer.eos_token):

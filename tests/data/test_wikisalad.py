@@ -37,7 +37,7 @@ def as_row(question: Question) -> dict[str, Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[Any, str], str]:
-    """file(rows or content, name) -> the path of a file with them."""
+    """file(rows or content, name) returns the path of a file with these rows or this content."""
 
     def write(content: Any, name: str) -> str:
         path = tmp_path / name
@@ -59,7 +59,8 @@ def printed(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> None:
-    """Each letter is one article, in the pattern's order; its questions are consecutive, and none occurs twice."""
+    """Each letter of a pattern is one article in the salad, in the pattern's order; the questions of a salad are
+    consecutive in the source, and no question occurs twice."""
     at = {question.question: i for i, question in enumerate(SOURCE)}
     for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
         asked = salad["questions"]

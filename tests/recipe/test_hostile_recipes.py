@@ -30,7 +30,7 @@ TEXTS = {
 
 
 def keys_of(mapping: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key, including the keys of blocks."""
+    """Return every dotted key, including the keys of blocks."""
     inner = [keys_of(value, f"{prefix}{key}.") for key, value in mapping.items() if isinstance(value, dict)]
     return [*(prefix + key for key in mapping), *(key for keys in inner for key in keys)]
 
@@ -58,7 +58,8 @@ SIZES = st.sampled_from((1, 7, MOST_LEVELS, MOST_LEVELS + 1, 300, 5_000, 20_000,
 
 
 def bomb(opening: str, closing: str, levels: int, width: int) -> str:
-    """YAML whose levels each repeat the previous level: width ** levels values in a few hundred characters."""
+    """Return YAML whose levels each repeat the previous level, so that a few hundred characters hold width ** levels
+    values."""
     lines = [f"&a0 {opening}x{': 1' if opening == '{' else ''}{closing}"]
     for level in range(1, levels):
         again = ", ".join([f"*a{level - 1}"] * width)
@@ -91,7 +92,8 @@ KINDS = st.sampled_from(sorted(TEXTS))
 
 @st.composite
 def cases(draw: Any) -> tuple[str, list[str]]:
-    """A recipe of some kind, with hostile values as overrides, as a further line, or in the middle of its text."""
+    """Draw a recipe of some kind and its overrides, with a hostile value as an override, as a further line, or in the
+    middle of the recipe's text."""
     kind, value = draw(KINDS), draw(VALUES)
     text, key = TEXTS[kind], draw(st.sampled_from(KEYS[kind]))
     where = draw(st.sampled_from(("override", "override", "override", "text", "middle", "whole", "key")))
@@ -150,7 +152,8 @@ def test_files_and_overrides_give_the_same_error(value: str, says: str) -> None:
 
 
 def test_documents_at_the_limits_are_read() -> None:
-    """Control: the maximum allowed values, levels and aliases, and text that is not ASCII, are read."""
+    """Control: documents with the maximum allowed number of values, levels and aliases, and with text that is not
+    ASCII, are read."""
     deep = "[" * MOST_LEVELS + "]" * MOST_LEVELS
     assert str(parse_yaml(deep, "x")).count("[") == MOST_LEVELS
     aliases = "[&a [1, 2], " + ", ".join(["*a"] * 3000) + "]"
@@ -205,7 +208,8 @@ def test_names_of_missing_recipes_are_refused(name: str) -> None:
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("value", ["[a]", "{a: 1}", "a", "''", "[]", "[[a, b]]", "&x [*x]", "[a, b]"])
 def test_a_tag_on_any_kind_of_value(tag: str, value: str) -> None:
-    """!!map [a] is not a mapping, and !!seq {a: 1} is not a list."""
+    """A YAML tag on any kind of value is either read or refused in one line of at most 300 characters: !!map [a] is not
+    a mapping, and !!seq {a: 1} is not a list."""
     for text in (f"!!{tag} {value}", f"seed: !!{tag} {value}", f"[!!{tag} {value}]", f"<<: !!{tag} {value}"):
         try:
             parse_yaml(text, "r.yaml")

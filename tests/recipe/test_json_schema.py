@@ -40,7 +40,7 @@ def changed(kind: str, *overrides: str, without: str | None = None) -> dict[str,
 
 
 def refusal(mapping: dict[str, Any]) -> str | None:
-    """The loader's error for a recipe; None if it accepts the recipe."""
+    """Return the loader's error for a recipe, or None if the loader accepts the recipe."""
     try:
         make_recipe(json.loads(json.dumps(mapping)))
     except UserError as error:
@@ -86,14 +86,15 @@ def blocks(hint: Any) -> list[type]:
 
 
 def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Schemas that a value, or an element of a list, may match."""
+    """Return the schemas that a value, or an element of a list, may match."""
     yield schema
     for inner in [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]:
         yield from forms(inner)
 
 
 def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]:
-    """The dotted keys of a schema in its order; keys of a definition come at its first use."""
+    """Return the dotted keys of a schema in the schema's order; the keys of a definition come at the first use of the
+    definition."""
     for key, value in schema["properties"].items():
         places = [*forms(value)]
         named = [place["additionalProperties"] for place in places if place.get("additionalProperties")]
@@ -277,7 +278,7 @@ def unbounded(hint: Any) -> Any:
 
 
 def hints() -> dict[str, Any]:
-    """Every type of a key that is not a block, by its repr."""
+    """Return every type of a key that is not a block, by the repr of the type."""
     results: dict[str, Any] = {}
     waiting: list[Any] = [*KINDS.values(), *POLICIES.values(), *SCORERS.values()]
     seen: set[Any] = set()
@@ -315,7 +316,8 @@ SHAPES = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
-    """Try several values for each key, and an unknown key in each block."""
+    """For each key, the schema accepts the same values as the loader: several values for each key, and an unknown key
+    in each block."""
     taken = refused = 0
     for key in KEYS[kind]:
         for value in ("null", "1", "text", "{no_such_key: 1}"):
@@ -334,6 +336,7 @@ def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
 
 
 def test_the_file_that_an_editor_reads_is_yaml_too() -> None:
-    """The editor's line from docs/recipes.md is a comment for the loader."""
+    """A recipe that begins with the line for editors from docs/recipes.md is valid YAML for the loader, which reads
+    this line as a comment."""
     text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(changed("sft"))
     assert make_recipe(parse_yaml(text, "x")).kind == "sft"

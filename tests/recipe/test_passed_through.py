@@ -24,7 +24,8 @@ LEFT_OUT = {
 
 
 def members(hint):
-    """The alternatives of a type in the form of the list: an enum becomes its values, and text beside it is dropped."""
+    """Return the alternatives of a type in the form of the checked-in list: an enum becomes its values, and a text type
+    beside the enum is dropped."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         return members(arguments[0])
@@ -40,13 +41,14 @@ def members(hint):
 
 
 def choices(kinds):
-    """The choices among some alternatives, and a flag that is True if no other text is accepted."""
+    """Return the choices among some alternatives, and a flag that is True if no other text is accepted."""
     literal = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
     return {value for kind in literal for value in typing.get_args(kind)}, str not in kinds
 
 
 def fits(ours, theirs):
-    """True if our type equals the library's, or lists choices where the library accepts any text."""
+    """Return True if our type equals the library's type, or lists choices for a key for which the library accepts any
+    text."""
     ours, theirs = members(ours), members(theirs)
     our_choices, closed = choices(ours)
     their_choices, free = choices(theirs)[0], str in theirs
@@ -77,7 +79,8 @@ def test_the_listed_options_match_the_installed_versions(kind):
 
 
 def test_examples_of_types_that_fit_and_do_not_fit():
-    """Controls for the test above."""
+    """Control of the test above: examples of types that fit are accepted, and examples of types that do not fit are
+    refused."""
     text = typing.Literal["a", "b"]
     assert fits(int, int) and fits(text | None, str | None) and fits(text | bool, str | bool)
     assert not fits(int | None, float | None) and not fits(text, str | None) and not fits(str, text)
@@ -99,7 +102,8 @@ def test_choices_match_the_installed_versions(kind):
 
 
 def test_options_that_break_replay_are_refused_by_kind():
-    """The refused options are those of docs/grpo.md; sft, which has no evictions, keeps the options that work there."""
+    """Each kind refuses the options that break its replay, as docs/grpo.md lists them; sft, which has no evictions,
+    keeps the options that work there."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")

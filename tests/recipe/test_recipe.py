@@ -159,7 +159,8 @@ def test_malformed_overrides_are_refused():
 
 @pytest.mark.parametrize("cls", [*KINDS.values(), *CONFIGS.values()])
 def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
-    """A block that sets some keys therefore takes the defaults and documentation of its class for the others."""
+    """The default of a block is an instance of the block's class, so a block that sets some keys takes the defaults and
+    the documentation of this class for its other keys."""
     for key in all_keys(cls):
         if dataclasses.is_dataclass(key.default):
             assert isinstance(key.default, key.hint) and key.default == type(key.default)()

@@ -39,7 +39,7 @@ def test_every_key_of_a_kind_has_a_row(kind):
 
 
 def configurations(cls):
-    """Yield a dataclass, the dataclasses whose keys it takes over, and those of its blocks."""
+    """Yield a dataclass, the dataclasses whose keys it takes over, and the dataclasses of its blocks."""
     yield cls
     for held in flat_fields(cls).values():
         yield from configurations(held)
@@ -58,7 +58,8 @@ def test_docstrings_speak_of_keys_that_there_are(cls):
 
 
 def test_defaults_are_those_of_the_kind():
-    """kvpop nests the optimizer of the papers, whose learning rate is the default in its recipe."""
+    """The reference shows the defaults of each kind: kvpop nests the optimizer of the papers, whose learning rate is
+    the default in a kvpop recipe."""
     rates = {"kvpop": "8e-05", "grpo": "1e-06", "sft": "2e-05"}
     for kind, rate in rates.items():
         assert f"| `learning_rate` | a number > 0 | `{rate}` |" in reference({kind: KINDS[kind]})

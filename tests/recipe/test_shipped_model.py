@@ -1,4 +1,5 @@
-"""The shipped model: made by its recipe, found by its name, and less accurate under its recipes' budget."""
+"""The shipped model is made by its recipe and found by its name, and is less accurate under the budget of the shipped
+recipes than with a full cache."""
 
 from __future__ import annotations
 
@@ -38,14 +39,16 @@ def test_the_shipped_model_is_found_from_any_working_directory(tmp_path: Path, m
 
 
 def test_the_shipped_model_solves_the_task_only_with_a_full_cache() -> None:
-    """GRPO has room to learn: accuracy is high with a full cache, and low but above chance under grpo's budget."""
+    """The shipped model's accuracy is high with a full cache, and low but above chance under the budget of the grpo
+    recipe, so GRPO has room to improve the model."""
     cache = load_recipe("quickstart/grpo").cache
     assert accuracy(str(SHIPPED), 64, policy="full") > 0.9
     assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
 
 
 def test_from_scratch_draws_new_weights_from_the_seed() -> None:
-    """The shipped model has the configuration and tokenizer of the task's file; the seed determines the new weights."""
+    """A model made from scratch has new weights that the seed determines. The shipped model has the configuration and
+    tokenizer that the task's file makes."""
     for seed in (0, 3):
         made, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
         assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)
@@ -56,7 +59,8 @@ def test_from_scratch_draws_new_weights_from_the_seed() -> None:
 
 @pytest.mark.slow
 def test_the_recipe_reproduces_the_shipped_model(tmp_path: Path) -> None:
-    """Equal bit for bit on a machine with the same arithmetic; elsewhere a model of the same accuracy."""
+    """The recipe reproduces the shipped model bit for bit on a machine with the same arithmetic. On another machine it
+    makes a model of the same accuracy."""
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft", f"output_dir={tmp_path / 'sft'}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -52,7 +52,8 @@ def family(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
-    """tiny_model(family, chat) -> directory of a tiny random model; chat: True for a tokenizer with a chat template."""
+    """tiny_model(family, chat) returns the directory of a tiny random model; with chat True, its tokenizer has a chat
+    template."""
     from transformers import GenerationConfig
 
     from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
@@ -77,7 +78,7 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def problems_for(tmp_path: Path) -> Callable[[Any], str]:
-    """problems_for(data) -> a local file with the columns that a data block reads."""
+    """problems_for(data) returns a local file with the columns that a data block reads."""
 
     def make(data: Any) -> str:
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
@@ -114,7 +115,8 @@ def shortened(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_is_valid(name: str) -> None:
-    """A recipe gives no warning, has its own output directory, and its first comment has a command that names it."""
+    """Each shipped recipe loads without a warning, has an output directory of its own, and begins with a comment whose
+    command names the recipe."""
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
@@ -158,7 +160,8 @@ def test_controls_differ_only_in_the_controlled_key() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek") and "rl_" in name])
 def test_settings_of_the_paper(name: str) -> None:
-    """16 prompts x 8 samples, 400 steps, 4096 tokens, T 0.6, lr 1e-6, no KL, budget 2048, 32 held-out problems x 4."""
+    """The GRPO recipe has G-KV's settings: 16 prompts x 8 samples, 400 steps, 4096 tokens, temperature 0.6, learning
+    rate 1e-6, no KL, budget 2048, and 32 held-out problems with 4 samples each."""
     recipe = load_recipe(name)
     assert isinstance(recipe, GRPORecipe) and recipe.validation is not None
     batch, training = recipe.update_rows(), recipe.training
@@ -179,7 +182,8 @@ def test_settings_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["distill", "streaming_plus"])
 def test_distillation_of_the_paper(name: str) -> None:
-    """G-KV appendix C: 250 steps, batch 128, lr 1e-6, 4096 tokens, budget 2048, correct outputs, T 0.6."""
+    """The distillation recipe has the settings of G-KV appendix C: 250 steps, batch 128, learning rate 1e-6, 4096
+    tokens, budget 2048, correct outputs only, and temperature 0.6."""
     recipe = load_recipe(f"deepseek-r1-distill-qwen-7b/{name}")
     assert isinstance(recipe, DistillRecipe) and recipe.distill.keep == "math" and recipe.distill.completions == "data"
     batch, training = recipe.update_rows(), recipe.training
@@ -191,7 +195,8 @@ def test_distillation_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3-4b-instruct-2507", "qwen3-8b"])
 def test_the_retrofit_of_the_paper(model: str) -> None:
-    """KVpop algorithm 1: 2,000 steps, batch 128, S 16,384, top 256, w 256, s 4, B 2048 or 4096, the rates."""
+    """The retrofit recipes have the settings of KVpop algorithm 1: 2,000 steps, batch 128, sequences of 16,384 tokens,
+    a loss over the top 256 tokens, window w 256, sinks s 4, budget 2048 or 4096, and the paper's learning rates."""
     for name in ("kvpop_mlp", "kvpop_mlstm", "streaming_plus"):
         for budget, k in ((None, 1788), (4096, 3836), (2276, 2016), (4292, 4032)):
             recipe = load_recipe(f"{model}/{name}", [] if budget is None else [f"cache.budget={budget}"])
@@ -220,7 +225,8 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
 
 
 def test_attention_matching_of_the_paper() -> None:
-    """AM table 7: 2,048 physical entries for 8,192 tokens, window 20, 4 runs, an answer forced at the limit."""
+    """The Attention Matching recipe has the settings of the paper's table 7: 2,048 physical entries for 8,192 tokens,
+    window 20, 4 runs, and an answer that is forced at the limit."""
     recipe = load_recipe("eval/am_aime25")
     assert isinstance(recipe, EvalRecipe) and recipe.forced_answer is not None
     (cache,) = recipe.caches()
@@ -234,9 +240,8 @@ def test_attention_matching_of_the_paper() -> None:
 
 
 def test_one_shot_compaction_of_the_paper() -> None:
-    """QuALITY and LongHealth: 2,048 new tokens, one sample, self-study and repetition, 50,000 queries, and the sweeps
-    that the comments name.
-    """
+    """The recipes for QuALITY and LongHealth have the paper's settings: 2,048 new tokens, one sample, self-study and
+    repetition, 50,000 queries, and the sweeps that the comments name."""
     for name, size in (("quality", "0.05"), ("longhealth", "0.1")):
         recipe = load_recipe(f"eval/{name}")
         assert isinstance(recipe, EvalRecipe) and recipe.samples == 1 and recipe.accuracy == "boxed"
@@ -263,7 +268,8 @@ def test_clustered_attention_in_training() -> None:
 
 
 def test_the_evaluations_of_the_papers() -> None:
-    """G-KV: AMC at 16,384 tokens beside 32,768; 4,096 tokens at budget 2048. KVpop: 16 samples, top-k 20."""
+    """The evaluation recipes have the papers' settings. G-KV: AMC at 32,768 tokens and at 16,384 tokens, and 4,096
+    tokens at budget 2048. KVpop: 16 samples and top-k 20."""
     long, short, trained, kvpop = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k", "kvpop"))
     for recipe, length, samples, top_k in (
         (long, 32768, 32, None),
@@ -281,7 +287,8 @@ def test_the_evaluations_of_the_papers() -> None:
 
 
 def test_the_sweep_has_its_policies_at_the_same_budgets() -> None:
-    """The number of caches is that of the recipe's comment; StreamingLLM's 4 sinks are added to each budget."""
+    """The sweep has every policy at the same budgets, and as many caches as the recipe's comment says; the 4 sinks of
+    StreamingLLM are added to each budget."""
     recipe, text = load_recipe("eval/reasoning"), (ROOT / "recipes/eval/reasoning.yaml").read_text()
     assert isinstance(recipe, EvalRecipe)
     results: dict[str, list[int]] = {}
@@ -318,7 +325,8 @@ def test_accelerate_configs() -> None:
 def test_each_recipe_trains_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps of the recipe at a hundredth of its size have finite losses and exact replay, and export a model."""
+    """Two training steps of each recipe, at a hundredth of its size, have finite losses and an exact replay, and export
+    a model."""
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
 
@@ -392,7 +400,7 @@ def test_each_recipe_trains_at_a_small_size(
 def test_each_evaluation_runs_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> None:
-    """Every task of the recipe runs on two problems, under the recipe's caches scaled down."""
+    """Every task of each evaluation recipe runs on two problems, under the recipe's caches scaled down."""
     from sparse_rl.commands.eval import evaluate
 
     recipe = load_recipe(name)
@@ -427,7 +435,7 @@ def test_each_evaluation_runs_at_a_small_size(
 
 
 def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
-    """The recipe runs, scaled down, under a sweep that its comment names."""
+    """The perplexity recipe runs, scaled down, under a sweep that the recipe's comment names."""
     from sparse_rl.commands.perplexity import measure
 
     (name,) = (name for name in NAMES if load_recipe(name).kind == "perplexity")
@@ -446,7 +454,7 @@ def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
     ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
 )
 def test_the_real_problems(task: str, name: str, tiny_model: Callable) -> None:
-    """The recipe's comment on local files is enough to read the real problems with their answers."""
+    """The local files that the recipe's comment describes are enough to read the real problems with their answers."""
     from rewards import make_rewards
 
     file = DATA / ("gsm8k_test.jsonl" if task == "gsm8k" else f"{task}.jsonl")

@@ -38,7 +38,8 @@ ADVERSARIAL = {
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, run in a thread; fail if it takes too long. A guard, not a benchmark."""
+    """Return the result of `call`, run in a thread, and fail if the call takes too long. The limit is a guard against a
+    hang, not a benchmark."""
     result: list[Any] = []
     errors: list[BaseException] = []
 

@@ -120,7 +120,8 @@ def test_an_item_that_hangs_does_not_affect_other_rewards():
 
 
 def test_the_time_of_a_call_is_bounded_as_a_whole():
-    """The bound is on processor time, which does not depend on the machine's load. Each bomb alone takes 2 seconds."""
+    """The time of a whole call is bounded. The bound is on processor time, which does not depend on the machine's load;
+    each of the ten hostile answers alone would take 2 seconds."""
     bombs = [boxed(rf"9^{{9^{{9^{{{n}}}}}}}") for n in range(9, 19)]
     reward = MathReward(timeout=2, workers=1)
     before = processor_time_of_children()

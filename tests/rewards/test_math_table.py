@@ -11,7 +11,8 @@ FOLDER = Path(__file__).parent
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """(gold, completion) of each line of a table; the completion is boxed unless it is marked by `text:`."""
+    """Return (gold answer, completion) of each line of a table; the completion is boxed unless it is
+    marked by `text:`."""
     results = []
     for line in (FOLDER / f"math_{table}.txt").read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):

@@ -15,7 +15,7 @@ from rewards.math import MathReward
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A user's module, in the working directory but not on the path."""
+    """Write a user's module into the working directory, which is not on the path."""
     (tmp_path / "own_rewards.py").write_text(
         textwrap.dedent(
             """
