@@ -13,7 +13,9 @@ from sparse_rl.trace import NEVER, EvictionTrace
 def random_trace(
     length: int, *, layers: int = 3, kv_heads: int = 2, seed: int = 0, causal: Collection[int] = ()
 ) -> EvictionTrace:
-    """Each token is evicted a random time after its own position, or never; layers in `causal` evict nothing."""
+    """Return a trace in which each token is evicted at a random later time, or never; the layers in `causal` evict
+    nothing.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + length)
     lifetime = torch.randint(1, max(length, 2), (layers, kv_heads, length), generator=generator)
     evict_at = torch.arange(length) + lifetime

@@ -24,7 +24,9 @@ def test_no_step_compiles(
     trace_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With gradients, without them, and under checkpointing. Control: one more row is compiled anew."""
+    """No step compiles a graph, with gradients, without gradients, or with checkpointing. Control: a batch with one
+    more row compiles a new graph.
+    """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
     monkeypatch.setattr(
@@ -61,5 +63,5 @@ def test_no_step_compiles(
 
 @pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
 def test_sizes(length: int) -> None:
-    """Each padded length that occurs up to this length, listed once."""
+    """The sizes to compile are all padded lengths that occur up to the given length, each listed once."""
     assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

@@ -1,8 +1,8 @@
 """Layer-at-a-time offload: number of masks and evict_at slices alive at once, and peak bytes.
 
-A dispatch mode sees every tensor that an operator makes, in forward, recomputation and backward, and knows which of
-their storages are still alive. On the CPU the device is the host: the batch of traces, whose place is host memory, is
-passed to the mode as `host` and not counted.
+A dispatch mode sees every tensor that an operator makes, in the forward pass, recomputation and backward pass, and
+knows which of their storages are still alive. On the CPU the device is also the host: the batch of traces, which lives
+in host memory, is passed to the mode as `host` and not counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sparse_rl.attention.kernels import masked
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, batch_traces
 
-OWNED = (torch.bool, torch.int32)  # the dtypes of masks and traces; no other tensor in these models has them
+OWNED = (torch.bool, torch.int32)  # the dtypes of masks and traces; no other tensor in these models has these dtypes
 
 
 class Alive(TorchDispatchMode):
-    """The storages alive of tensors that operators made, by kind.
+    """The storages of tensors made by operators that are still alive, by kind.
 
     `kind` returns the kind of a new tensor, or None to ignore it; views of `host` are ignored.
     """
@@ -55,7 +55,7 @@ class Alive(TorchDispatchMode):
 
 
 def train_step(model: PreTrainedModel, view: Any, batch: int, width: int) -> None:
-    """Forward and backward of a full-length batch."""
+    """Run the forward and backward pass of a full-length batch."""
     ids = torch.arange(batch * width).view(batch, width) % 60 + 3
     logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
     logits.square().mean().backward()
@@ -72,7 +72,7 @@ under_masks = partial(ReplayView, kernel="sdpa")
 
 
 class KeepsEveryMask(ReplayView):
-    """A control: the masks of all layers at once, as the published code holds them."""
+    """Control: makes the masks of all layers at once, as the published code does."""
 
     def __init__(self, batch: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
         super().__init__(batch, device)
@@ -87,7 +87,7 @@ class KeepsEveryMask(ReplayView):
 
 
 class FetchesEverything(ReplayView):
-    """A control: every layer's evict_at is brought to the device and kept there."""
+    """Control: copies every layer's evict_at to the device and keeps it there."""
 
     def layer(self, index: int) -> torch.Tensor:
         if not self._fetched:
@@ -96,7 +96,7 @@ class FetchesEverything(ReplayView):
 
 
 class DoesNotRecompute(ReplayView):
-    """A control: autograd saves each layer's mask for the backward pass."""
+    """Control: autograd saves each layer's mask for the backward pass."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -110,7 +110,9 @@ LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37
 def most_alive(
     model: PreTrainedModel, view_class: Callable, traces: Iterable[EvictionTrace], starts: Iterable[int]
 ) -> dict[str, int]:
-    """The most tensors of a kind alive at once in a training step: masks, torch's float copies of them, slices."""
+    """Return the largest number of tensors of one kind alive at once in a training step: masks, torch's float copies of
+    masks, slices.
+    """
 
     def kind(t: torch.Tensor) -> str | None:
         if t.numel() == BATCH * KV_HEADS * WIDTH * WIDTH and t.shape[-2:] == (WIDTH, WIDTH):
@@ -129,7 +131,9 @@ def most_alive(
 def test_one_mask_and_two_slices(
     checkpointing: bool, new_model: Callable, trace_of: Callable, starts_of: Callable
 ) -> None:
-    """In forward, recomputation and backward; views that hold more are caught."""
+    """At most one mask and two slices are alive in the forward pass, recomputation and backward pass. Controls: views
+    that hold more are detected.
+    """
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), checkpointing)
     lengths = (37, 20, 30)
     traces = [trace_of(n, layers=LAYERS) for n in lengths]
@@ -144,7 +148,7 @@ def test_one_mask_and_two_slices(
 
 
 def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> None:
-    """Layers without evictions make no mask and fetch no slice, also between layers with evictions."""
+    """Layers without evictions make no mask and fetch no slice, including those between layers with evictions."""
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
     none = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
     assert most_alive(model, under_masks, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
@@ -195,7 +199,9 @@ def peak_bytes(model: PreTrainedModel, view_class: Callable, traces: list[Evicti
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, trace_of: Callable) -> None:
-    """16 layers at 256 tokens: at most 1/12 of every layer's boolean mask; holding them all is caught."""
+    """With 16 layers of 256 tokens, the peak is at most 1/12 of the bytes of all layers' boolean masks. Control: a view
+    that holds all masks exceeds it.
+    """
     layers, batch, kv_heads, width = 16, 4, 2, 256
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=layers)), checkpointing)
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
@@ -208,7 +214,9 @@ def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, 
 def test_a_twelfth_of_the_dense_masks_at_2048_tokens(
     new_model: Callable, trace_of: Callable, record_property: Callable
 ) -> None:
-    """The stated measure: 4 sequences x 16 layers x 2 kv heads x 2,048 tokens."""
+    """The peak is at most 1/12 of the dense masks for the documented measurement: 4 sequences x 16 layers x 2 kv heads
+    x 2,048 tokens.
+    """
     layers, batch, kv_heads, width = 16, 4, 2, 2048
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": layers}
     model = set_checkpointing(adopt(new_model("qwen3", **tiny)), True)

@@ -1,8 +1,9 @@
 """The FlexAttention kernel against the dense reference.
 
-On a CPU torch has two halves of it: compiled, it honours the lists of tiles but has no backward; the plain operator has
-gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (the fixture
-`flex_trains`). Both halves together run all of our own code for the GPU. tests/gpu runs the complete kernel.
+On a CPU torch has two partial versions of FlexAttention: the compiled one honours the lists of tiles but has no
+backward pass; the plain operator has gradients and the log-sum-exp (LSE) but ignores the lists, and torch refuses its
+backward pass unless the fixture `flex_trains` lifts the refusal. Both versions together run all of our own code for the
+GPU. tests/gpu runs the complete kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sparse_rl.attention.views.factory import make_view
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
-DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
+DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # differs from torch's default scaling, 0.25
 LENGTHS = (300, 1, 197)
 DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # lengths of the documents in each packed row
 WIDTH = 300
@@ -33,7 +34,7 @@ ORDERS = pytest.mark.parametrize("in_segments", [False, True], ids=["natural", "
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several segments in a few hundred tokens."""
+    """Shorten segments, so that a few hundred tokens have several."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 
@@ -44,7 +45,7 @@ def random_qkv(rows: int, width: int, group: int = GROUP, dtype: torch.dtype = t
 
 
 def batched(layout: str, trace_of: Callable) -> torch.Tensor:
-    """evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
+    """Return evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
     if layout == "packed":
         rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
         return batch_traces(rows, [0] * 3, WIDTH)["evict_at"][0]
@@ -60,7 +61,9 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
+    """Through the plain operator, output, LSE and all gradients equal the dense reference's for ragged batches with
+    groups of query heads.
+    """
     evict_at = batched(layout, trace_of)
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()
@@ -101,7 +104,9 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
 def test_the_graph_that_is_trained(
     in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
-    """A GPU's graph, traced forward and backward with its lists by keys, and run with torch's own operators."""
+    """The graph that a GPU trains with, traced forward and backward with its lists by keys and run with torch's own
+    operators, equals the dense reference.
+    """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
     evict_at = batched("right", trace_of)
@@ -137,7 +142,7 @@ def another_order(tiles: Tiles) -> None:
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
 def test_damaged_tiles_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """Control of the compiled forward pass."""
+    """Control of the compiled forward pass: with damaged lists of tiles, the output is wrong."""
     make = flex.make_tiles
 
     def damaged(*args: Any) -> Tiles:
@@ -153,7 +158,7 @@ def test_damaged_tiles_are_detected(damage: Callable, monkeypatch: pytest.Monkey
 
 
 class Compiled(ReplayView):
-    """The compiled operator, which the kernels use only on a GPU."""
+    """Stands in for the compiled operator, which the kernels use only on a GPU."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -162,7 +167,9 @@ class Compiled(ReplayView):
 
 
 def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
-    """28 layers and 20 steps of varying lengths and evictions share one graph; one-row batches have a second."""
+    """28 layers and 20 steps of varying lengths and evictions share one graph; batches of a single row have a second
+    graph.
+    """
     layers = 28
     model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
     torch._dynamo.reset()
@@ -185,7 +192,7 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
         assert counters["stats"]["unique_graphs"] == 1, number
     step((384, 30))
     assert counters["stats"]["unique_graphs"] == 1
-    for length in (270, 384):  # a single row, padded and not: the same strides
+    for length in (270, 384):  # a single row has the same strides with and without padding
         step((length,))
         assert counters["stats"]["unique_graphs"] == 2, length
     assert not counters["graph_break"]
@@ -193,7 +200,7 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
 
 @pytest.mark.parametrize("kernel", ["gather", "flex", "flex_sorted", "dense"])
 def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through transformers' interface, the named kernel runs, and layers without evictions stay causal."""
+    """Through transformers' interface, the kernel that is named runs, and layers without evictions stay causal."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
     real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
@@ -210,7 +217,9 @@ def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Ca
 
 
 def test_autocast_and_bfloat16(trace_of: Callable) -> None:
-    """RoPE leaves queries and keys in float32 under autocast; they are computed in its dtype, as SDPA's are."""
+    """Under autocast, RoPE leaves queries and keys in float32; the attention is computed in autocast's dtype, as under
+    SDPA.
+    """
     evict_at = batched("right", trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
@@ -225,7 +234,9 @@ def test_autocast_and_bfloat16(trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
 def test_short_sequences(length: int, flex_trains: list[bool]) -> None:
-    """One token; a whole tile; one more. A trace that evicts nothing is causal attention."""
+    """The kernel is right for one token, for a whole tile and for one token more. A trace that evicts nothing gives
+    causal attention.
+    """
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)
     for in_segments in (False, True):

@@ -1,4 +1,4 @@
-"""Attention over gathered keys against the dense reference, and its chunks."""
+"""Attention over gathered keys equals the dense reference, and its chunks compute few unneeded pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def best(length: int, budget: int) -> torch.Tensor:
-    """evict_at int32 [1, 1, S] of the running best by uniform scores."""
+    """Return evict_at int32 [1, 1, S] of a policy that keeps the best tokens so far by uniform random scores."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
     return running_topk(scores, 4, window=8, k=budget - 12).evict_at
 
@@ -39,7 +39,9 @@ def random_inputs(rows: int, width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """Ragged batches with groups of query heads, in float64, differ only by rounding."""
+    """For ragged batches with groups of query heads, output and gradients equal the dense reference's up to float64
+    rounding.
+    """
     monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
     evict_at = batched(layout, trace_of)
     q, k, v = random_inputs(3, WIDTH)
@@ -82,7 +84,7 @@ def other_keys(chunk: QueryChunk) -> None:
 
 @pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
 def test_damaged_chunks_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the comparison."""
+    """Control: damaged chunks make the comparison with the dense reference fail."""
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
     right = gathered_attention(evict_at, q, k, v, SCALE)
@@ -94,7 +96,9 @@ def test_damaged_chunks_are_detected(damage: Callable, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_every_visible_pair_is_computed_once(layout: str, trace_of: Callable) -> None:
-    """No other pair, except each query itself. A chunk gathers its tokens and at most its fullest row's entries."""
+    """Every visible pair is computed once, and no other pair except each query with itself. A chunk gathers its tokens
+    and at most the entries of its fullest row.
+    """
     evict_at = batched(layout, trace_of).flatten(0, 1)
     wanted = visible_mask(evict_at[:, None])[:, 0]
     computed = torch.zeros_like(wanted, dtype=torch.int32)
@@ -120,7 +124,7 @@ def test_computed_pairs_are_close_to_the_visible_pairs(
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64])
 def test_short_sequences(length: int) -> None:
-    """A trace that evicts nothing is causal attention, at a chunk's end and beside it."""
+    """A trace that evicts nothing gives causal attention, for lengths at the end of a chunk and next to it."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_inputs(1, length)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
@@ -139,12 +143,13 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_as_large_as_a_mask() -> None:
-    """Check both the forward and the backward pass."""
+    """No tensor of the forward or backward pass is as large as a mask."""
     length, evict_at = 1024, best(1024, 64).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, length)
     with Largest() as largest:
         torch.autograd.grad(gathered_attention(evict_at, q, k, v, SCALE).sum(), (q, k, v))
-    assert largest.elements <= GROUP * KV_HEADS * length * DIM  # the size of the queries; one mask has 1,048,576
+    # the size of the queries; one mask would have 1,048,576 elements
+    assert largest.elements <= GROUP * KV_HEADS * length * DIM
 
 
 @pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])

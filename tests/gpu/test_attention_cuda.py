@@ -1,4 +1,4 @@
-"""FlexAttention on a GPU, compiled: exact at production shapes, few graphs, and the same step of a model."""
+"""Compiled FlexAttention on a GPU is exact at production shapes, needs few graphs, and trains a model as SDPA does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_parity_at_16k(kernel: str, heads: int, kv_heads: int) -> None:
 
 
 def test_the_lse_has_a_gradient() -> None:
-    """d LSE / d q, against the sum that it is."""
+    """The gradients of flex_attend's log-sum-exp with respect to queries and keys equal those of a plain masked
+    logsumexp.
+    """
     evict_at = random_evictions(1, 2, 500, 60, torch.Generator().manual_seed(0)).cuda()
     q, k, v = (torch.randn(1, h, 500, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     for in_segments in (False, True):
@@ -58,7 +60,7 @@ def test_the_lse_has_a_gradient() -> None:
 @KERNELS
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
-    """float32, without TF32; the copies of evict_at come on a stream beside."""
+    """A model trains as under SDPA, in float32 without TF32, while a second stream copies evict_at to the GPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -92,12 +94,16 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
     ("shape", "length"), [((32, 8, 128), 4096), ((28, 4, 128), 4096), ((14, 2, 64), 2000), ((32, 8, 128), 16384)]
 )
 def test_the_scorers_target(dtype: torch.dtype, shape: tuple[int, int, int], length: int) -> None:
-    """The transposed pass, under the log-sum-exp of the sparse and of the dense attention, against float64."""
+    """The scorers' training target from the transposed pass equals the float64 result, with the log-sum-exp of the
+    sparse and of the dense attention.
+    """
     assert check_target.__wrapped__(torch.device("cuda", 0), dtype, shape, length).failure is None
 
 
 def test_flex_computes_the_target_with_one_graph() -> None:
-    """Under autocast of what the attention has; other lengths of a size, windows and ends compile nothing more."""
+    """Flex computes the target with one graph, in the attention's dtype under autocast; other lengths of one padded
+    size, other windows and other ends compile no further graph.
+    """
     generator = torch.Generator().manual_seed(0)
     assert target_kernel(torch.device("cuda", 0), torch.bfloat16, (4, 2, 64)) == "flex"
     torch._dynamo.reset()
@@ -113,7 +119,7 @@ def test_flex_computes_the_target_with_one_graph() -> None:
         lse = attention_lse(query, key, scaling=0.125, ends=ends, evict_at=evict_at)
         options = {"window": window, "scaling": 0.125, "ends": ends, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
         torch.testing.assert_close(mass, future_attention_mass(query, key, **options), rtol=0, atol=1e-3)
-        assert counters["stats"]["unique_graphs"] == 2  # the log-sum-exp of queries, and the mass
+        assert counters["stats"]["unique_graphs"] == 2  # one graph for the log-sum-exp of the queries, one for the mass
 
 
 @KERNELS

@@ -1,4 +1,4 @@
-"""Redundancy's Triton kernel on a GPU, compiled, against the reference; and that it is used there."""
+"""The compiled Triton kernel of redundancy on a GPU equals the reference, and is the kernel that is used there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def entries(rows: int, heads: int, width: int, dim: int) -> list[torch.Tensor]:
-    """[keys bfloat16, positions, lengths] around a few directions, ragged; cosines near 0.5 are there, too."""
+    """Return keys in bfloat16 around a few directions, positions and ragged lengths; some cosines are near 0.5."""
     generator = torch.Generator().manual_seed(width + dim)
     few = torch.randn(rows, heads, 4, dim, generator=generator)
     which = torch.randint(4, (rows, heads, width, 1), generator=generator).expand(-1, -1, -1, dim)
@@ -36,14 +36,14 @@ def test_equals_the_reference_but_for_decisions_within_rounding(rows: int, heads
     right = mean_similarity(keys, positions, lengths, "torch")
     padding = right.isinf()
     assert torch.equal(ours.isinf(), padding) and (ours[~padding] >= 0).all()
-    apart = ((ours - right) * lengths[:, None, None])[~padding].abs()  # in similarities
-    assert (apart > 0.4).float().mean() < 0.01  # a decision went the other way
+    apart = ((ours - right) * lengths[:, None, None])[~padding].abs()  # in units of one similarity
+    assert (apart > 0.4).float().mean() < 0.01  # a similarity fell on the other side of the threshold
     rest = apart[apart <= 0.4]
     assert (rest <= 3e-5 * (1 + (right * lengths[:, None, None])[~padding][apart <= 0.4])).all()
 
 
 def test_results_do_not_depend_on_the_batch_or_the_slots() -> None:
-    """To the last bit, again and again."""
+    """Results are equal to the last bit when they are repeated, and when a row is alone or its slots are permuted."""
     keys, positions, lengths = entries(9, 4, 700, 128)
     together = mean_similarity(keys, positions, lengths, "triton")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The sampler on a GPU: the plain reference's tokens, without ever waiting for the device."""
+"""The sampler on a GPU returns the plain reference's tokens, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Waiting for the GPU is an error."""
+    """Raise an error if an operation in this block waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -31,7 +31,7 @@ def no_waits() -> Iterator[None]:
 )
 @pytest.mark.parametrize("coarse", [False, True])
 def test_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
-    """To the last bit: the same sums over the same numbers."""
+    """The sampler equals the reference to the last bit, since both compute the same sums over the same numbers."""
     logits = 3 * torch.randn(rows, 151_936, generator=torch.Generator().manual_seed(rows)).cuda()
     logits = logits.bfloat16().float() if coarse else logits
     sampling = SamplingConfig(1, **setting)
@@ -43,7 +43,9 @@ def test_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
 
 
 def test_top_p_after_top_k_differs_only_by_rounding() -> None:
-    """A GPU adds up 20 numbers in another order than 151,936 of which 20 are not zero."""
+    """Top-p after top-k differs from the reference only by rounding: a GPU sums 20 numbers in another order than
+    151,936 numbers, 20 of which are not zero.
+    """
     logits = 3 * torch.randn(64, 151_936, generator=torch.Generator().manual_seed(0)).cuda()
     sampling, uniform = SamplingConfig(1, top_k=20, top_p=0.95), torch.rand(64, dtype=torch.float64).cuda()
     with no_waits():

@@ -1,4 +1,6 @@
-"""running_topk and its Triton kernel on a GPU, against the heap; the interpreter runs one program after another."""
+"""running_topk and its Triton kernel on a GPU, where programs run in parallel, equal the reference that uses a heap.
+The interpreter of other tests runs one program after another.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
     given = {"window": window, "k": k, "lengths": torch.tensor([length, length * 2 // 3])}
     decay = torch.tensor([-1e-3, -1e-6, -0.1])
     right = running_topk_reference(scores, 1, log_decay=decay, **given)
-    for _ in range(5):  # a race need not show at once
+    for _ in range(5):  # a race may not show in the first run
         ours = running_topk(scores.cuda(), 1, log_decay=decay.cuda(), kernel=kernel, **given)
         for name in ("evict_at", "cutoff_rank", "boundary"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(right, name)), name
 
 
 def test_the_triton_kernel_passes_the_exactness_check() -> None:
-    """It is chosen, or the finding gives the times that show that it is slower."""
+    """The Triton kernel is chosen, or the finding gives the times that show that it is slower than torch's form."""
     topk = topk_choice()
     print(topk)
     assert topk.kernel == "triton" or " ms, torch's form " in topk.finding

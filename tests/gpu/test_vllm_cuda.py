@@ -1,12 +1,13 @@
-"""Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.31's source, on a machine without one.
+"""Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.31's source, on a machine without a GPU.
 
     pip install ".[vllm,test]" && python -m pytest tests/gpu -m ""
 
-What runs without a GPU is in tests/vllm_engine/test_cuda_backend.py and test_cuda_layout.py. Here are the kernels, CUDA
-graphs, sleep mode and several GPUs.
+tests/vllm_engine/test_cuda_backend.py and test_cuda_layout.py test all code that runs without a GPU. This file tests
+the kernels, CUDA graphs, sleep mode and several GPUs.
 
-In 16 bits no kernel equals another, so a trace is judged by what it explains: under an engine's traces the trainer's
-log-probs are as near to the sampler's as they are without any eviction, and under wrong traces they are far.
+In 16 bits no two kernels give equal results, so a trace is judged by its effect on log-probs: under an engine's traces
+the trainer's log-probs are as near to the sampler's as they are without any eviction, and under wrong traces they are
+far away.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """open_engine(policy, kernels="Flash" or "Triton", eager=, **options) -> an engine; closes the one before."""
+    """open_engine(policy, kernels="Flash" or "Triton", eager=, **options) -> an engine; the previous one is closed."""
     engines: list[Any] = []
 
     def close() -> None:
@@ -84,7 +85,7 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
         from rollout.vllm import backend_cuda
 
-        envs.disable_envs_cache()  # an engine before has read the environment for good
+        envs.disable_envs_cache()  # the previous engine has already read the environment
         selector._cached_get_attn_backend.cache_clear()
         if kernels == "Triton":
             off = classmethod(lambda cls, **_: ["off for this test"])
@@ -102,7 +103,7 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 @pytest.fixture
 def replayed(folder: Path) -> Callable[..., torch.Tensor]:
-    """replayed(rollouts, dtype) -> |the trainer's log-prob - the sampler's| of every token."""
+    """replayed(rollouts, dtype) -> |trainer's log-prob - sampler's log-prob| of every token."""
 
     def compare(rollouts: Sequence[Rollout], dtype: str = "bfloat16", temperature: float = 1.0) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
@@ -138,7 +139,7 @@ def test_replay_is_as_near_as_without_eviction(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The 99th percentile of the gap stays within 1.5 times that of a full cache, and wrong traces do not."""
+    """The 99th percentile of the gap is at most 1.5 times that of a full cache, and that of wrong traces is larger."""
     full = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
     rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(prompts, SAMPLED)
     assert evicts(rollouts)
@@ -163,7 +164,9 @@ def test_decisions_equal_those_of_the_reference_engine(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable,
 ) -> None:
-    """In float32 (Triton): where a sequence goes another way, the first decisions that differ were ties within TIE."""
+    """In float32 (Triton), if a sequence differs from the reference engine's, the first decisions that differ are ties
+    within TIE.
+    """
     policy = policy_of(policy_name, **BUDGET)
     got = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -183,7 +186,9 @@ def test_a_compacted_context_does_not_widen_the_gap_to_hf(
     kernels: str, dtype: str, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list,
     record_property: Callable,
 ) -> None:  # fmt: skip
-    """To the hf engine, in the 99th percentile; biases are a coordinate of the keys, and heads are padded with -inf."""
+    """The 99th percentile of the gap to the hf engine is at most 1.5 times as large after a compacted context as after
+    the whole context. Biases are a coordinate of the keys, and shorter heads are padded with -inf.
+    """
     hf = make_engine("hf", model=folder, policy="full", dtype=dtype)
     context, dropped = prompts[-1], len(prompts[-1]) // 10
     ragged = [[dropped + 7 * layer + 3 * head for head in range(2)] for layer in range(4)]
@@ -216,16 +221,16 @@ def test_graphs(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """Piecewise graphs or none: the gap is the same, prompts in chunks too."""
+    """The gap is the same with piecewise graphs and with none, also with prompts in chunks."""
     policy = policy_of("gkv", **BUDGET)
     options = {"kernels": kernels, "max_num_batched_tokens": 256}
     results = []
     for eager in (False, True):
         engine = open_engine(policy, eager=eager, **options)
         config = engine.llm.llm_engine.vllm_config
-        assert config.use_v2_model_runner is False  # which has no place for our sampler
+        assert config.use_v2_model_runner is False  # the V2 runner has no place for our sampler
         assert config.compilation_config.cudagraph_mode.name == ("NONE" if eager else "PIECEWISE")
-        for _ in range(2):  # blocks that come round again, too
+        for _ in range(2):  # the second time, blocks are reused
             rollouts = engine.generate(prompts, GREEDY)
             assert evicts(rollouts)
             results.append(p99(replayed(rollouts, temperature=0.0)))
@@ -244,7 +249,9 @@ def test_whole_decode_steps_as_graphs(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """full_graphs: the gap is that of piecewise graphs, with padded batches too, and no Python runs in decoding."""
+    """With full_graphs the gap equals that of piecewise graphs, also for padded batches, and decoding runs no Python
+    code.
+    """
     from rollout.vllm.compat.paged import live_state
 
     policy, result = policy_of(policy_name, **BUDGET), []
@@ -255,7 +262,7 @@ def test_whole_decode_steps_as_graphs(
         state, calls = live_state(), []
         after_layer = state.after_layer
         state.after_layer = lambda name, query, run=after_layer, calls=calls: (calls.append(name), run(name, query))
-        for batch in (prompts, prompts[:3]):  # 9 and 3 are no sizes of graphs
+        for batch in (prompts, prompts[:3]):  # no graph has the batch sizes 9 and 3
             calls.clear()
             rollouts = engine.generate(batch, GREEDY)
             assert (len(calls) > SIZES["num_hidden_layers"] * 100) is not full_graphs
@@ -266,7 +273,9 @@ def test_whole_decode_steps_as_graphs(
 
 
 def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
-    """A pool that holds half of what a full cache takes runs all sequences at once, and is whole again at the end."""
+    """A pool that holds half the blocks that a full cache needs runs all sequences at once, and is entirely free at the
+    end.
+    """
     engine = open_engine(policy_of("gkv", **BUDGET), max_batch=36, kv_cache_gb=0.02, max_prompt=450)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
@@ -291,7 +300,9 @@ def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: l
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     policy_name: str, blocks: int, open_engine: Callable, policy_of: Callable, prompts: list
 ) -> None:
-    """Blocks of 16 for prompts of 450 tokens, or for 1024; the share of the GPU would hold many times as many."""
+    """The pool has the blocks of 16 tokens that 450-token prompts need, or those of 1,024 tokens with a full cache,
+    although the share of the GPU would hold many times as many.
+    """
     policy = policy_of(policy_name, **BUDGET)
     engine = open_engine(policy, kv_cache_gb=None, gpu_memory_utilization=0.3, max_batch=9, max_prompt=450)
     config = engine.llm.llm_engine.vllm_config.cache_config
@@ -304,7 +315,9 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_up(level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list) -> None:
-    """Asleep, the memory is given back; awake again, the engine samples what it sampled, in graphs that it had."""
+    """During sleep the memory is given back; after waking up, the engine samples the same tokens, with the graphs that
+    it had before.
+    """
     engine = open_engine(policy_of("gkv", **BUDGET), sleep_mode=True, kv_cache_gb=1.0)
     wanted = engine.generate(prompts, GREEDY)
     awake = torch.cuda.mem_get_info()[0]
@@ -341,7 +354,7 @@ def test_two_gpus(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The heads of two tensor-parallel processes are put together in order: the gap is that of one GPU."""
+    """The heads of two tensor-parallel processes are joined in the right order: the gap is that of one GPU."""
     policy = policy_of(policy_name, **BUDGET)
     one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
     rollouts = open_engine(policy, tensor_parallel=2).generate(prompts, SAMPLED)
@@ -349,5 +362,5 @@ def test_two_gpus(
     record_property("p99 on one GPU", one)
     record_property("p99 on two", two)
     assert evicts(rollouts) and two <= 1.5 * one
-    if policy_name == "tova":  # it keeps the same in every head: both processes must agree
+    if policy_name == "tova":  # tova keeps the same entries in every head, so both processes must agree
         assert all(torch.equal(r.trace.evict_at, r.trace.evict_at[:, :1].expand_as(r.trace.evict_at)) for r in rollouts)

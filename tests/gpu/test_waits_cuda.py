@@ -1,6 +1,6 @@
-"""The counts of tests/counting.py, on a GPU: a decode step never waits, and a compaction waits for a few numbers.
+"""On a GPU, as in the counts of tests/counting.py, a decode step never waits, and a compaction waits for a few numbers.
 
-NOT RUN YET: written on a machine without one. torch says of each call that waits, its copies among them.
+NOT RUN YET: written on a machine without a GPU. torch reports each call that waits, including its own copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ POLICIES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def says_what_waits() -> Iterator[Callable[[str], None]]:
-    """torch's own check: "error", "warn" or "default"."""
+    """Yield the switch of torch's own check for waits, "error", "warn" or "default", and set it to "default"
+    afterwards.
+    """
     yield torch.cuda.set_sync_debug_mode
     torch.cuda.set_sync_debug_mode("default")
 
