@@ -62,7 +62,7 @@ def as_it_was(monkeypatch):
     loggers = {name: logging.getLogger(name) for name in ("", *console.OURS)}  # accelerate sets the root's level
     before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
     for key in (*console.QUIET, "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "RANK", "WANDB_MODE"):
-        monkeypatch.setenv(key, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(key, "")  # monkeypatch then restores the variable at the end
         monkeypatch.delenv(key)
     with warnings.catch_warnings():
         yield

@@ -52,7 +52,7 @@ def test_a_part_of_the_keys(capsys):
     assert keys_in(said(capsys, "grpo", "learning_rate")) == ["scorers.learning_rate", "learning_rate"]
     assert keys_in(said(capsys, "grpo", "adam_eps")) == ["adam_epsilon"]  # passed on to TRL
     assert said(capsys, "grpo", "cache")[-1].endswith("sparse-rl keys policies")
-    assert not said(capsys, "sft", "cache")[-1].endswith("sparse-rl keys policies")  # the control: it has no cache
+    assert not said(capsys, "sft", "cache")[-1].endswith("sparse-rl keys policies")  # the control: sft has no cache
 
 
 def test_policies_scorers_and_rewards(capsys):

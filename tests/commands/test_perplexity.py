@@ -90,7 +90,7 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
     assert row.perplexity == pytest.approx(math.exp(row.nll)) and row.retention == 1
     assert row.tokens == completion * len(losses) and row.seconds > 0
     assert row.peak_entries == row.read_entries == prompt + completion - 1
-    if completion > 1:  # the control: another place in the piece has another loss
+    if completion > 1:  # the control: another position in the piece has another loss
         assert abs(row.nll - statistics.mean(plain_losses(folder, ids, prompt + 1, prompt + completion))) > 1e-3
 
 

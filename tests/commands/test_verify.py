@@ -230,7 +230,7 @@ def test_attention_in_float32_has_a_wider_bound(
 ) -> None:
     """Rollouts that were sampled with float32 attention are replayed with float32 attention, under a wider bound of the
     gap."""
-    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that monkeypatch restores it
+    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # monkeypatch then restores it
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
     assert status == 0 and report["bound"] == 1e-4 and report["largest"] <= 1e-4

@@ -71,7 +71,8 @@ class Life:
     # ---- the life -----------------------------------------------------------------------------------------------
 
     def run(self) -> torch.Tensor:
-        """Return evict_at, int32 [Hkv, S]: q + 1 for an entry that was dropped after query q attended."""
+        """Run the sequence to its end. Returns evict_at, int32 [Hkv, S], for Hkv kv heads and S positions: q + 1 for an
+        entry that was dropped after query q attended."""
         for position in range(self.length):
             for held in self.held:
                 held.append(position)
@@ -125,7 +126,7 @@ class Life:
         """Update the state after a query, of prompt or decode, has attended and before any eviction."""
 
     def compacted(self) -> None:
-        """Called after every compaction."""
+        """Update the state after a compaction; called after every compaction."""
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,8 @@ class Life:
         return {j: w / total for j, w in zip(seen, weights, strict=True)}
 
     def fused_attention(self, kv: int) -> dict[int, list[float]]:
-        """max over the group's heads of A, for each of the window's queries: competing j -> [w]."""
+        """Return, for each competing position, the attention of each of the window's w queries, maximised over the
+        heads of the group."""
         fused: dict[int, list[float]] = {j: [] for j in self.competing(kv)}
         for query in range(self.now - self.window + 1, self.now + 1):
             by_head = [self.attention(head, query) for head in self.heads(kv)]
@@ -162,7 +164,8 @@ class Life:
         return fused
 
     def local(self, kv: int) -> dict[int, float]:
-        """S_j = mean_w max_g A (G-KV eqs. 1-2)."""
+        """Return the local score S_j = mean_w max_g A of each competing position j: the attention A, maximised over the
+        group's heads g and averaged over the window's queries w (G-KV eqs. 1-2)."""
         return {j: sum(values) / self.window for j, values in self.fused_attention(kv).items()}
 
     def cosine(self, kv: int, i: int, j: int) -> float:
@@ -182,7 +185,7 @@ class Life:
             similar = {j: self.cosine(kv, i, j) for j in held if j != i}
             similar = {j: value for j, value in similar.items() if value >= 0.5}
             if similar:
-                del similar[max(similar)]  # the most recent one represents the others
+                del similar[max(similar)]  # the most recent similar entry represents the others
             for j, value in similar.items():
                 total[j] += value
         weights = {j: math.exp(value / len(held)) for j, value in total.items()}
@@ -190,13 +193,14 @@ class Life:
 
 
 def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
-    """Maximum over the `kernel` neighbouring entries of `scores`, which are in order of position."""
+    """Return, for each entry, the maximum over the `kernel` neighbouring entries of `scores`, which are in order of
+    position."""
     places, reach = list(scores), kernel // 2
     return {j: max(scores[i] for i in places[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(places)}
 
 
 def over_max(scores: dict[int, float]) -> dict[int, float]:
-    """Return S_j / max_i S_i for the scores S_j of entries j."""
+    """Return S_j / max_i S_i, the score S_j of each entry j divided by the largest score."""
     top = max(scores.values())
     return {j: value / top if top else 0.0 for j, value in scores.items()}
 
@@ -205,11 +209,11 @@ def over_max(scores: dict[int, float]) -> dict[int, float]:
 
 
 class Full(Life):
-    """No budget: no entry is ever evicted."""
+    """The policy `full` has no budget: it never evicts an entry."""
 
 
 class Streaming(Life):
-    """StreamingLLM §3.2: the sinks (4) and the most recent tokens."""
+    """StreamingLLM §3.2 keeps the sinks (4) and the most recent tokens."""
 
     defaults = {"sinks": 4, "window": 0, "period": 1}
 
@@ -218,7 +222,8 @@ class Streaming(Life):
 
 
 class H2O(Life):
-    """H2O §4: F_j = the attention that all queries so far gave to j, summed over the group's heads."""
+    """H2O §4 scores entry j by F_j, the attention that all queries so far gave to j, summed over the query heads of the
+    group."""
 
     def set(self, **parameters: Any) -> None:
         window = parameters["window"]
@@ -257,7 +262,8 @@ class Lined(H2O):
         self.last = 0  # tokens seen at the last compaction
 
     def due(self) -> bool:
-        """True at the usual first compaction, then every `period` tokens, even though the budget grows."""
+        """Return True at the usual first compaction and then after every `period` tokens, even though
+        the budget grows."""
         return self.now + 1 - self.last >= self.period if self.last else super().due()
 
     def compacted(self) -> None:
@@ -265,7 +271,7 @@ class Lined(H2O):
 
 
 class Tova(Life):
-    """TOVA §3.2: the last query's attention, averaged over all heads of the layer."""
+    """TOVA §3.2 scores an entry by the last query's attention, averaged over all heads of the layer."""
 
     def scores(self) -> list[dict[int, float]]:
         heads = self.kv_heads * self.group
@@ -275,7 +281,7 @@ class Tova(Life):
 
 
 class MorphKV(Life):
-    """MorphKV: only the local score."""
+    """MorphKV scores an entry by the local score alone."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128}
 
@@ -284,7 +290,7 @@ class MorphKV(Life):
 
 
 class SnapKV(Life):
-    """SnapKV eq. 4 at decode time: the local score, max-pooled (7)."""
+    """SnapKV eq. 4, applied at decode time, scores an entry by the local score, max-pooled over 7 entries."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128, "pooling": 7}
 
@@ -293,7 +299,8 @@ class SnapKV(Life):
 
 
 class RKV(Life):
-    """R-KV eq. 7: l I - (1 - l) R, l = 0.1, I the local score max-pooled (7), neither normalised."""
+    """R-KV eq. 7 scores an entry by l I - (1 - l) R with l = 0.1, where I is the local score, max-pooled over 7
+    entries, and R the redundancy; neither is normalised."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128, "lam": 0.1, "pooling": 7}
 
@@ -308,7 +315,8 @@ class RKV(Life):
 
 
 class GKV(Life):
-    """G-KV eqs. 3-5 and appendix D: the global score F, with or without normalised redundancy and pooling."""
+    """G-KV eqs. 3-5 and appendix D score an entry by the global score F, with or without normalised redundancy and
+    pooling."""
 
     defaults = {
         "sinks": 0,
@@ -358,7 +366,8 @@ class GKV(Life):
 
 
 class CAKE(Life):
-    """CAKE's attention shift as G-KV compares it: S + gamma Var_w max_g A, with the population variance."""
+    """CAKE's attention shift, as G-KV compares it, is S + gamma Var_w max_g A: the local score S plus gamma times the
+    population variance over the window's queries w of the attention A, maximised over the group's heads g."""
 
     defaults = {"sinks": 0, "window": 16, "period": 128, "gamma": 200.0}
 

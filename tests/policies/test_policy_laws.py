@@ -357,7 +357,7 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
         nonlocal compactions
         compactions += 1
         noise = torch.rand(entries.positions.shape, generator=generator)
-        noise = noise[:, :1].expand_as(noise) if name == "tova" else noise  # its kv heads hold the same tokens
+        noise = noise[:, :1].expand_as(noise) if name == "tova" else noise  # the kv heads of tova hold the same tokens
         order = noise.masked_fill(~entries.valid(), 2.0).argsort(-1)
         moved = {
             key: value.gather(2, order if value.ndim == 3 else order[..., None].expand_as(value))
@@ -474,7 +474,7 @@ def test_streaming_keeps_the_first_and_the_last() -> None:
     for record, prompt, total in zip(fed.records, batch.prompts, batch.totals, strict=True):
         for q in range(prompt, total):
             seen = [t for t in range(q + 1) if int(record[0, t]) > q]
-            # 12 are kept after query q - 1; the query's own entry comes on top
+            # 12 entries are kept after query q - 1, and the entry of query q is added
             assert seen == ([*range(3), *range(q - 9, q + 1)] if q >= 13 else list(range(q + 1)))
 
 

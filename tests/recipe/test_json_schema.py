@@ -323,7 +323,7 @@ def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
         for value in ("null", "1", "text", "{no_such_key: 1}"):
             try:
                 mapping = changed(kind, f"{key}={value}")
-            except UserError:  # a key below one that is null in the recipe
+            except UserError:  # the key is inside a block that is null in the recipe
                 continue
             line = refusal(mapping)
             valid = OF_KIND[kind].is_valid(mapping)

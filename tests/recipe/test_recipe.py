@@ -342,7 +342,7 @@ def test_options_of_the_trainers_pass_through_with_their_types():
     line = refused("optim=adamw_torhc")
     assert "optim: expected one of adamw_torch, " in line and "did you mean 'adamw_torch'?" in line and len(line) < 400
     assert "deltas: unknown key; did you mean delta?" in refused("deltas=1")
-    assert "delta: unknown key" in refused("delta=1", text=SFT)  # a key of another kind
+    assert "delta: unknown key" in refused("delta=1", text=SFT)  # `delta` is a key of another kind
     assert "trainer_options: unknown key" in refused("trainer_options={a: 1}")
 
 
@@ -394,7 +394,7 @@ def test_shipped_recipes_by_name(tmp_path, monkeypatch):
     assert recipes.list_recipes() == ["quickstart/grpo", "qwen2.5-1.5b/sft"]
     assert load_recipe("quickstart/grpo") == make()
     assert load_recipe("qwen2.5-1.5b/sft", ["seed=3"]).seed == 3
-    assert load_recipe("recipes/quickstart/grpo.yaml") == make()  # a path
+    assert load_recipe("recipes/quickstart/grpo.yaml") == make()  # the recipe named by its path
     for wrong in ("quickstart/grop", "quickstart/grop.yaml", "recipes/quickstart/grop.yaml"):
         with pytest.raises(UserError, match="did you mean quickstart/grpo"):
             load_recipe(wrong)

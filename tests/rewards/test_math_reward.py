@@ -142,7 +142,7 @@ def test_a_killed_worker_is_replaced():
         assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]
         pids.append(reward._pool._idle[0].process.pid)
         if len(pids) == 2:
-            os.killpg(pids[-1], signal.SIGKILL)  # with its child, which could still answer
+            os.killpg(pids[-1], signal.SIGKILL)  # kills the worker's child too, which could still answer
     assert pids[0] == pids[1] != pids[2]  # kept between calls, except the killed worker
 
 

@@ -56,7 +56,7 @@ def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
 
 
 def stale(trainer: Any) -> None:
-    """After its probe, let the engine sample from a copy of the model that no longer equals the trainer's."""
+    """Let the engine, after its probe, sample from a copy of the model whose weights no longer equal the trainer's."""
     engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.engine.policy)
     right = trainer.engine.generate
     trainer.engine.generate = lambda prompts, sampling: (right if sampling.ignore_eos else engine.generate)(
@@ -69,7 +69,7 @@ def not_a_number(trainer: Any) -> None:
 
     def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
         rollouts = generate(prompts, sampling)
-        if not sampling.ignore_eos:  # not the probe
+        if not sampling.ignore_eos:  # the probe's calls set ignore_eos
             rollouts[3].model_logprobs[0] = math.nan
         return rollouts
 
@@ -188,7 +188,8 @@ def test_the_limit_in_bfloat16(probe: float) -> None:
     "check", [lambda gap: check_gap(torch.tensor([0.0, gap]), 1.0), lambda gap: check_sync(gap, 1.0)]
 )
 def test_a_gap_that_is_not_finite_is_reported_as_such(check: Callable) -> None:
-    """A gap that is not finite is not reported as stale weights; a finite gap beyond the limit (the control) is."""
+    """A replay gap that is not finite is reported as such, and not as stale weights. Control: a finite gap beyond the
+    limit is reported as stale weights."""
     for gap in (math.nan, math.inf, -math.inf):
         with pytest.raises(NotFiniteError, match="not a finite number") as caught:
             check(abs(gap))

@@ -78,7 +78,8 @@ def test_validation_logs_its_metrics_at_each_step(grpo: Callable) -> None:
 
 
 def test_a_reward_of_none_is_null_in_the_completions(tmp_path: Path) -> None:
-    """TRL holds None as NaN, and JSON has no NaN."""
+    """A reward of None is written as null in the table of completions, since TRL holds None as NaN and
+    JSON has no NaN."""
     log = CompletionLog(tmp_path)
     both = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}
     log.trainer = SimpleNamespace(_logs={**both, "rewards": {"right": [1.0, 0.0], "some": [float("nan"), 0.25]}})

@@ -64,7 +64,7 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
         assert line["sync/probe_gap"] <= NOISE and line["replay/gap_max"] <= NOISE and line["time/sync"] > 0
     live = trained(grpo("live", model=tiny("qwen3", **config), max_steps=5))
     assert without_sync(lines) == without_sync(live)
-    assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # sets the limit
+    assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # the first probe
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)

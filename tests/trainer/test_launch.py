@@ -15,7 +15,8 @@ from trainer.launch import crowded, leave_group
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
 def test_an_overloaded_machine_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine is checked for its share of the processes; one process per GPU or CPU core is allowed."""
+    """A launch with too many processes names the overloaded machine. Each machine is checked for its own share of the
+    processes; one process per GPU or CPU core is allowed."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)  # this process may use the three cores below
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)

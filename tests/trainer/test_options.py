@@ -155,7 +155,7 @@ def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> 
     with pytest.raises(UserError, match="sync_ref_model: needs beta above 0"):
         grpo(model="nowhere", sync_ref_model=True)
     lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-    with pytest.raises(UserError, match="`sync_ref_model=True` while using a PEFT model"):  # TRL's words
+    with pytest.raises(UserError, match="`sync_ref_model=True` while using a PEFT model"):  # this is TRL's message
         grpo(sync_ref_model=True, beta=0.1, peft_config=lora)
 
 
@@ -169,7 +169,7 @@ def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None
 
 
 def test_settings_that_trl_switches_on_are_refused() -> None:
-    """Settings that TRL changes (LoRA under ZeRO-3, the auxiliary loss of mixture-of-experts models) are refused."""
+    """Settings that TRL changes are refused: LoRA under ZeRO-3, and the auxiliary loss of mixture-of-experts models."""
     usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**usual))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):

@@ -369,7 +369,7 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
         checkpoint_to_resume(longer, "newest")
     assert checkpoint_to_resume(longer, str(places[0])) == places[0]
-    assert checkpoint_to_resume(short, "newest") == places[1]  # only the model is still to be written
+    assert checkpoint_to_resume(short, "newest") == places[1]  # only the final model is missing
 
 
 def test_other_versions_give_a_warning(tmp_path: Path, caplog) -> None:
@@ -382,7 +382,7 @@ def test_keep_last_counts_whole_checkpoints(tmp_path: Path) -> None:
     made = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
     (made[2] / "progress_0.pt").unlink()
     keep_last(tmp_path, 2, best=str(made[0]))
-    assert checkpoints(tmp_path) == made  # two complete ones besides the best, and a damaged one
+    assert checkpoints(tmp_path) == made  # two complete checkpoints, the best one, and a damaged one
     keep_last(tmp_path, 2)
     assert checkpoints(tmp_path) == made[1:] and not (tmp_path / "_partial").exists()
     keep_last(tmp_path, None)

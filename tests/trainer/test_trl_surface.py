@@ -115,17 +115,17 @@ def test_only_known_functions_read_use_vllm() -> None:
         if callable(function) and "self.use_vllm" in inspect.getsource(function)
     }
     assert readers == {
-        "__init__",  # runs before we set it
+        "__init__",  # runs before we set `use_vllm`
         "_generate_single_turn",  # overridden by us
-        "_generate",  # only with rollout_func
-        "_tool_call_loop",  # only with tools
+        "_generate",  # reads `use_vllm` only with rollout_func
+        "_tool_call_loop",  # runs only with tools
         "_generate_and_score_completions",  # the correction
         "_compute_loss",  # the correction
     }
 
 
 def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
-    """The order of rows equals TRL's in the first epoch; another epoch has another order."""
+    """Our sampler gives the rows in TRL's order in the first epoch, and in another order in the next epoch."""
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)
     ours, theirs = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)

@@ -20,7 +20,7 @@ KEY = "0123456789" * 4
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provide a home directory and a working directory without any login."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["WANDB_DIR", "WANDB_MODE", "NETRC"]:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")  # monkeypatch then restores the variable at the end
         monkeypatch.delenv(name)
     monkeypatch.setattr(logging.getLogger("sparse_rl"), "handlers", [])  # drops handlers of other tests
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -72,9 +72,11 @@ def naive(
     policy: Clustered,
     given: torch.Tensor | None = None,
 ) -> tuple:
-    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, closed_at [P], pi [S].
+    """Compute clustered attention for one kv head: `query` [G, S, D] over `key` and `value` [S, D], for G query heads,
+    S positions and head width D. Returns the outputs [G, S, D], the pages that each query opens, closed_at [P] of the P
+    pages, and the weights pi [S].
 
-    given : pi if it is not to be computed: the random pi, or a rounded one
+    given : the weights pi, if they are not to be computed: random weights, or rounded ones
     """
     pages, config = policy.pages, policy.config
     group, length, dim = query.shape
@@ -219,7 +221,7 @@ def test_entries_read_equal_the_unmasked_logits(changed: dict, monkeypatch: pyte
 # ---- replay ---------------------------------------------------------------------------------------------------------
 
 
-# Every setting meets the trained model, every other model two of them, in `make test`; the whole matrix is slow.
+# `make test` runs every setting on the trained model and two settings on each other model; all pairs are slow.
 MATRIX = [
     pytest.param(
         name, changed, id=f"{name}-{changed}", marks=[] if name == "quickstart" or i in few else pytest.mark.slow
