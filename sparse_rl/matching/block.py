@@ -1,4 +1,4 @@
-"""The compaction of one block: choose the entries that stay, and fit their new biases and values."""
+"""The compaction of one block: choose the entries that stay, and fit new biases and values for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ BOUND = 3.0  # limit of |log w| in one compaction, if keys are chosen by attenti
 class Fit:
     """Settings of a fit.
 
-    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the mass
+    select : attention chooses the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
+        of the attention mass
     aggregate : how attention is aggregated over the reference queries: rms, mean or max
-    ridge : ridge of the value fit, > 0; see `fit_values`
+    ridge : weight of the ridge in the fit of values, > 0; see `fit_values`
     paper : True uses the paper's own solvers, whose results a trainer cannot reproduce
     """
 
@@ -34,7 +35,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Block:
-    """N entries of R rows and H kv heads, and n reference queries. The block consists of the competing entries.
+    """N entries and n reference queries, for each of R rows and H kv heads. Only competing entries belong to the block.
 
     keys, values : [R, H, N, D], keys after RoPE
     queries : [R, H, n, D], reference queries of all query heads of a group, after RoPE
@@ -51,28 +52,29 @@ class Block:
     scaling: float
 
     def parts(self, at_once: int) -> Iterator[Block]:
-        """Cut the block into parts of at most `at_once` rows."""
+        """Yield the block in parts of at most `at_once` rows."""
         for start in range(0, len(self.keys), at_once):
             rows = slice(start, start + at_once)
             of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
             yield Block(*of_rows, self.scaling)
 
     def logits(self) -> Tensor:
-        """`scaling` q . k + bias: float64 [R, H, n, N], -inf for entries that do not compete."""
+        """Return the logits `scaling` q . k + bias: float64 [R, H, n, N], -inf for entries that do not compete."""
         logits = self.queries.double() @ self.keys.double().mT * self.scaling + self.bias.double()[:, :, None]
         return logits.masked_fill(~self.competing[:, :, None], float("-inf"))
 
 
 def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the entries of a block that stay, and fit them (AM section 3): (index, biases, values).
+    """Choose the entries of a block that stay, and fit biases and values for them (AM section 3).
 
-    The index is int64 [R, H, count], ascending; the biases are float32 [R, H, count]; the values are [R, H, count, D]
-    in the dtype of the block's values. This needs no gradients: a trainer computes biases and values with `refit`.
+    Gradients are not needed here: a trainer computes biases and values with `refit`.
 
-    count : t, the number of entries that stay; at least t entries of each row must compete. If scores are equal, the
+    count : number of entries that stay; at least that many entries of each row must compete. If scores are equal, the
         earlier entry stays
 
-    Raises NotFiniteError if keys, values or queries are not finite.
+    Returns the indices of the entries, int64 [R, H, count], ascending; the biases, float32 [R, H, count]; and the
+    values, [R, H, count, D], in the dtype of the block's values. Raises NotFiniteError if keys, values or queries are
+    not finite.
     """
     logits = block.logits()
     score = attention_score(logits, fit.aggregate)
@@ -93,7 +95,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tuple[float, float]:
-    """Errors of a fit against the whole block: (mass error, output error).
+    """Return two errors of a fit against the whole block: the mass error and the output error.
 
     The mass error is the mean |log(mass / mass of the block)| over the reference queries of all rows and heads. The
     output error is |output - output of the block| / |output of the block|, with norms over all these queries.
@@ -109,13 +111,15 @@ def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tupl
 
 
 def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-    """Fit given entries: (biases float32 [R, H, t], values [R, H, t, D]), with gradients, which the trainer needs.
+    """Fit biases and values for given entries, with gradients, which the trainer needs.
 
-    index : int64 [R, H, t], the entries that stay
+    First, weights w = argmin |phi w - mass|^2 are computed within bounds (phi and mass: see `features`). log w is added
+    to the bias, which is then rounded to the dtype of the values. Second, the values are computed by a ridge regression
+    of the block's outputs on the attention under the new biases (fit.py).
 
-    First, w = argmin |phi w - mass|^2 within bounds, and log w is added to the bias, which is rounded to the dtype of
-    the values. Then the values follow by a ridge regression of the block's outputs on the attention under the new
-    biases (fit.py).
+    index : int64 [R, H, t], the t entries of each kv head that stay
+
+    Returns the biases, float32 [R, H, t], and the values, [R, H, t, D].
     """
     logits = block.logits()
     phi, mass = features(logits)
@@ -137,11 +141,13 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
 
 
 def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
-    """Bytes of temporary memory that Attention Matching takes to fit `rows` rows at once, in one layer.
+    """Return the bytes of temporary memory that Attention Matching takes to fit `rows` rows at once, in one layer.
 
-    queries : number of reference queries of a kv head; entries : number of entries in a block; kept : number of fitted
-    entries
+    queries : number of reference queries of a kv head
+    entries : number of entries in a block
+    kept : number of fitted entries
 
-    In float64: five arrays of the size of the logits, three of kept x kept, and the block's keys, values and queries.
+    The memory holds, in float64, five arrays of the size of the logits, three arrays of kept x kept, and the block's
+    keys, values and queries.
     """
     return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))

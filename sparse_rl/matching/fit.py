@@ -1,11 +1,12 @@
 """The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
 
-A kv head has n reference queries and a block of N entries with logits s + b (scaling and earlier biases included). The
-set S of t entries is kept. All functions take any leading axes, and compute in the dtype of their input: float64.
+A kv head has n reference queries and a block of N entries; the logits include the scaling and the biases of earlier
+compactions. A set S of t entries is kept, with values of D dimensions. All functions accept any leading axes, and
+compute in the dtype of their input, which is float64.
 
-The differences from the paper are the ridges, and the descent that finds the weights. The paper's own solvers are in
+Two things differ from the paper: the ridges, and the descent that finds the weights. The paper's own solvers are in
 `paper_weights` and `paper_values`: they turn a rounding error of 1e-6 in the queries into 0.3 nats, so a trainer cannot
-reproduce the results of a sampler that uses them.
+reproduce the results of a sampler that uses these solvers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 STEPS, POWER = 30, 12  # steps of the weights' descent, and of the power iteration that finds its step size (ours)
 JITTER = 1e-13  # relative increase of the diagonal, in case keys repeat each other
-# Ridge of the weights of pursued keys (ours): it raised no KL divergence that we measured, and makes rounding matter
-# least.
+# Ridge of the weights of keys chosen by pursuit (our choice): in our measurements, it did not raise the KL divergence,
+# and results depended least on rounding.
 PURSUIT_RIDGE = 0.1
 
 
@@ -32,25 +33,29 @@ def features(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
-    """w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
+    """Return the weights w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
 
-    kept : phi of S [..., n, t]; mass [..., n]
+    kept : [..., n, t], phi of the kept entries
+    mass : [..., n]
 
-    The method is accelerated projected gradient descent from `flat_weights` (ours). The paper starts from an unbounded
+    The method, accelerated projected gradient descent from `flat_weights`, is ours. The paper starts from an unbounded
     least-squares solution and takes two steps, which is worse than no bias if many entries stay.
     """
     return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)
 
 
 def flat_weights(kept: Tensor, mass: Tensor) -> Tensor:
-    """The single weight that fits the mass best, repeated for every entry: [..., t]."""
+    """Return the single weight that fits the mass best, repeated for every entry: [..., t]."""
     total = kept.sum(-1)
     flat = (total * mass).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
     return flat.expand(*kept.shape[:-2], kept.shape[-1])
 
 
 def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: int) -> Tensor:
-    """Take `steps` steps of FISTA on |kept w - mass|^2 within the bounds; step size 1 / the greatest eigenvalue."""
+    """Minimise |kept w - mass|^2 within the bounds |log w| <= bound by `steps` steps of FISTA, and return w.
+
+    The step size is 1 / the greatest eigenvalue of kept^T kept.
+    """
     low, high = math.exp(-bound), math.exp(bound)
     gram = kept.mT @ kept
     wanted = (kept.mT @ mass[..., None])[..., 0]
@@ -70,23 +75,27 @@ def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: in
 
 
 def pursuit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
-    """w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound: [..., t].
+    """Return the weights w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound.
 
-    Orthogonal matching pursuit ends with a plain least squares (A.2). If there are hardly more queries than entries,
-    rounding dominates its result. The ridge makes the problem well posed.
+    Orthogonal matching pursuit ends with a plain least-squares fit (A.2). If there are hardly more queries than
+    entries, rounding dominates the result of that fit. The ridge makes the problem well posed. Returns [..., t].
     """
     weights = fit_values(kept, mass[..., None], flat_weights(kept, mass)[..., None], PURSUIT_RIDGE)[..., 0]
     return weights.clamp(math.exp(-bound), math.exp(bound))
 
 
 def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
-    """V + argmin over D of |x D - (y - x V)|^2 + ridge mean_j |x_j|^2 |D|^2: [..., t, D].
+    """Return the fitted values of the kept entries, [..., t, D]: V + M, where V are the values before the fit.
 
-    x : attention over S under the new biases [..., n, t]; y : the output of the whole block [..., n, D];
-    values : V, the values of S before the fit [..., t, D]
+    The change M minimises |x M - (y - x V)|^2 + ridge mean_j |x_j|^2 |M|^2, where x_j is the row of x of reference
+    query j.
 
-    The ridge shrinks towards the values before the fit. The paper uses no ridge: it tried one that shrinks towards
-    zero, which made results worse (C.2).
+    x : [..., n, t], attention over the kept entries under the new biases
+    y : [..., n, D], the output of the whole block
+    values : V, [..., t, D]
+
+    The ridge pulls the result towards the values before the fit. The paper uses no ridge: its authors tried a ridge
+    that pulls towards zero, which made results worse (C.2).
     """
     missing = y - x @ values
     n, t = x.shape[-2:]
@@ -103,14 +112,19 @@ def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
 
 
 def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tensor:
-    """Unbounded least-squares weights, clamped to |log w| <= bound, then `steps` projected steps (algorithm 3).
+    """Return the weights of the paper's solver (algorithm 3).
 
-    Keys chosen by attention use bound 3 and 2 steps; pursued keys use bound 7 and no step (C.2).
+    They are unbounded least-squares weights, clamped to |log w| <= bound, and then improved by `steps` projected
+    gradient steps. Keys chosen by attention use bound 3 and 2 steps; keys chosen by pursuit use bound 7 and no step
+    (C.2).
     """
     start = paper_values(kept, mass[..., None])[..., 0]
     return descended(kept, mass, start, bound, steps)
 
 
 def paper_values(x: Tensor, y: Tensor) -> Tensor:
-    """argmin over V of |x V - y|^2 with the least norm, on the CPU: only there torch solves rank-deficient systems."""
+    """Return the values V of least norm that minimise |x V - y|^2.
+
+    The system is solved on the CPU, because torch solves rank-deficient systems only there.
+    """
     return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)

@@ -1,4 +1,4 @@
-"""A trace's record of its compactions: their times, and the settings of the fits, which the trainer computes again."""
+"""The record of compactions in a trace: their times, and the settings with which the trainer recomputes the fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparse_rl.trace import TraceError
 
 @dataclass(frozen=True)
 class Record:
-    """The settings that, with the entries that stay, determine a fit; numbers, as a trace holds them.
+    """The settings that determine a fit together with the entries that stay, as numbers that a trace holds.
 
     sinks, window : number of first tokens, and of most recent tokens, that are not fitted
     refitted : t, the number of entries per kv head that a compaction keeps and fits
@@ -35,15 +35,15 @@ class Record:
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """Make the record of a policy's settings. config : AMConfig"""
+        """Make the record from a policy's settings. config : AMConfig"""
         pursuit, paper = config.select == "omp", config.fit == "paper"
         return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
     def read(cls, settings: Tensor) -> Record:
-        """Read the record from a trace. Raises TraceError if its fits cannot be computed again.
+        """Read the record from a trace. Raises TraceError if the fits cannot be recomputed.
 
-        settings : the section refit_with, float64 [7]
+        settings : the trace section refit_with, float64 [7]
         """
         sinks, window, refitted, queries, ridge, pursuit, paper = settings.tolist()
         if paper:
@@ -52,13 +52,13 @@ class Record:
 
     @property
     def fit(self) -> Fit:
-        """Settings for `refit`. A record has no aggregate, which only affects the choice of entries."""
+        """Settings for `refit`. `aggregate` has its default value, because it only affects the choice of entries."""
         return Fit("omp" if self.pursuit else "attention", ridge=self.ridge, paper=self.paper)
 
     def sections(self, times: Sequence[int]) -> dict[str, Tensor]:
-        """Return the trace's sections refit_at, int32 [C], and refit_with, float64 [7].
+        """Return the trace sections refit_at, int32 [number of compactions], and refit_with, float64 [7].
 
-        times : number of tokens seen at each of C compactions
+        times : number of tokens seen at each compaction
         """
         settings = torch.tensor(astuple(self), dtype=torch.float64)
         return {"refit_at": torch.tensor(times, dtype=torch.int32), "refit_with": settings}

@@ -14,7 +14,11 @@ PURSUIT_BOUND = 7.0  # limit of |log w|; an entry with log w below the negative 
 
 
 def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
-    """The attention [..., N] that each entry receives from the reference queries: root mean square, mean or max."""
+    """Return the attention that each of N entries receives from the n reference queries: [..., N].
+
+    logits : [..., n, N]
+    aggregate : reduction over the queries: rms (root mean square), mean or max
+    """
     attention = logits.softmax(-1)
     if aggregate == "rms":
         return attention.square().mean(-2).sqrt()
@@ -22,10 +26,15 @@ def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
 
 
 def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
-    """The `count` entries that give the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N]
+    """Choose `count` entries of each of B heads by orthogonal matching pursuit of the mass: int64 [B, count],
+    ascending.
 
-    Entries whose log w comes out below -PURSUIT_BOUND are discarded permanently, and the pursuit continues from the
-    others, until no entry is below the bound (C.2), or only `count` allowed entries are left.
+    Entries with log w below -PURSUIT_BOUND are discarded permanently, and the pursuit continues from the others, until
+    no entry is below the bound (C.2), or only `count` allowed entries are left.
+
+    phi : [B, n, N], features of N entries for n reference queries
+    allowed : bool [B, N], True for entries that may be chosen
+    gram : see `pursue`
     """
     chosen, weights = pursue(phi, count, allowed, gram)
     allowed = allowed.clone()
@@ -45,14 +54,19 @@ def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
 
 
 def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Orthogonal matching pursuit (algorithm 1): (entries int64 [B, count] in order of choice, weights [B, count]).
+    """Choose entries by orthogonal matching pursuit (algorithm 1).
 
-    Each step takes the entry whose features agree best with the missing mass, and computes the weights of all chosen
-    entries again, with a Cholesky factor that grows by a row. Step i takes O(i^2); the paper's least squares from
+    Each step chooses the entry whose features agree best with the missing mass, and recomputes the weights of all
+    chosen entries with a Cholesky factor that grows by a row. Step i takes O(i^2); the paper's least-squares fit from
     scratch takes O(n i^2).
 
-    gram : True computes phi^T phi once, and each step reads one row of it, which suits a GPU; else each step reads phi
+    phi : [B, n, N], features of N entries for n reference queries
+    allowed : bool [B, N], True for entries that may be chosen
+    gram : True computes phi^T phi once, so that each step reads one row of that product, which suits a GPU; False reads
+        phi in each step
     given : int64 [B, count], entries that are chosen already, followed by -1; None means that there are none
+
+    Returns the entries in order of choice, int64 [B, count], and their weights, [B, count].
     """
     batch, n, entries = phi.shape
     rows = torch.arange(batch, device=phi.device)

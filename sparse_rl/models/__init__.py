@@ -1,6 +1,6 @@
 """Models on disk and in memory.
 
-load.py       loads configuration, tokenizer and weights; rejects unusable ones in one line
+load.py       loads configuration, tokenizer and weights; an unusable file gives a one-line error
 weights.py    checks from the file headers that a directory's weights can be loaded
 hub.py        checks that a hub model is available
 known.py      the shapes of the hub models that the shipped recipes name

@@ -1,8 +1,8 @@
-"""Directories of models, and the files that we add to them: the cache policy, and the scorers of a learned policy.
+"""Model directories, and the files that sparse-rl adds to them: the cache policy, and the scorers of a learned policy.
 
-cache_policy.json holds the cache policy that the model was trained under; engines and evaluation use it by default.
-cache_scorer.safetensors holds the scorers, which plain transformers ignores. In memory they are the module list
-`model.cache_scorers`, one per layer.
+cache_policy.json holds the cache policy that the model was trained under; engines and evaluation use this policy by
+default. cache_scorer.safetensors holds the scorers; plain transformers ignores this file. In memory, the scorers are
+the module list `model.cache_scorers`, with one scorer per layer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SCORER_FILE = "cache_scorer.safetensors"
 def model_directory(name: str) -> str:
     """Return the model directory that a user means by `name`.
 
-    For the directory of a run it is that of the trained model, and for a shipped model, such as "quickstart/model", the
-    installed directory. Any other name is returned unchanged.
+    If `name` is the directory of a run, this is the directory of the trained model; if `name` is a shipped model, such
+    as "quickstart/model", it is the installed directory. Any other name is returned unchanged.
     """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
@@ -87,7 +87,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
 
 
 def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
-    """Attach untrained float32 scorers to a model. Saving the model leaves them out: see write_scorers."""
+    """Attach untrained float32 scorers to a model. Saving the model does not save the scorers; see `write_scorers`."""
     from torch import nn
 
     from sparse_rl.attention.families import cache_shape
@@ -100,9 +100,12 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write cache_scorer.safetensors from a model's state dict, beside the weights of the model itself.
+    """Write cache_scorer.safetensors, with the scorers from a model's state dict, into the model's directory.
 
-    Also writes an index of those weights if there is none: without it, vLLM would load the scorers' file as well.
+    The function also writes an index of the model's weights if there is none: without an index, vLLM would load the
+    scorers' file as well.
+
+    weights : the model's state dict
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -122,7 +125,10 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
 
 
 def load_scorers(directory: str | Path, model: Any, policy: LearnedPolicy) -> None:
-    """Attach the scorers of a directory to a model. Raises UserError as `read_scorers` does."""
+    """Attach the scorers that a directory holds to a model.
+
+    Raises UserError if the scorers' file is missing, unreadable, or holds scorers of another shape.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced at once
@@ -159,7 +165,7 @@ def stored_scorers(directory: str | Path) -> dict[str, Any]:
 
 
 def check_scorers(directory: str | Path, policy: Policy) -> None:
-    """Raise UserError if a policy needs scorers and the directory has none or other ones; builds no model."""
+    """Raise UserError if the policy needs scorers, and the directory has none or different ones. Builds no model."""
     from sparse_rl.methods.kvpop.learned import LearnedPolicy
 
     if isinstance(policy, LearnedPolicy):

@@ -1,6 +1,6 @@
-"""Checks once, before any heavy import, that a model named on the hub is available.
+"""A check that a hub model is available, which runs once and before any heavy import.
 
-huggingface_hub itself would ask for each file, and retry after 1, 2, 4, 8 and 8 seconds.
+Without the check, huggingface_hub would send a request for each file, and retry after 1, 2, 4, 8 and 8 seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONNECT_SECONDS = 1.5
 
 
 class UnavailableError(UserError):
-    """A hub model is neither in the cache, nor can it be downloaded."""
+    """Raised if a hub model is not in the hub's cache and cannot be downloaded."""
 
 
 def check_available(model: str) -> None:
@@ -52,7 +52,7 @@ def check_available(model: str) -> None:
 
 @cache
 def _unreachable() -> str | None:
-    """Reason why the hub cannot be used; None if it answers, with any status."""
+    """Return the reason why the hub cannot be used, or None if the hub answers, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

@@ -1,9 +1,9 @@
 """Shapes of the hub models that the shipped recipes name, for `sparse-rl doctor` if the hub cannot be reached.
 
 Sources, read in November 2026: layers, heads and sizes are from litgpt/config.py (github.com/Lightning-AI/litgpt,
-commit 26857050), which quotes each model's config.json. It lacks DeepSeek-R1-Distill-Qwen-7B, which has the shape of
-Qwen2.5-Math-7B, from which it was derived. The context lengths are from the model cards. The parameter counts computed
-from these shapes equal the published ones (tests/models/test_known_models.py). Other models are not in the table.
+commit 26857050), which quotes each model's config.json. That file lacks DeepSeek-R1-Distill-Qwen-7B, which was derived
+from Qwen2.5-Math-7B and has its shape. The context lengths are from the model cards. The parameter counts computed from
+these shapes equal the published ones (tests/models/test_known_models.py). Other models are not in the table.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name,
 
 
 def load_shape(model: str) -> Any:
-    """Load the configuration of a directory or hub name with `load_config`. If a model of SHAPES is unavailable, return
-    a configuration with its shape, but without its eos, rope and dtype.
+    """Load the configuration of a directory or hub name; if it is unavailable, use the table of shapes.
 
-    Raises UnavailableError for any other unavailable model, and UserError as `load_config` does.
+    A configuration from the table SHAPES has the model's shape, but not the model's eos, rope and dtype.
+
+    Raises UnavailableError if the model is unavailable and not in the table, and UserError if it is not a causal
+    language model of a supported family, or cannot be replayed.
     """
     try:
         return load_config(model)
@@ -46,7 +48,7 @@ def load_shape(model: str) -> Any:
 
 
 def is_tabled(model: str) -> bool:
-    """True if `load_shape` takes this model's shape from the table."""
+    """Return True if `load_shape` reads the shape of `model` from the table."""
     try:
         check_available(model)
     except UnavailableError:

@@ -1,4 +1,4 @@
-"""Loads a model: its configuration, which is checked first, its tokenizer, and its weights."""
+"""Functions that load a model's configuration, tokenizer and weights; the configuration is checked first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MOST_TOKENS = 2**24  # limit for the size of a vocabulary
 def load_config(model: str) -> Any:
     """Load the configuration of a directory or hub name, and check that its model family supports replay.
 
-    Raises UserError: no such model, not a causal language model of a supported family, sliding windows, dropout.
+    Raises UserError if there is no such model, if the model is not a causal language model of a supported family, or if
+    it has sliding windows or dropout.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -56,7 +57,7 @@ def load_config(model: str) -> Any:
 
 
 def load_generation_config(model: str | Path) -> Any:
-    """Load the generation config of a directory or hub name; None if there is none.
+    """Load the generation config of a directory or hub name; return None if there is none.
 
     Raises UserError if the file exists but cannot be read.
     """
@@ -74,7 +75,7 @@ def load_generation_config(model: str | Path) -> Any:
 
 
 def _check_files(model: str) -> None:
-    """Raise UserError for endless or too large settings, tokenizer or template files, which libraries read whole."""
+    """Raise UserError if a settings, tokenizer or template file is endless or too large; libraries read files whole."""
     for file in (file for suffix in ("json", "jinja", "txt", "model") for file in Path(model).glob(f"*.{suffix}")):
         try:
             check_readable(file)
@@ -83,7 +84,7 @@ def _check_files(model: str) -> None:
 
 
 def _check_token_ids(file: Path) -> None:
-    """Raise ValueError for a token id beyond MOST_TOKENS: the library would allocate a list of that length."""
+    """Raise ValueError for a token id of MOST_TOKENS or more: the library would allocate a list of that length."""
     if not file.is_file():
         return
     content = json.loads(read_text(file))
@@ -123,7 +124,7 @@ def model_fingerprint(config: Any) -> str:
 
 
 def load_model(directory: str | Path, dtype: str = "float32") -> Any:
-    """Load the model of a directory or hub name, with its saved scorers; its policy is `saved_policy(directory)`.
+    """Load the model of a directory or hub name, with its scorers if its saved policy needs them.
 
     Raises UserError if a file is missing or cannot be used.
     """

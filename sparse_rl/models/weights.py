@@ -1,4 +1,4 @@
-"""Checks from the file headers, before loading, that a model's directory holds weights that can be loaded.
+"""Checks that a model's directory holds weights that can be loaded. They read only file headers.
 
 Only safetensors files are read, because a pickle (pytorch_model.bin, *.pt) may run code when it is opened.
 """
@@ -24,9 +24,11 @@ CONVERT = (
 
 
 def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]] | None:
-    """Return the shape of each tensor in a directory's files, by name; None for a hub name.
+    """Return the shape of each tensor in a directory's weight files, by name; return None for a hub name.
 
-    Raises UserError: no weights, pickled weights, or an incomplete file.
+    key : recipe key that names the model, for errors
+
+    Raises UserError if the directory has no weights, an adapter, pickled weights, or an incomplete file.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -62,7 +64,10 @@ def _shards(index: Path) -> list[str]:
 
 
 def meta_model(config: Any, model: str = "the model") -> Any:
-    """Create the model of a configuration on the meta device. Raises UserError if the configuration is invalid."""
+    """Create the model of a configuration on the meta device, without memory for its weights.
+
+    Raises UserError if the configuration is invalid.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -74,9 +79,9 @@ def meta_model(config: Any, model: str = "the model") -> Any:
 
 
 def check_weights(config: Any, model: str, key: str = "model") -> Any:
-    """Create the model of a configuration on the meta device.
+    """Check the weights of a model directory, and return the model of its configuration on the meta device.
 
-    Raises UserError if the directory's weights cannot be loaded, or do not match its configuration.
+    Raises UserError if the directory's weights cannot be loaded, or do not match the configuration.
     """
     shapes = stored_shapes(model, key)
     empty_model = meta_model(config, model)

@@ -1,7 +1,7 @@
 """Traces: the record of a sampler's cache decisions for each sequence, and how traces are checked, batched and stored.
 
-record.py     EvictionTrace: evict_at and further sections; several traces as one batch, one packed sequence, one file
-sections.py   the kinds of section, each declared once: here, or by the method that records it
+record.py     EvictionTrace, which holds evict_at and further sections; functions that batch, pack and store traces
+sections.py   the kinds of section, each declared once: in this package, or by the cache method that records it
 checks.py     checks that reject values that no sampler can have recorded
 files.py      the format of trace files;  sealed.py  files of tensors and texts with a hash of their whole content
 

@@ -1,8 +1,10 @@
-"""Trace files: the named sections of several sequences in one sealed file (sealed.py), with their fingerprint.
+"""Trace files: the trace sections of several sequences, and a fingerprint, in one sealed file (sealed.py).
+
+For each section, by its name NAME, the file contains:
 
     NAME            the values of all sequences, joined along the section's joined axis (see sections.py)
-    NAME.lengths    int64 [n], the size of the joined axis in each of n sequences
-    metadata        fingerprint (JSON mapping: the model, policy and so on that made the traces)
+    NAME.lengths    int64 [number of sequences], the size of the joined axis in each sequence
+    metadata        the fingerprint, a JSON mapping that names the model, policy and so on that made the traces
 
 The only section that this code knows by name is `evict_at`, which every file has.
 """
@@ -22,8 +24,8 @@ from sparse_rl.trace.sections import EVICT_AT, TraceError, declared
 
 FORMAT = "sparse_rl.trace"
 FORMAT_VERSION = 3
-"""The version of trace files that is written. Version 2 can be read too, unless it has pages: there, evict_at also
-recorded the closing of pages."""
+"""The version of trace files that this code writes. Files of version 2 can be read too, unless they have pages: in
+version 2, evict_at also recorded the closing of pages."""
 READ = ("2", "3")
 LENGTHS = ".lengths"
 
@@ -31,7 +33,10 @@ LENGTHS = ".lengths"
 def write_sections(
     path: str | Path, rows: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, str] | None
 ) -> None:
-    """Write the sections of each sequence. All rows must have the same sections."""
+    """Write the trace sections of several sequences to one file.
+
+    rows : the sections of each sequence, by name; all sequences must have the same sections
+    """
     tensors = {}
     for name in rows[0]:
         axis, values = declared()[name].joined_axis, [row[name] for row in rows]
@@ -105,7 +110,7 @@ def _fingerprint(path: str | Path, metadata: Mapping[str, str]) -> dict[str, str
 
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a trace file of a supported version: (tensors, metadata), as they were written."""
+    """Read a trace file of a supported version; return its tensors and metadata as they were written."""
     try:
         tensors, metadata = read_sealed(path, "a trace file", FORMAT, READ, "sample")
     except UserError as error:

@@ -1,13 +1,13 @@
-"""EvictionTrace: all that a sampler did to the cache of one sequence. Also functions to batch, pack and store traces.
+"""EvictionTrace, the record of a sampler's cache decisions for one sequence; functions that batch, pack and store
+traces.
 
-Eviction is monotone (a token that has left the cache never returns), so one integer per layer, kv head and token
-records all of it:
+A token that has left the cache never returns, so one integer per layer l, kv head h and token t records all evictions:
 
     evict_at[l, h, t] = the first query position that no longer attends to token t   (NEVER if there is none)
     query q sees token t   <=>   t <= q < evict_at[l, h, t]
 
-A sampler that does more than evict entries records its other decisions in further sections (sections.py). Positions
-are logical (index in prompt + completion).
+A sampler that does more than evict entries records its other decisions in further sections (sections.py). A position is
+the index of a token in prompt + completion.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
 
 @dataclass(frozen=True, eq=False)
 class EvictionTrace:
-    """The cache decisions for one sequence of S = prompt + completion tokens.
+    """The cache decisions for one sequence of S tokens (prompt and completion), in L layers with Hkv kv heads each.
 
     evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) if the token is never evicted. Values >= S - 1 cannot
-        be observed (the last token is sampled but never fed) and are stored as NEVER.
+        be observed, because the last token is sampled but never fed; they are stored as NEVER
     further : the sections other than evict_at, by name, in host memory; each must be declared (sections.py)
     validate : False skips the checks (for tests that build deliberately wrong traces)
 
@@ -48,9 +48,9 @@ class EvictionTrace:
     def check(self, prompt: int | None = None) -> None:
         """Raise TraceError if a section has values that no sampler can have recorded (checks.py).
 
-        prompt : number of prompt tokens, if known; refits, pages and openings before the end of the prompt are errors
+        prompt : number of prompt tokens, if known; fits and page openings before the end of the prompt are errors
 
-        The constructor runs this check. It runs again before each replay, since tensors are mutable.
+        The constructor runs this check. The check is repeated before each replay, because tensors are mutable.
         """
         if self.validate:
             _check(self.sections, prompt)
@@ -70,7 +70,7 @@ class EvictionTrace:
 
         state : the sections by name, including evict_at int32 [L, Hkv, S]
 
-        Raises TraceError as the constructor does, and if evict_at is missing.
+        Raises TraceError if evict_at is missing, or if the constructor rejects the sections.
         """
         if EVICT_AT.name not in state:
             raise TraceError(f"a trace needs the section {EVICT_AT.name}; it has {', '.join(state) or 'no section'}")
@@ -81,11 +81,11 @@ class EvictionTrace:
     def recorded(cls, evict_at: Tensor, further: Mapping[str, Tensor] | None = None) -> EvictionTrace:
         """Make a trace from an engine's recorded decisions.
 
-        evict_at : integers [L, Hkv, S] on any device; they are converted to int32 in host memory, and those that cannot
-            be observed (>= S - 1) become NEVER
+        evict_at : integers [L, Hkv, S] on any device; the values are converted to int32 in host memory, and values that
+            cannot be observed (>= S - 1) become NEVER
         further : the other sections by name, as declared (sections.py), in host memory
 
-        Raises TraceError as the constructor does.
+        Raises TraceError if the constructor rejects the sections.
         """
         evict_at = evict_at.to("cpu", torch.int32)
         return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER), further or {})
@@ -101,11 +101,11 @@ class EvictionTrace:
 
     @classmethod
     def from_events(cls, layers: int, kv_heads: int, length: int, events: Tensor) -> EvictionTrace:
-        """Make the trace [layers, kv_heads, length] with these evictions; all other entries of evict_at are NEVER.
+        """Make the trace [layers, kv_heads, length] with the given evictions; all other values of evict_at are NEVER.
 
-        events : int64 [E, 4], rows of (layer, kv_head, token, evict_at)
+        events : int64 [number of evictions, 4], rows of (layer, kv_head, token, evict_at)
 
-        Raises TraceError if an event names a layer, kv head or token that does not exist, and as the constructor does.
+        Raises TraceError if an event names a layer, kv head or token that does not exist, or if evict_at is invalid.
         """
         evict_at = torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32)
         layer, head, token, at = events.unbind(1)
@@ -118,24 +118,24 @@ class EvictionTrace:
         return cls.recorded(evict_at)
 
     def to_events(self) -> Tensor:
-        """Return the evictions, int64 [E, 4]: rows of (layer, kv_head, token, evict_at), sorted in that order."""
+        """Return the evictions as sorted rows of (layer, kv_head, token, evict_at): int64 [number of evictions, 4]."""
         index = (self.evict_at < NEVER).nonzero()
         at = self.evict_at[index[:, 0], index[:, 1], index[:, 2]]
         return torch.cat([index, at[:, None].long()], dim=1)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(L, Hkv, S): number of layers, kv heads, and tokens of prompt and completion."""
+        """Number of layers, of kv heads per layer, and of tokens in prompt and completion."""
         return self.layers, self.kv_heads, len(self)
 
     @property
     def layers(self) -> int:
-        """L, the number of layers in the model."""
+        """Number of layers in the model."""
         return self.evict_at.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Hkv, the number of kv heads in a layer."""
+        """Number of kv heads in a layer."""
         return self.evict_at.shape[1]
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class EvictionTrace:
         return self.evict_at[index]
 
     def visible(self, layer: int) -> Tensor:
-        """Return one layer's attention mask, True if the query sees the token: bool [Hkv, S (query), S (token)]."""
+        """Return one layer's attention mask, True if the query sees the token: bool [Hkv, S queries, S tokens]."""
         position = torch.arange(len(self))
         causal = position[None, :] <= position[:, None]
         return causal & (position[:, None] < self.evict_at[layer][:, None, :])
@@ -154,12 +154,15 @@ class EvictionTrace:
     # ---- statistics ---------------------------------------------------------------------------------------------
 
     def kept_counts(self, query: int | None = None) -> Tensor:
-        """Number of tokens in the cache when a query (default: the last one, S - 2) attends: int64 [L, Hkv]."""
+        """Return the number of tokens in the cache when a query attends: int64 [L, Hkv].
+
+        query : position of the query; None means the last query, at position S - 2
+        """
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
     def peak_counts(self, prompt: int) -> Tensor:
-        """Maximum number of entries in the cache when a query of decoding attends: int64 [L, Hkv].
+        """Return the maximum number of entries in the cache when a decoding query attends: int64 [L, Hkv].
 
         prompt : number of prompt tokens; only the queries after the prompt count
         """
@@ -174,13 +177,19 @@ class EvictionTrace:
         return held[..., prompt:].amax(-1)
 
     def retention(self) -> float:
-        """Return entries held / tokens fed at the sequence's end, averaged over layers and kv heads (G-KV): 0 to 1."""
+        """Return the share of the fed tokens that the cache holds at the sequence's end, from 0 to 1.
+
+        The share is averaged over layers and kv heads, as in G-KV.
+        """
         return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
 
     def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
-        """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
+        """Return the share of tokens that the cache still holds at the sequence's end, for `bins` ranges of positions.
 
+        bins : number of ranges of equal size into which the sequence is divided
         layer : the only layer that is counted; None means the mean over all layers
+
+        Returns float32 [bins].
         """
         fed = max(len(self) - 1, 1)
         evict_at = self.evict_at if layer is None else self.evict_at[layer : layer + 1]
@@ -197,7 +206,10 @@ class EvictionTrace:
 
     @classmethod
     def load(cls, path: str | Path, fingerprint: Mapping[str, str] | None = None) -> EvictionTrace:
-        """Read a file that holds one trace. Raises TraceError as `load_traces` does, and if it holds several traces."""
+        """Read a file that holds one trace; `load_traces` describes the argument `fingerprint`.
+
+        Raises TraceError if `load_traces` rejects the file, or if the file holds several traces.
+        """
         traces = load_traces(path, fingerprint)
         if len(traces) != 1:
             raise TraceError(f"{path} holds {len(traces)} traces; read it with load_traces")
@@ -205,14 +217,15 @@ class EvictionTrace:
 
 
 def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: int) -> dict[str, Tensor]:
-    """Join B ragged traces into one padded batch: their sections by name. evict_at is int32 [L, B, Hkv, width].
+    """Join traces of different lengths into one padded batch. Returns the batched sections by name.
 
-    The trace of row b occupies columns starts[b] .. starts[b] + S_b - 1 of `width` columns: starts of 0 give right
-    padding, starts of width - S_b left padding. Positions in a section are shifted by the start of their row. A padding
-    column has evict_at 0, so that no query sees it. Layers come first, so that the slice of one layer is contiguous.
+    The batch has one row per trace and `width` columns. The trace of row b, with S_b tokens, occupies the columns from
+    starts[b] to starts[b] + S_b - 1: starts of 0 give right padding, starts of width - S_b left padding. Positions in a
+    section are shifted by the start of their row. evict_at is int32 [layers, rows, kv heads, width], and 0 in padding
+    columns, so that no query sees them. Layers come first, so that the slice of one layer is contiguous.
 
     Raises TraceError if there is no trace; if the traces differ in their sections, layers or kv heads, do not fit the
-    columns, or were sampled under different settings; and as `EvictionTrace.check` does.
+    columns, or were sampled under different settings; or if `EvictionTrace.check` rejects a trace.
     """
     names = _common_sections(traces)
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
@@ -226,10 +239,11 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     """Join the traces of documents that are packed into one sequence, in which no document sees another.
 
-    evict_at is int32 [L, Hkv, sum of the lengths], capped at the end of each document.
+    In the result, evict_at is int32 [layers, kv heads, sum of the lengths], and at most the end of each token's
+    document.
 
     Raises TraceError if the traces differ in their sections, layers or kv heads; if several traces have a section other
-    than evict_at; and as `EvictionTrace.check` does.
+    than evict_at; or if `EvictionTrace.check` rejects a trace.
     """
     names = _common_sections(traces)
     for trace in traces:
@@ -247,11 +261,11 @@ def save_traces(
 ) -> None:
     """Write traces to one file (files.py).
 
-    fingerprint : a description of what made the traces, e.g. {"model": ..., "policy": ...}; it is stored, and
-        `load_traces` can check it
+    fingerprint : description of the model, policy and so on that made the traces, e.g. {"model": ..., "policy": ...};
+        it is stored in the file, and `load_traces` can check it
 
-    Raises TraceError if there is no trace, if the traces differ in their sections, layers or kv heads, or if one of
-    them is invalid, so that it could not be read again.
+    Raises TraceError if there is no trace, if the traces differ in their sections, layers or kv heads, or if a trace is
+    invalid, because it could not be read again.
     """
     if not traces:
         raise TraceError(f"{path}: there is no trace to save")
@@ -264,7 +278,7 @@ def save_traces(
 def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) -> list[EvictionTrace]:
     """Read and check a file of traces.
 
-    fingerprint : entries that the file's fingerprint must have; its other entries are ignored
+    fingerprint : entries that the file's fingerprint must have; other entries of the file's fingerprint are ignored
 
     Raises TraceError for a file that is not a trace file, is truncated or changed, has another format version, holds no
     trace, has an unknown or missing section, wrong shapes, a value that no sampler can have recorded, or a fingerprint
@@ -298,7 +312,10 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
 
 
 def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
-    """Names of the sections that all traces have. Raises TraceError if the traces differ in them, or there is none."""
+    """Return the names of the sections of the traces.
+
+    Raises TraceError if there is no trace, or if the traces differ in their sections, layers or kv heads.
+    """
     if not traces:
         raise TraceError("at least one trace is needed, but there is none")
     first, declarations = traces[0].sections, declared()
@@ -318,5 +335,8 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
 
 
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4) -> int:
-    """Bytes of host memory that traces take: `each` per layer, kv head and token. An eviction is one int32."""
+    """Return the bytes of host memory that traces take.
+
+    each : bytes per layer, kv head and token; 4 for evictions alone, which are one int32
+    """
     return each * layers * kv_heads * length * sequences

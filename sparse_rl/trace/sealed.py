@@ -1,7 +1,7 @@
 """Sealed files: tensors and texts in one safetensors file, with a hash of the whole content.
 
-A file is either read as a whole or rejected, since any changed bit changes the hash. The hash detects damage; it is not
-a signature. The metadata of a file are format, format_version, texts that depend on the format, and the hash.
+A file is either read as a whole or rejected, because any changed bit changes the hash. The hash detects damage; it is
+not a signature. The metadata of a file are format, format_version, texts that depend on the format, and the hash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ HASH = "sha256"
 
 
 def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """sha256 of a file's content: the name, dtype, shape and bytes of each tensor, and all metadata except the hash."""
+    """Return the sha256 of a file's content.
+
+    The content is the name, dtype, shape and bytes of each tensor, and all metadata except the hash.
+    """
     names = sorted(tensors)
     texts = {key: metadata[key] for key in sorted(metadata) if key != HASH}
     kinds = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in names]
@@ -35,7 +38,11 @@ def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write contiguous CPU tensors that share no memory. metadata : format, format_version, and further texts"""
+    """Write tensors and metadata to a sealed file.
+
+    tensors : contiguous CPU tensors that share no memory
+    metadata : format, format_version, and further texts
+    """
     save_file(dict(tensors), str(path), metadata={**metadata, HASH: content_hash(tensors, metadata)})
     usual_permissions(path)
 
@@ -47,7 +54,7 @@ def read_sealed(
 
     what : name of the format in error messages, such as "a trace file"
     versions : the format versions that can be read
-    mend : the verb for how to make such a file again, for error messages, such as "sample"
+    mend : verb for error messages that says how to make such a file again, such as "sample"
 
     Raises UserError if the file does not exist, has another format or version, or is truncated or changed.
     """
@@ -75,6 +82,6 @@ def read_sealed(
 
 
 def shown(value: Any) -> str:
-    """The repr of a value from a file, for an error message, cut to 200 characters."""
+    """Return the repr of a value from a file, cut to 200 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,13 +1,13 @@
-"""Declarations of the sections that a trace may hold: their dtype and axes, and how they are batched and packed.
+"""Declarations of the sections that a trace may hold: their dtypes, axes, checks, and functions to batch and pack them.
 
-A trace holds `evict_at` and the sampler's further decisions, one tensor each. The code that handles traces (files,
-batches, packing, checkpoints) uses these declarations and knows no section by name; a view lists the sections that it
-replays. A section that is not declared, or that a view cannot replay, is an error: a trace that is replayed without one
-of its sections would silently give another attention.
+A section is one tensor of a trace: `evict_at`, or another kind of decisions that the sampler made. The code that
+handles traces (files, batches, packing, checkpoints) uses these declarations and knows no section by name; a view lists
+the sections that it replays. A section that is not declared, or that a view cannot replay, is an error: replaying a
+trace without one of its sections would silently give another attention.
 
-Settings that are needed to read a section (the layers that it covers, for example) are a section of their own, named in
-`needs`. checks.py rejects impossible values. A method declares its sections in SECTIONS, in the module that its
-configuration names.
+Settings that are needed to read a section (for example the layers that the section covers) are a section of their own,
+named in `needs`. checks.py rejects impossible values. A cache method declares its sections in SECTIONS, in the module
+that the method's configuration names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparse_rl.trace.checks import NEVER, Sections
 
 
 class TraceError(UserError):
-    """An invalid trace or trace file; the message says what is wrong, and where."""
+    """Raised for an invalid trace or trace file; the message names the mistake and its place."""
 
 
 Check = Callable[[Tensor, Sections, "int | None"], "str | None"]
@@ -42,18 +42,20 @@ def _no_packing(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One kind of section; `values` below is its tensor in one trace.
+    """One kind of section. The tensor of a section in one trace is called its values.
 
-    name : its name in memory and in files
-    dtype, axes : dtype and axis names of values; axes of the same name have the same size throughout a trace
-    joined : the one of `axes` along which the values of several traces are joined; the sizes of the other axes must be
-        the same in all these traces
-    needs : names of sections that a trace with this section must have, too
-    check : (values, all sections, number of prompt tokens or None) -> a description of the mistake in the values, or
-        None. Sections are checked in the order of `declared`, so a check may rely on the checks before it
-    batch : (values of each row, the column at which each row starts, number of columns) -> one tensor for all rows
-    pack : (values of each document, start position of each, end position of each) -> the values of the packed sequence;
-        by default, several documents are an error
+    name : name of the section in memory and in files
+    dtype : dtype of the values
+    axes : names of the axes of the values; axes of the same name have the same size throughout a trace
+    joined : the axis along which the values of several traces are joined; the sizes of the other axes must be the same
+        in all these traces
+    needs : names of the sections that a trace with this section must also have
+    check : function, (values, all sections, number of prompt tokens or None) -> a description of the mistake in the
+        values, or None. Sections are checked in the order of `declared`, so a check may rely on earlier checks
+    batch : function, (values of each row, the column at which each row starts, number of columns) -> one tensor for all
+        rows
+    pack : function, (values of each document, start position of each, end position of each) -> the values of the packed
+        sequence; the default rejects several documents
     """
 
     name: str
@@ -75,19 +77,20 @@ class Section:
 
 
 def _shifted(values: Tensor, start: int) -> Tensor:
-    """The values of a sequence whose first token is at position `start`; NEVER stays NEVER."""
+    """Add `start` to all positions in `values`, except NEVER."""
     return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
 def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """evict_at of a batch, int32 [L, B, Hkv, width]; padding gets 0, so that no query sees it."""
+    """Return evict_at of a batch, int32 [layers, rows, kv heads, width]; padding has 0, so that no query sees it."""
     return by_layer([_shifted(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
 def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
-    """Put the values [L, Hkv, S, ...] of each row at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
+    """Batch the values [layers, kv heads, tokens, ...] of all rows: [layers, rows, kv heads, width, ...].
 
-    Layers come first, so that one layer's slice is contiguous.
+    The values of a row are put into the columns from the row's start on; the other columns get `empty`. Layers come
+    first, so that one layer's slice is contiguous.
     """
     layers, kv_heads, _, *rest = rows[0].shape
     batch = torch.full((layers, len(rows), kv_heads, width, *rest), empty, dtype=rows[0].dtype)
@@ -97,7 +100,7 @@ def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: f
 
 
 def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """Cap each document's values at its end, so that the next document does not see it."""
+    """Join evict_at of documents. No value exceeds its document's end, so that the next document does not see it."""
     places = zip(documents, starts, ends, strict=True)
     return torch.cat([_shifted(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
 
@@ -116,7 +119,10 @@ EVICT_AT = Section(
 
 
 def batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """Batch positions: int32 [B, longest row], shifted by the start of their row, right-padded with NEVER."""
+    """Batch the positions of all rows: int32 [rows, longest row], right-padded with NEVER.
+
+    Positions are shifted by the start of their row.
+    """
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
         batch[row, : len(values)] = values + start
@@ -133,7 +139,7 @@ def _shared_settings(rows: Sequence[Tensor], starts: Sequence[int], width: int) 
 def numbers(
     name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _shared_settings, needs: tuple[str, ...] = ()
 ) -> Section:
-    """Declare a section of one axis: settings, equal in all traces of a batch, or times, any number per sequence."""
+    """Declare a section with one axis: settings, which are equal in all traces of a batch, or times of a sequence."""
     return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
@@ -146,7 +152,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def declared() -> dict[str, Section]:
-    """The sections that a trace may have, by name: SECTIONS and the sections of all registered methods."""
+    """Return the sections that a trace may have, by name: SECTIONS and the sections of all registered cache methods."""
     modules = dict.fromkeys(config.sections for config in CONFIGS.values() if config.sections is not None)
     of_methods = [section for module in modules for section in import_module(module).SECTIONS]
     return SECTIONS | {section.name: section for section in of_methods}

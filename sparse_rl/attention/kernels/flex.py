@@ -158,7 +158,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
-    """Return the bytes of one layer's tiles: positions, evict_at, the keys' order, the inverse order, and four lists."""
+    """Return the bytes of one layer's tiles: positions, evict_at, the keys' order and its inverse, four tile lists."""
     width = padded(length)
     count = width // TILE
     return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))

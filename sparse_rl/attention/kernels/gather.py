@@ -22,9 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 
 SMALLEST, LARGEST = 64, 512  # limits of the number of queries in a chunk
-HELD = (
-    2**26
-)  # maximum bytes that a layer keeps for the backward pass; if it needs more, the backward pass gathers again
+HELD = 2**26  # maximum bytes that a layer keeps for the backward pass; a layer that needs more gathers its keys again
 
 
 @dataclass
