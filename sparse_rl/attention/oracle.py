@@ -53,7 +53,7 @@ def oracle_trace(
     teacher : model with a full cache
     tokens : token ids of prompt and completion
     prompt : number of tokens of the prompt
-    policy : settings of the policy, of which sinks, window, k and decay_every are used
+    policy : settings of the policy; only sinks, window, k and decay_every are used
     log_decay : log gamma, [layers, kv heads], from the policy's scorers; None means no decay
     target : settings of the training target; None means the dense future attention
     """

@@ -148,8 +148,9 @@ def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Te
 
     No cosine is so near 0.5 that rounding could matter.
 
-    The keys of the first head consist of 1 and -1 (a power of 4 of them, the rest 0): their cosines, many of which are
-    0.5, are exact in any precision. The keys of the second head lie close to a few orthogonal directions.
+    The numbers in the keys of the first head are 1, -1 and 0, and the number of those that are not 0 is a power of 4.
+    So the cosines of these keys are exact in any precision; many are 0.5. The keys of the second head lie close to a
+    few orthogonal directions.
     """
     generator = torch.Generator().manual_seed(0)
     few = 4 ** ((head_dim.bit_length() - 1) // 2)

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-STEPS, POWER = 30, 12  # steps of the weights' descent, and of the power iteration that finds its step size (ours)
+STEPS, POWER = 30, 12  # steps of the weights' descent, and of the power iteration for the step size (our choices)
 JITTER = 1e-13  # relative increase of the diagonal, in case keys repeat each other
 # Ridge of the weights of keys chosen by pursuit (our choice): in our measurements, it did not raise the KL divergence,
 # and results depended least on rounding.

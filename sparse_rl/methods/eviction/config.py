@@ -72,8 +72,8 @@ class LinedConfig(PolicyConfig):
     """Keeps a fraction of the tokens besides sinks and window, by H2O's scores (LuKA sections 3.1 and 4.2).
 
     compression : one of every `compression` tokens is kept
-    of : tokens of which the fraction is taken: with seen, all tokens seen except sinks and window, so that the cache
-        grows; with prompt, all tokens of the prompt
+    of : basis of the fraction: with seen, it is a fraction of all tokens seen except sinks and window, so that the
+        cache grows; with prompt, it is a fraction of the prompt's tokens
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     period : number of tokens between two compactions

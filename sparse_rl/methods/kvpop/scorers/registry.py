@@ -32,6 +32,9 @@ def make_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
 
 
 def sketch_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
-    """Make a scorer as `make_scorer` does, on the meta device: no memory is used, and no random numbers are drawn."""
+    """Make a scorer on the meta device, without memory for its parameters and without drawing random numbers.
+
+    The arguments are those of `make_scorer`.
+    """
     with torch.device("meta"):
         return make_scorer(scorer, heads=heads, dim=dim)
