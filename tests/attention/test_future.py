@@ -48,7 +48,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("window", [1, 5, 40])
 @pytest.mark.parametrize("option", [{}, {"lookahead": 0}, {"lookahead": 6}, {"normalise": False}, {"log_sum_exp": 1}])
 def test_equals_the_loop(where: str, window: int, option: dict, tensors: Any) -> None:
-    if "log_sum_exp" in option:  # any other value would do; no score exceeds 20
+    if "log_sum_exp" in option:  # arbitrary values; no score exceeds 20
         option = {"log_sum_exp": torch.randn(B, HQ, S, generator=torch.Generator().manual_seed(1)) + 20}
     ends = ENDS[where]
     expected = brute(*tensors, ends, window, option)

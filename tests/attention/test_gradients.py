@@ -1,4 +1,6 @@
-"""Whole models: gradients of the replay path against the dense reference, padded and checkpointed; replay_logprobs."""
+"""Whole models: gradients of the replay path equal the dense reference's, with padding and checkpointing; also
+replay_logprobs.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def replayed(
 
 
 def dense(model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace]) -> dict[str, torch.Tensor]:
-    """The reference: one sequence at a time, no padding, explicit masks, no checkpointing."""
+    """The reference: one sequence at a time, without padding and checkpointing, with explicit masks."""
     losses = []
     for row, trace in zip(rows, traces, strict=True):
         logits = model(
@@ -91,7 +93,9 @@ def test_gradients_are_the_dense_references(
     starts_of: Callable,
     record_property: Callable,
 ) -> None:
-    """All parameters, within 1e-5 relative; under the causal mask or with the heads swapped they are far off."""
+    """The gradients of all parameters equal the dense reference's within 1e-5 relative. Controls: under the causal mask
+    or with the heads swapped they differ far more.
+    """
     model = adopt(new_model(family, num_hidden_layers=LAYERS)).double().train()
     traces = [trace_of(n, layers=LAYERS, causal=[1]) for n in LENGTHS]
     wanted = dense(model, rows, traces)
@@ -113,7 +117,9 @@ def test_gradients_are_the_dense_references(
 def test_replay_logprobs_trains(
     checkpointing: bool, new_model: Callable, rows: list[list[int]], trace_of: Callable
 ) -> None:
-    """Values and gradients through the public function equal the dense reference's, in several batches."""
+    """Values and gradients through the public function replay_logprobs equal the dense reference's, over several
+    batches.
+    """
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
     rollouts = [Sampled(r[:1], r[1:], trace_of(len(r))) for r in rows]
     for temperature in (1.0, 0.7):
@@ -134,7 +140,9 @@ def test_replay_logprobs_trains(
 def test_reentrant_checkpointing_is_refused(
     kwargs: dict, new_model: Callable, rows: list[list[int]], trace_of: Callable
 ) -> None:
-    """The one-line error names the setting to use instead; torch's default is reentrant, too."""
+    """Reentrant checkpointing, which is torch's default, is refused; the one-line error names the setting to use
+    instead.
+    """
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
     rollouts = [Sampled(rows[0][:3], rows[0][3:], trace_of(LENGTHS[0]))]
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})

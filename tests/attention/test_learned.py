@@ -1,4 +1,6 @@
-"""Attention under the mask of scorers: the paper's predicate, its target, and the mask of a recomputed layer."""
+"""Attention under the mask that scorers decide: the paper's predicate, its training target, and the mask of a
+recomputed layer.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolicyConfig) -> torch.Tensor:
-    """bool [B, Hkv, S, S], query by query: sinks, window, and the k best tokens that left it, by current score."""
+    """Return the mask bool [B, Hkv, S, S], query by query: sinks, window, and the k best tokens outside of the window,
+    by current score.
+    """
     mask = torch.zeros(B, HKV, S, S, dtype=torch.bool)
     n = cache.decay_every
     for b in range(B):
@@ -54,7 +58,9 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolic
 @pytest.mark.parametrize("prefill", ["masked", "dense"])
 @pytest.mark.parametrize("decay_every", [1, 3])
 def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: str) -> None:
-    """A dense prefill sees every entry; entries dropped by its end are hidden from the first query after it."""
+    """The attention equals dense attention under the paper's mask. A dense prefill sees every entry; entries dropped by
+    its end are hidden from the first query after it.
+    """
     cache = policy(decay_every=decay_every)
     prompts = torch.tensor([30, 33])
     query, key, value = tensors()
@@ -72,7 +78,7 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
     real = (torch.arange(S) < LENGTHS[:, None])[:, None, :, None]
     assert ((out - expected) * real).abs().max() <= 1e-5
     causal = dense_attention(query, key, value, torch.ones(B, HKV, S, S, dtype=torch.bool).tril(), SCALE)
-    assert ((out - causal) * real).abs().max() > 1e-2  # the control
+    assert ((out - causal) * real).abs().max() > 1e-2  # control: the causal mask gives another output
     decided = view._decided[0].evict_at
     assert view.retained[0][0] < 1
     for row, length in enumerate(LENGTHS.tolist()):  # the entries that the last fed query sees, as in its trace
@@ -127,7 +133,7 @@ def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> 
     plain = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(plain, FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at))
-    key[:, :, 3:5] *= 100  # evicted, and far above all that is seen
+    key[:, :, 3:5] *= 100  # these keys are evicted, and their logits are far above those of all visible keys
     query[:, :, 20:] = key[:, :, 3:4].repeat_interleave(2, 1)
     mass = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
     assert mass.isfinite().all() and mass.max() > 30
@@ -161,7 +167,9 @@ def test_recall_counts_sets() -> None:
 
 @pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
 def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: str) -> None:
-    """Gradient checkpointing changes neither losses nor gradients, though scores change between the two forwards."""
+    """Gradient checkpointing changes neither losses nor gradients, although the scores change between the two forward
+    passes: a recomputed layer replays its first decisions.
+    """
     cache, results = policy(scorer), []
     ids = torch.randint(3, 64, (B, S), generator=torch.Generator().manual_seed(0))
     for checkpointing in (False, True):

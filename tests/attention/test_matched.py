@@ -1,4 +1,6 @@
-"""Replay of Attention Matching: exact in every model and any batch; its gradients; its refusals."""
+"""Replay of Attention Matching is exact in every model and any batch, has the right gradients, and refuses unsupported
+settings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, load_traces
 LENGTHS = (1, 5, 23, 24, 41, 60, 150)
 CACHE = {"policy": "am", "budget": 16, "sinks": 1, "window": 4, "period": 8, "reference_queries": 20}
 SAMPLING = SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)
-SETTINGS = {"sinks": 0, "window": 1, "refitted": 2, "queries": 3, "ridge": 4}  # places in refit_with
+SETTINGS = {"sinks": 0, "window": 1, "refitted": 2, "queries": 3, "ridge": 4}  # positions in refit_with
 
 
 @pytest.fixture
@@ -65,7 +67,9 @@ def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
 def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
     name: str, changed: dict, sampled: Callable, tally: Callable
 ) -> None:
-    """Only the evictions are recorded; the trainer recomputes biases and values, equal up to rounding."""
+    """Only evictions are recorded. The trainer recomputes biases and values, which equal the
+    sampler's up to rounding.
+    """
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
         own = gap(replay_logprobs(model, rollouts), rollouts)
@@ -96,8 +100,9 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:
-    """19 entries that 10 equations hardly determine. A trainer that rounds differently than the sampler has no
-    larger gap than under a full cache, up to a factor. Control: least squares without a ridge has a far larger gap.
+    """A fit of 19 entries to 10 equations is barely determined, but is replayed: for a trainer that rounds differently
+    than the sampler, the gap is at most 3 times that under a full cache. Control: with least squares without a ridge
+    the gap is over 100 times that under a full cache.
     """
     fitted = {"budget": 28, "window": 8, "period": 16, "reference_queries": equations // 2, "select": select}
     some = (5, 41, 150)
@@ -182,7 +187,9 @@ def weighed(logprobs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_gradients_equal_one_masked_attention(sampled: Callable) -> None:
-    """Segments, padded and recomputed, against one masked attention in which each fit is a separate entry."""
+    """Gradients through segments, padding and recomputation equal those of one masked attention in which each fit is a
+    separate entry.
+    """
     model, rollouts = sampled("qwen3")
     ours = gradients(model, weighed(replay_logprobs(model, rollouts, batch_size=7)))
     dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
@@ -199,7 +206,9 @@ def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> to
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> None:
-    """In float64, along a random direction of all weights; with the fits held constant, the slope differs."""
+    """In float64, gradients equal finite differences along a random direction of all weights. Control: with the fits
+    held constant, the slope differs.
+    """
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
     (row,) = rows("evaluation", 1, 0)
     engine = make_engine("hf", model=model, policy=CACHE)

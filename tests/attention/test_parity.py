@@ -1,4 +1,4 @@
-"""The check that runs before FlexAttention is used: it passes exact kernels, and stops all others."""
+"""The check that runs before FlexAttention is used passes exact kernels and stops all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attenti
 
 @pytest.fixture
 def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention with gradients on a CPU, and with several segments in 256 tokens."""
+    """Make FlexAttention differentiable on a CPU, with several segments in 256 tokens."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 
@@ -40,7 +40,7 @@ def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, plain: No
 
 
 def wrong_dq(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """As on Hopper: the forward pass is right, and 2 % of the gradient of q is wrong."""
+    """A fault as on Hopper: the forward pass is right, and the gradient of q is wrong by 2 %."""
     return out + 0.02 * (q - q.detach()), lse
 
 
@@ -57,14 +57,16 @@ def nan(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any
 
 
 def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The second row ends in padding."""
+    """A fault in the padding at the end of the second row."""
     last = torch.zeros(2, 1, out.shape[2], 1, dtype=torch.bool)
     last[1, :, -1] = True
     return torch.where(last, 1.0, out), lse
 
 
 class NaNBehind(torch.autograd.Function):
-    """A gradient that is NaN only in padding: any product with it would be NaN in the weights."""
+    """A gradient that is NaN only in padding. In a model, any product with it would make the
+    gradients of weights NaN.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,9 @@ def test_wrong_kernels_fail_the_check(
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
-    """torch refuses to differentiate on a CPU; its message is quoted in one line."""
+    """A kernel that raises is not used: torch refuses to differentiate on a CPU, and its message is
+    quoted in one line.
+    """
     parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
     assert parity.failure is not None
     assert parity.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
@@ -116,7 +120,9 @@ def test_a_kernel_that_raises_is_not_used() -> None:
 
 
 def test_the_traces_of_the_check() -> None:
-    """Ragged on both sides; each head has its own evictions, and some tokens are never evicted."""
+    """The traces of the check start and end at different columns; each head has separate evictions, and some tokens are
+    never evicted.
+    """
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
     assert (evict_at[0] > position).all() and (evict_at[1, :, 50:250] > position[50:250]).all()
@@ -127,7 +133,9 @@ def test_the_traces_of_the_check() -> None:
 
 
 def test_without_a_gpu() -> None:
-    """`auto` chooses gather and gives the reason; flex by name gives a one-line error about the key."""
+    """Without a GPU, `auto` chooses gather and gives the reason; a recipe that names flex gets a one-line error about
+    its key.
+    """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert choose_kernel("auto", [CONFIG], "float32") == (
@@ -155,7 +163,9 @@ def test_without_a_gpu() -> None:
 def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` takes the best kernel that passes; a kernel that the recipe names is used or raises an error."""
+    """On a GPU, `auto` takes the best kernel that passes the check; a kernel that the recipe names is used if it
+    passes, and is an error if it fails.
+    """
     done: list[str] = []
 
     def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
@@ -181,7 +191,7 @@ def test_only_exact_kernels_are_chosen_on_a_gpu(
 
 
 def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds add up over all models, whether the check passes or fails."""
+    """The reported seconds add up over the checks of all models, whether a check passes or fails."""
     monkeypatch.setattr(choice, "own_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", lambda kernel, *_, **__: Parity(kernel))
     monkeypatch.setattr("sparse_rl.attention.future_parity.check_target", lambda *_: Parity("flex", failure="no"))
@@ -194,7 +204,9 @@ def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_teacher_of_packed_rows_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """At the teacher's own shapes; a kernel must be exact at both the student's and the teacher's shapes."""
+    """A teacher of packed rows is checked too: a kernel must be exact at both the student's and the
+    teacher's shapes.
+    """
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
     new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
     seen: list[tuple[str, int]] = []
@@ -222,7 +234,9 @@ def test_a_teacher_of_packed_rows_is_checked_too(
 def test_doctor_shows_the_form_of_other_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """For the kernels that a recipe needs on a GPU. The error of a kernel is the reason for taking torch's form."""
+    """doctor shows the form of each other kernel that a recipe needs on a GPU; if a kernel fails, its error is the
+    shown reason for using torch's form.
+    """
     new_model("qwen3").save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
 
@@ -247,7 +261,7 @@ def test_doctor_shows_the_form_of_other_kernels(
 
 
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
-    """With a recipe, both natural and sorted order on a GPU; without a GPU, the kernel in use."""
+    """With a recipe, doctor shows both natural and sorted order on a GPU, and the kernel in use without a GPU."""
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
     config = load_config(str(tmp_path))
@@ -270,7 +284,9 @@ def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_m
 def test_doctor_counts_processes_where_there_are_gpus(
     cuda: bool, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """Without a GPU, the recipe may be for another machine."""
+    """On a machine with GPUs, doctor compares the number of processes with the number of GPUs; without a GPU it does
+    not, since the recipe may be for another machine.
+    """
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}", "launch.processes=2"])
     config = load_config(str(tmp_path))

@@ -1,4 +1,6 @@
-"""Our attention in a model without `kv_view`: plain attention, with padding and caches; refusals of `adopt`."""
+"""Our attention in a model without `kv_view` is plain attention, with padding and caches; `adopt` refuses unsupported
+models.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ WIDTH = max(LENGTHS)
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded token ids and their attention mask."""
+    """Return left-padded token ids and their attention mask."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 64, (len(LENGTHS), WIDTH), generator=generator)
     return ids, (torch.arange(WIDTH) >= WIDTH - torch.tensor(LENGTHS)[:, None]).long()
@@ -28,7 +30,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
-    """For left-padded batches with a mask, and without padding. Without the mask, padding would change the logits."""
+    """Logits equal those of transformers for left-padded batches with a mask, and without padding. Control: without the
+    mask, padding changes the logits.
+    """
     ids, mask = batch
     plain = new_model(family)
     plain.set_attn_implementation(theirs)
@@ -117,7 +121,7 @@ def small(config_class: type, **settings: object) -> object:
     ids=["family", "sliding window", "dropout"],
 )
 def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) -> None:
-    """The error is one line and the model is not changed; the same model without the fault is accepted."""
+    """The refusal is one line and leaves the model unchanged; the same model without the fault is accepted."""
     model = build()
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message) as refusal:

@@ -18,13 +18,13 @@ DIM = 8
 
 
 def brute_force(trace: EvictionTrace, layer: int) -> torch.Tensor:
-    """bool [Hkv, S, S] from the definition, one pair at a time."""
+    """Return the mask bool [Hkv, S, S], computed from the definition one pair at a time."""
     evict_at, n = trace.evict_at[layer].tolist(), len(trace)
     return torch.tensor([[[t <= q < head[t] for t in range(n)] for q in range(n)] for head in evict_at])
 
 
 def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
-    """q, k and v of a padded batch, float64, that require grad."""
+    """Return random q, k and v of a padded batch, in float64, that require grad."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(len(LENGTHS), heads, WIDTH, DIM) for heads in (group * kv_heads, kv_heads, kv_heads)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
@@ -32,7 +32,9 @@ def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """Real queries see exactly the keys of the definition and no pad key; of all pads, a pad query sees only itself."""
+    """Real queries see exactly the keys of the definition and no padding key; a padding query sees itself and no other
+    padding key.
+    """
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     batch = batch_traces(traces, starts, WIDTH)["evict_at"]
     for layer in range(3):
@@ -54,7 +56,9 @@ def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("grad", [True, False])
 def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable) -> None:
-    """Output and the gradients of q, k and v equal the dense reference's, row by row; pad rows have none."""
+    """The output and the gradients of q, k and v equal the dense reference's, row by row; padding rows have zero
+    gradients.
+    """
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     view = make_view(traces, starts, WIDTH, "cpu")
     q, k, v = random_qkv(group)
@@ -88,7 +92,9 @@ def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Ca
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """Even a loss that (wrongly) counts pad rows is finite, forward and backward, with every layer masked."""
+    """Even with a loss that (wrongly) counts padding rows, forward and backward pass are finite, with every layer
+    masked.
+    """
     view = make_view([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
     q, k, v = random_qkv(2)
     for layer in range(3):
@@ -99,7 +105,9 @@ def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, s
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """The layer is recognised, takes the causal path without a mask, and equals the masked path, gradients included."""
+    """A layer without evictions is recognised and takes the causal path without a mask; output and gradients equal
+    those of the masked path.
+    """
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
     starts = [(WIDTH - n) // 2 for n in LENGTHS] if side == "both" else starts_of(side, LENGTHS)
     view, masked = (make_view(traces, starts, WIDTH, "cpu") for _ in range(2))

@@ -22,7 +22,7 @@ BY_KEY = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
-    """One layer's evict_at as rows int32 [R, S]."""
+    """Return one layer's evict_at as rows int32 [R, S] for the layout."""
     lengths = list(map(len, traces))
     width = max(lengths)
     if layout == "packed":
@@ -34,7 +34,9 @@ def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
 
 
 def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:
-    """bool [R, q, t] of `width`, by the definition; after its last real token a row has no query."""
+    """Return the pairs visible by the definition as bool [R, query, key], for padded length `width`; after its last
+    real token a row has no query.
+    """
     truth = torch.zeros(len(evict_at), width, width, dtype=torch.bool)
     for row, ends in enumerate(evict_at.tolist()):
         last = max((t for t, end in enumerate(ends) if end > t), default=-1)
@@ -56,7 +58,7 @@ def lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
 def check_natural(evict_at: torch.Tensor) -> None:
     """Check every list, by queries and by keys, against torch's, for the padded square and for the length itself."""
     length, width = evict_at.shape[-1], padded(evict_at.shape[-1])
-    width += TILE * (length % 3 == 0)  # more padding than necessary
+    width += TILE * (length % 3 == 0)  # more padding than needed
     tiles, truth = make_tiles(evict_at, width), visible(evict_at, width)
     ours = block_mask(tiles.position, tiles.evict_at, *lists(tiles))
     theirs = of_torch(truth, width)
@@ -87,7 +89,7 @@ def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
 
 
 def dense(count: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Lists as bool [R, n, n]."""
+    """Return the lists of tiles as bool [R, n, n], where n is the number of tiles along the sequence."""
     size = which.shape[-1]
     result = torch.zeros(len(which), size, size, dtype=torch.bool)
     for row, (counts, listed) in enumerate(zip(count[:, 0].tolist(), which[:, 0].tolist(), strict=True)):
@@ -102,7 +104,7 @@ def random_lengths(seed: int) -> list[int]:
 
 
 def short_lived(trace: EvictionTrace) -> EvictionTrace:
-    """Tokens live at most 40 steps, so that whole tiles are empty; the first tokens are never evicted."""
+    """Tokens live for at most 40 steps, so that whole tiles are empty; the first tokens are never evicted."""
     position = torch.arange(len(trace))
     evict_at = position + 1 + (trace.evict_at - position) % 40
     evict_at[..., :9] = 1 << 30
@@ -122,7 +124,7 @@ def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("end", [1, 127, 128, 129, 255, 256, 257, 383, 384])
 def test_at_the_edge_of_a_tile(end: int) -> None:
-    """A whole tile of keys is evicted at one query: at the last query of a tile, and at the first."""
+    """A whole tile of keys is evicted at one query: the last query of a tile, or the first."""
     evict_at = torch.full((1, 384), 384, dtype=torch.int32)
     evict_at[0, :128] = end
     check_natural(evict_at)
@@ -133,7 +135,9 @@ def test_at_the_edge_of_a_tile(end: int) -> None:
 def test_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
-    """The evictions that the reference engine records, also for a prompt longer than the budget."""
+    """The lists are right for the evictions that the reference engine records under every policy, also for a prompt
+    longer than the budget.
+    """
     made = policy_of(policy, budget=64, window=8, period=16)
     engine = make_engine("hf", model=model_of("qwen3"), policy=made)
     prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)
@@ -147,7 +151,7 @@ def test_under_every_policy(
 
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
 def test_under_a_learned_policy(scores: str) -> None:
-    """The running top-k drops one token at a time."""
+    """The lists are right under a learned policy, whose running top-k drops one token at a time."""
     evict_at = scattered(scores, 700, 300)
     assert visible_share(evict_at) < 0.4
     check_natural(evict_at)
@@ -155,7 +159,7 @@ def test_under_a_learned_policy(scores: str) -> None:
 
 
 def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
-    """The comparison can fail: another token's eviction, a tile left out, a tile too many."""
+    """Control: the comparison fails for another token's eviction, for a missing tile and for an extra tile."""
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
     truth = visible(evict_at, 512)
     other = evict_at.clone()
@@ -167,7 +171,9 @@ def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
 
 
 def test_padding_visits_no_tile(trace_of: Callable) -> None:
-    """A ragged batch visits only the tiles of its rows, for any width and any padding beside them."""
+    """A ragged batch visits only the tiles of its rows, for any padded width and any amount of padding in the other
+    rows.
+    """
     lengths = (700, 129, 128, 1)
     traces = [trace_of(n, layers=1) for n in lengths]
     for segment in (None, 256):
@@ -183,7 +189,7 @@ def test_padding_visits_no_tile(trace_of: Callable) -> None:
 
 
 def test_no_tile_mixes_packed_documents(trace_of: Callable) -> None:
-    """Documents of whole tiles: the number of tiles is the same packed as apart."""
+    """Documents that fill whole tiles visit the same number of tiles packed as they do apart."""
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
     apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
@@ -192,7 +198,7 @@ def test_no_tile_mixes_packed_documents(trace_of: Callable) -> None:
 
 
 def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
-    """evict_at [2, S] of a running top-k, with or without scores that favour recent tokens."""
+    """Return evict_at [2, S] of a running top-k, with or without scores that favour recent tokens."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(1, 2, length, generator=generator)
     if scores == "recency":
@@ -205,7 +211,9 @@ def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
 def test_sorted_tiles_are_close_to_the_visible_pairs(
     scores: str, length: int, most: float, record_property: Callable
 ) -> None:
-    """Sorted in segments, near the share of visible pairs; in natural order, far above it."""
+    """Sorted in segments, the share of visited tiles is near the share of visible pairs; in natural order it is far
+    larger.
+    """
     evict_at = scattered(scores, length, 2048)
     natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))
     record_property("ideal, natural, sorted", (visible_share(evict_at), natural, ordered))
@@ -213,7 +221,9 @@ def test_sorted_tiles_are_close_to_the_visible_pairs(
 
 
 def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
-    """The memory plan's bytes; if keys are sorted, the inverse order is held in addition to the tiles."""
+    """The bytes that the tiles hold equal those of the memory plan; with sorted keys, the inverse order is held in
+    addition.
+    """
     from sparse_rl.attention.kernels.flex import tiles_bytes
 
     evict_at = laid_out([trace_of(700, layers=1)] * 3, "right")
@@ -223,7 +233,9 @@ def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
 def test_padded_lengths(length: int) -> None:
-    """Multiples of 128, at least the length, and two of them between consecutive powers of two."""
+    """Padded lengths are multiples of 128 and at least the length; there are two of them between consecutive powers of
+    two.
+    """
     width = padded(length)
     assert width % TILE == 0 and length <= width <= max(length + TILE - 1, 1.5 * length)
     sizes = {padded(n) for n in range(2**13 + 1, 2**14 + 1)}

@@ -1,7 +1,8 @@
-"""The mass of future attention by a transposed FlexAttention, against the loop of future.py and masks pair by pair.
+"""The mass of future attention by a transposed FlexAttention equals the loop of future.py and masks computed pair by
+pair.
 
-As in test_flex: the plain operator has the log-sum-exp but ignores the lists of tiles; compiled for a CPU it honours
-these but has no log-sum-exp, so the compiled tests compare a sum of values under the same options.
+As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles; compiled for a CPU, it honours
+the lists but has no log-sum-exp, so the compiled tests compare a sum of values under the same options.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def random_qk(length: int = S, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def spans(layout: str, window: int, lookahead: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """first, last int32 [B, padded]: for each token, the range of queries that count."""
+    """Return first and last int32 [B, padded]: for each token, the range of the queries that count."""
     first = torch.arange(S) + window
     last = torch.tensor(LAYOUTS[layout])
     if lookahead is not None:
@@ -50,14 +51,16 @@ def spans(layout: str, window: int, lookahead: int | None) -> tuple[torch.Tensor
 
 
 def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """bool [B, N (token), N (query)]"""
+    """Return bool [B, N, N] for N tokens: entry (token, query) is True if the pair counts."""
     query = torch.arange(first.shape[1])
     return (query >= first[..., None]) & (query < last[..., None])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_loop(layout: str) -> None:
-    """With the log-sum-exp of either attention; evicted tokens may weigh more than all visible tokens."""
+    """The mass equals the loop's with the log-sum-exp of the sparse and of the dense attention; evicted tokens may
+    weigh more than all visible tokens.
+    """
     query, key = random_qk()
     ends = torch.tensor(LAYOUTS[layout])
     evict_at = future_parity.random_evictions(B, HKV, S, 90, torch.Generator().manual_seed(1))
@@ -81,7 +84,7 @@ def test_equals_the_loop(layout: str) -> None:
 
 
 def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
-    """log p above 40 counts as 40, and a query that sees no token adds 0."""
+    """As in the loop, a log-probability above 40 counts as 40, and a query that sees no token adds 0."""
     query, key = random_qk()
     lse = attention_lse(query, key, scaling=SCALE)
     lse[:, :, 300:320] -= 100
@@ -97,12 +100,14 @@ def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("window", "lookahead"), SPANS)
 def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None:
-    """For one document, torch's lists; for several, every pair that counts is visited and full tiles hold no other."""
+    """For one document the lists of tiles equal torch's; for several, every pair that counts is visited and full tiles
+    hold only pairs that count.
+    """
     first, last = spans(layout, window, lookahead)
     truth, width = counted(first, last), first.shape[1]
     theirs = create_block_mask(lambda b, _, t, d: truth[b, t, d], B, None, width, width, device="cpu", BLOCK_SIZE=TILE)
     ours = transposed_tiles(first, last)
-    assert all(result.is_contiguous() for result in ours)  # kernels do not look at the last stride
+    assert all(result.is_contiguous() for result in ours)  # the kernels do not read the last stride
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     if layout != "packed":
         for name, result in zip(names, ours, strict=True):
@@ -119,7 +124,7 @@ def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None
 
 
 def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Output of the compiled operator for random values under these lists, [B, Hq, N, D]."""
+    """Return the output of the compiled operator for random values under these lists, [B, Hq, N, D] for N tokens."""
     query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)) for x in random_qk())
     value, lse = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)), query.sum(-1)
 
@@ -132,7 +137,7 @@ def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: tor
 
 @pytest.mark.slow  # runs a C++ compiler
 def test_the_compiled_operator_visits_the_lists() -> None:
-    """The result is right with the real lists, and wrong with damaged lists."""
+    """The compiled operator visits the lists: its result is right with the real lists, and wrong with damaged lists."""
     for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):
         first, last = spans(layout, window, lookahead)
         tiles = transposed_tiles(first, last)
@@ -152,7 +157,9 @@ def test_the_compiled_operator_visits_the_lists() -> None:
 
 
 def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced GPU graphs: one for the log-sum-exp and one for the mass, over several lengths, windows and ends."""
+    """A GPU traces one graph for the log-sum-exp and one for the mass, for all layers and several lengths, windows and
+    ends.
+    """
     for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
         traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
         monkeypatch.setattr(module, "_compiled", lambda traced=traced: traced)
@@ -176,7 +183,7 @@ def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory plan's bytes of one layer: queries, and keys for each query."""
+    """The bytes held for one layer equal those of the memory plan: the queries, and the keys for each query."""
     held = []
 
     def compiled(keys: torch.Tensor, queries: torch.Tensor, _: torch.Tensor, lse: torch.Tensor, *__: Any) -> Any:
@@ -191,7 +198,9 @@ def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes exact kernels, and stops an error of 1 %, a missing query, a NaN, and a kernel that raises."""
+    """The check of the machine passes exact kernels, and stops an error of 1 %, a missing query, a NaN, and a kernel
+    that raises.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
         parity = check_target.__wrapped__(*at, 256)
@@ -220,7 +229,9 @@ def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex runs on a GPU that passes the check, with the attention's query and key shapes; else the loop runs."""
+    """On a GPU that passes the check, with the attention's query and key shapes, flex is used; otherwise the loop is
+    used.
+    """
     shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
     for failure, kernel in ((None, "flex"), ("no", "torch")):
         monkeypatch.setattr(future_parity, "check_target", lambda *_, failure=failure: Parity("flex", failure=failure))

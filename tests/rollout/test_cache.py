@@ -1,4 +1,4 @@
-"""The physical caches shrink, hold the entries that the record names, and leave frozen rows unchanged."""
+"""The physical caches shrink, hold exactly the entries that the record names, and leave frozen rows unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET, PERIOD = 16, 5
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
-    """Bytes of one token's keys and values in fp32, over all layers and kv heads."""
+    """Return the bytes of one token's keys and values in float32, over all layers and kv heads."""
     layers, kv_heads, dim = cache_shape(model.config)
     return 2 * 4 * layers * kv_heads * dim
 
@@ -74,7 +74,7 @@ def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Ca
     assert policy.schedule.peak <= BUDGET + PERIOD
     assert peak(policy, 25) == peak(policy, 50) == bound
     if policy_name == BOUNDED[0]:
-        full = policy_of("full")  # the control: it grows, in steps of GROW entries
+        full = policy_of("full")  # control: the full cache grows, in steps of GROW entries
         assert peak(full, 25 + GROW) > peak(full, 25) > len(prompts) * 90 * entry_bytes(model) > 4 * bound
 
 
@@ -82,7 +82,9 @@ def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Ca
 def test_the_cache_holds_the_recorded_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """After every step, row, layer and head: the positions held are exactly those that the next query may see."""
+    """After every step, the positions held by each row, layer and head are exactly those that the
+    next query may see.
+    """
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [33, 18, 2, 21]))
     cache = driver.cache

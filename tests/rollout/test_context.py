@@ -1,4 +1,4 @@
-"""A context compacted once in the hf engine: the kept entries, the view of continuations, and refusals."""
+"""A context compacted once in the hf engine: its kept entries, the view of continuations, and refusals."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_reference_queries(
         cache = ContextCache(None, captures=True)
         engine._read([tokens], cache)
         assert torch.equal(seen[2], cache.captured(2).reshape(1, 4, -1, 8))
-    if kind == "repeat":  # the queries of the second half of the text twice
+    if kind == "repeat":  # the queries of the second copy of the text
         cache = ContextCache(None, captures=True)
         engine._read([[*tokens, *tokens]], cache)
         torch.testing.assert_close(seen[2], cache.captured(2)[:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
-    if kind == "self_study":  # the queries of the sampled tokens, each after context and prompt
+    if kind == "self_study":  # queries of the sampled tokens, each after context and prompt
         everything = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
         answers = engine.generate([asked], SamplingConfig(9, n=3, seed=0), everything)
         wanted = []
@@ -157,7 +157,9 @@ def test_many_queries_are_subsampled(engine_of: Callable, prompts_of: Callable) 
 def test_heads_keep_the_number_of_entries_assigned_to_them(
     policy: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """Padding of a shorter head is never attended to: continuations and replay agree."""
+    """Each head keeps the number of entries assigned to it. The padding of a shorter head is never attended to:
+    continuations and replay agree.
+    """
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy=policy, first=2)
     sizes = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
@@ -174,7 +176,9 @@ def test_heads_keep_the_number_of_entries_assigned_to_them(
 
 
 def test_entries_go_to_the_heads_that_gain_most() -> None:
-    """One head's loss falls steeply with its entries, another's does not fall at all; two heads are alike."""
+    """More entries go to the heads that gain most: one head's loss falls steeply with its entries, another's does not
+    fall at all, and two heads are alike and get equal shares.
+    """
     ratios = (0.01, 0.1, 1.0)
     curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
     shares = allocate(curves, ratios, 0.1)
@@ -190,7 +194,7 @@ def test_entries_go_to_the_heads_that_gain_most() -> None:
 
 
 def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[float], float]:
-    """J(ratio), interpolated between the measured ratios as `allocate` documents it."""
+    """Return the loss curve J(ratio), interpolated between the measured ratios as `allocate` documents."""
 
     def at(ratio: float) -> float:
         return math.log(ratio) + 1 if ratio >= ratios[1] else ratio / ratios[1] + math.log(ratios[1])
@@ -204,7 +208,7 @@ def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[floa
 
 
 def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
-    """Check `allocate` against the plain algorithm. Returns (shares, number of moves of entries)."""
+    """Check `allocate` against the plain algorithm. Return its shares and the number of moves of entries."""
     result = allocate(curves, RATIOS, ratio)
     shares, moves = naive_allocation([curve_of(RATIOS, one) for one in curves.flatten(0, 1).tolist()], ratio, STEPS)
     assert result.flatten().tolist() == pytest.approx(shares, abs=1e-12)
@@ -215,7 +219,9 @@ def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float]
 @pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("convex", [True, False])
 def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
-    """For convex curves and for curves that go up and down. At ratio 1 all entries are kept and nothing moves."""
+    """Shares equal those of the plain algorithm for convex curves and for curves that go up and down. At ratio 1 all
+    entries are kept and none is moved.
+    """
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         losses = torch.rand(2, 3, len(RATIOS), generator=generator, dtype=torch.float64)
@@ -226,7 +232,9 @@ def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
 
 
 def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
-    """One head's loss falls with more and with fewer entries; another head gives up all its entries."""
+    """The same head may be the best to gain and the best to lose entries: its loss falls with more and with fewer
+    entries. Another head gives up all its entries.
+    """
     curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
     curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
     curves[0, 1:] = torch.tensor([0.03, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -235,7 +243,9 @@ def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
 
 
 def test_shares_of_a_real_curve(engine_of: Callable, prompts_of: Callable) -> None:
-    """KL of a trained model's next token. Some head ends below 0.01, the smallest measured ratio above 0."""
+    """Shares for measured curves, the KL of a trained model's next token, equal the plain algorithm's. Some head ends
+    below 0.01, the smallest measured ratio above 0.
+    """
     engine, (tokens, behind) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict")
     studied = engine.study(tokens, config)
@@ -313,7 +323,9 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
 def test_reading_in_pieces_equals_reading_at_once(
     name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged rows, with and without a context; pieces of 8 tokens, a few of which attend at a time."""
+    """Reading a text in pieces of 8 tokens, a few of which attend at a time, equals reading it at once, for ragged
+    rows, with and without a context.
+    """
     engine, (tokens, *texts) = engine_of(name), prompts_of(name, [60, *lengths])
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
         caches = []
@@ -337,7 +349,9 @@ def test_reading_in_pieces_equals_reading_at_once(
 def test_a_context_read_in_pieces_is_the_same(
     engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollouts whose prompts end in different pieces are equal too; no forward pass has more tokens than a piece."""
+    """A context read in pieces is the same, and so are rollouts whose prompts end in different pieces; no forward pass
+    has more tokens than a piece.
+    """
     engine, (tokens, asked, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
     whole = engine.compact(tokens, config, [asked])
@@ -357,7 +371,7 @@ def test_a_context_read_in_pieces_is_the_same(
 
 
 def test_reading_may_continue_after_a_first_read(engine_of: Callable, prompts_of: Callable) -> None:
-    """Each row of a batch continues from its end."""
+    """Reading may continue after a first read: each row of a batch continues from its own end."""
     engine, (first, second, *more) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
     cache = ContextCache(None)
     engine._read([first, second], cache)

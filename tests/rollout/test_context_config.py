@@ -1,5 +1,5 @@
-"""Ways to shrink a context: baselines, windows, pooled scores, layers and heads that keep different counts,
-and a long context that is compacted part by part.
+"""Ways to shrink a context: baselines, windows, pooled scores, layers and heads that keep different counts, and a long
+context that is compacted part by part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS, LAYERS, HEADS, DIM = 60, 5, 4, 8
 
 @pytest.fixture
 def stories(model_of: Callable, prompts_of: Callable) -> tuple[Any, list[int], list[int]]:
-    """(engine, a context of 60 tokens, a question)"""
+    """Return an engine, a context of 60 tokens and a question."""
     return make_engine("hf", model=model_of("stories260K"), policy="full"), *prompts_of("stories260K", [TOKENS, 5])
 
 
@@ -66,10 +66,10 @@ def test_baselines_read_the_context_once(
 
 
 def test_a_context_may_be_dropped_entirely(stories: tuple) -> None:
-    """The question is then read as if only empty positions came before it."""
+    """A context may be dropped entirely: the question is then read as if only empty positions came before it."""
     engine, tokens, question = stories
     (r,) = engine.generate([question], SAMPLING, engine.compact(tokens, PromptCacheConfig(policy="none", first=0)))
-    (alone,) = engine.simulate([question], [r.completion_ids])  # RoPE: only distances count
+    (alone,) = engine.simulate([question], [r.completion_ids])  # only distances count under RoPE
     assert gap([torch.tensor(alone.model_logprobs)], [r]) <= 1e-4
 
 
@@ -100,7 +100,9 @@ def test_the_window_is_the_contexts_last_tokens(window: int, stories: tuple) -> 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
 def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
-    """Scores are pooled over competing entries, fewer at the ends, as in SnapKV; checked entry by entry."""
+    """Scores are pooled over neighbouring competing entries, over fewer at the ends, as in SnapKV; checked entry by
+    entry.
+    """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, policy=policy, aggregate="mean", queries=["window"], pool=5, first=2, last=3)
     studied = engine.study(tokens, config)
@@ -110,7 +112,7 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
         near = [shares[..., max(0, at - 2) : at + 3].mean(-1) for at in range(shares.shape[-1])]
         best = torch.stack(near, dim=-1).topk(11, dim=-1).indices.sort(-1).values + 2
         assert torch.equal(context.layers[layer].positions[:, :, 5:], best)
-        if policy == "am":  # fitted as `match` fits the entries that it selects itself
+        if policy == "am":  # refitted as `match` refits the entries that it selects itself
             block = Block(entries.keys, entries.values, queries, entries.bias, competing(2, 3), DIM**-0.5)
             bias, values = refit(block, best, Fit())
             assert torch.equal(context.layers[layer].bias[:, :, 5:], bias)
@@ -124,7 +126,9 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "evict", "am"])
 def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) -> None:
-    """The refusal comes before the selection: under any method the kept entries would spoil every later answer."""
+    """A context with NaN is refused before the selection: under any method the kept entries would spoil every later
+    answer.
+    """
     engine, tokens, _ = stories
     model = copy.deepcopy(engine.model)
     with torch.no_grad():
@@ -220,7 +224,9 @@ def test_settings_that_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
 def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
-    """Equal to the last bit to `match` applied to all entries between first and last."""
+    """With one chunk, the entries equal to the last bit those of `match` applied to all entries between the first and
+    the last ones.
+    """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
     studied = engine.study(tokens, config)
@@ -290,7 +296,7 @@ def test_heads_in_sequence_equal_heads_at_once(changed: dict, stories: tuple, mo
 def test_eviction_ranks_entries_of_the_whole_context(
     aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any chunk size and any number of queries at a time."""
+    """Eviction ranks the entries of the whole context, for any chunk size and any number of queries at a time."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)
     studied = engine.study(tokens, config)

@@ -18,7 +18,9 @@ from sparse_rl.errors import NotWrittenError
 
 
 def made(dtype: torch.dtype = torch.float32) -> Context:
-    """Context of 2 layers, 2 kv heads, head size 4; layers share the memory of positions, values are not contiguous."""
+    """A context of 2 layers, 2 kv heads and head size 4; the layers share the memory of positions, and values are not
+    contiguous.
+    """
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([0, 3, 4, 9]).expand(1, 2, 4)
     layers = []
@@ -57,7 +59,7 @@ def test_rollouts_go_on_from_a_file(policy: str, model_of: Callable, prompts_of:
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:
-    """The file is cut anywhere, or any one byte is changed."""
+    """A file that is cut anywhere, or in which any one byte is changed, is refused."""
     file, broken = tmp_path / "context", tmp_path / "broken"
     save_context(file, made())
     content = file.read_bytes()
