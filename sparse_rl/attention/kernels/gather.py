@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 
 SMALLEST, LARGEST = 64, 512  # limits of the number of queries in a chunk
-HELD = 2**26  # maximum bytes that a layer keeps for the backward pass; a layer that needs more gathers its keys again
+HELD = 2**26  # bytes that a layer may keep for the backward pass; above this, the backward pass gathers the keys again
 
 
 @dataclass

@@ -66,7 +66,7 @@ class ScoredWindow(Policy):
         return entries.window_attention(self.config.window).amax(dim=2)
 
     def local_score(self, entries: Entries) -> Tensor:
-        """Return the local score S, float32 [R, Hkv, N], the mean of `window_scores` over the window (G-KV eq. 2)."""
+        """Return the local score S, float32 [R, Hkv, N]: `window_scores` averaged over the window (G-KV eqs. 1-2)."""
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: Tensor, entries: Entries, kernel: int) -> Tensor:
