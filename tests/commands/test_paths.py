@@ -52,7 +52,7 @@ def test_a_run_directory_resolves_to_its_model(trained, model, tmp_path):
     for place in ("own", "own/model"):
         assert model_directory("own") == "own"
         (tmp_path / place / "config.json").write_text("{}")
-    assert model_directory("own") == "own"  # a folder of this name holds a model
+    assert model_directory("own") == "own"  # a model that has a folder named `model`
 
 
 @pytest.mark.parametrize("recipe", ["grpo.yaml", "eval.yaml", "sft.yaml", "distill.yaml"])

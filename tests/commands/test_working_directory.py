@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Path:
-    """A working directory with a recipe that names the user's rewards in every supported way."""
+    """Make a working directory with a recipe that names the user's rewards in every supported way."""
     here = tmp_path / "here"
     (here / "package").mkdir(parents=True)
     for name in ("mine.py", "trainer.py", "package/inner.py"):
@@ -150,7 +150,10 @@ def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]
 
 @pytest.mark.slow
 def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    """vLLM inspects a model's class in a separate process, which loads the plugin `rollout.vllm`, then caches it."""
+    """The processes of vLLM import no module from the working directory either. One of them inspects a class of models:
+    this
+    process loads the plugin `rollout.vllm`, and vLLM then caches the result.
+    """
     pytest.importorskip("vllm")
     be_hostile(place, OURS)
     words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")

@@ -102,7 +102,7 @@ def test_a_pattern_that_cannot_be_made(pattern: str, message: str) -> None:
 
 
 def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
-    """SQuAD can be rows in JSON lines, a JSON list of rows, or the one object of a SQuAD file, also a large one."""
+    """SQuAD can be rows in JSON lines, a JSON list of rows, or the one object of a SQuAD file, even a large one."""
     rows = [as_row(question) for question in SOURCE]
     assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
     paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}

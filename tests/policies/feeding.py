@@ -39,10 +39,10 @@ class Batch:
 
 
 def ragged_batch(seed: int, prompts: Sequence[int], totals: Sequence[int], *, tied: bool = False) -> Batch:
-    """Random tokens, 4 query heads on 2 kv heads of width 8.
+    """Return a batch of random tokens, with 4 query heads on 2 kv heads of width 8.
 
-    tied: four different keys of +-1 and queries of small whole numbers in width 4, so that repeated keys get exactly
-    equal logits and cosines in any precision, and scores tie everywhere.
+    tied : use four different keys of +-1 and queries of small whole numbers in width 4, so that repeated keys get
+    exactly equal logits and cosines in any precision, and scores tie everywhere.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(prompts), max(totals)
@@ -93,7 +93,7 @@ def feed(
     batch: Batch,
     after: Callable[[EvictingCache], None] | None = None,
 ) -> Fed:
-    """Feed one layer: the prompts, right-padded with noise, then one token per row; finished rows are frozen.
+    """Feed one layer the prompts, right-padded with noise, and then one token per row; finished rows are frozen.
 
     `after` is called after every forward.
     """

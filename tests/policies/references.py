@@ -33,9 +33,9 @@ class Life:
 
     Parameters
     ----------
-    query, key : [Hq, S, D] and [Hkv, S, D], all positions
-    prompt : tokens of the prompt
-    scaling : the factor on q . k
+    query, key : [Hq, S, D] and [Hkv, S, D], for all S positions, Hq query heads, Hkv kv heads and head width D
+    prompt : number of tokens of the prompt
+    scaling : factor by which the products of queries and keys are multiplied
     parameters : parameters of the policy; missing ones take the default of the method
     recorded : evict_at [Hkv, S] to follow; None means to use the reference alone
     """
@@ -243,9 +243,9 @@ class H2O(Life):
 
 
 class Lined(H2O):
-    """LuKA §3.1: sinks, window, and the fraction of the other tokens with the highest accumulated attention.
+    """LuKA §3.1 keeps the sinks, the window and a fraction of the other tokens with the highest accumulated attention.
 
-    §4.2: their number is a fraction of the prompt's length.
+    §4.2: the number of these other tokens is a fraction of the prompt's length.
     """
 
     defaults = {"sinks": 0, "window": 128, "period": 8, "compression": 8, "of": "seen"}

@@ -163,6 +163,4 @@ def test_h2o_mass_is_observed_attention_times_its_observers(kvpress: Any, family
         group = 2  # query heads per kv head: the press averages over them, H2O here sums
         expected = scores[index] * observers * group
         torch.testing.assert_close(layer.state["mass"][:, :, :PROMPT], expected, atol=1e-4, rtol=1e-4)
-        assert (
-            layer.state["mass"] - scores[index] * group
-        ).abs().max() > 1  # control: H2O's sum is not the press's average
+        assert (layer.state["mass"] - scores[index] * group).abs().max() > 1  # control: a sum, not the average

@@ -22,7 +22,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 @pytest.fixture(scope="session")
 def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """tiny(family="qwen3", **config) -> the directory of a tiny random model with a tokenizer."""
+    """tiny(family="qwen3", **config) returns the directory of a tiny random model with a tokenizer."""
     from transformers import GenerationConfig
 
     from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
@@ -46,7 +46,7 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture
 def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
-    """grpo(**settings) -> an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
+    """grpo(**settings) returns an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
 
     Not passed to the trainer's configuration: family, model, reward, count, held_out, peft_config, trainer_class,
     callbacks, and the engine's settings policy, own_weights (a directory), own_dtype and sleep. All other settings
@@ -102,5 +102,5 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def metrics_of(grpo: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
-    """metrics_of(**settings) -> train, then return the lines of metrics.jsonl that belong to a step."""
+    """metrics_of(**settings) trains, and then returns the lines of metrics.jsonl that belong to a step."""
     return lambda *args, **settings: trained(grpo(*args, **settings))

@@ -275,9 +275,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
     """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
     weights and its logged lines."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
-    shared["validation"] = validation(
-        every=3
-    )  # including one before the first step, which only the uninterrupted run logs
+    shared["validation"] = validation(every=3)  # one precedes the first step, in the whole run only
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(recipe(output_dir=str(whole), **shared))
     shutil.copytree(whole, resumed)

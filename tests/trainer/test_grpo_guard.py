@@ -153,7 +153,8 @@ def test_the_floor_raises_the_limit(grpo: Callable) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
-    """A correct run goes on, though its gap is far larger than in float32; a trace that lags by a period stops the run.
+    """In bfloat16, a correct run goes on, though its gap is far larger than in float32; a trace that lags by a period
+    stops the run.
 
     Sampling uses the live module, or a copy with bfloat16 weights, as in vLLM.
     """

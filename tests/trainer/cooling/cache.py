@@ -1,4 +1,4 @@
-"""The cache in the hf engine."""
+"""The cache of the made-up method `cooling` in the hf engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings, which name the other parts of the method."""
+"""The settings of the made-up method `cooling`, which name the other parts of this method."""
 
 from __future__ import annotations
 

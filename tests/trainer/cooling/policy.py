@@ -1,4 +1,4 @@
-"""The policy: it keeps the same entries as StreamingLLM, and records the times of the compactions."""
+"""The policy of `cooling`: it keeps the same entries as StreamingLLM, and records the times of the compactions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Cooling(Streaming):
     entry_memory = {"unused": 0.0}  # for the memory plan
 
     def times(self, prompt: int, seen: int) -> list[int]:
-        """Number of tokens seen at each compaction, up to `seen` tokens."""
+        """Return the number of tokens seen at each compaction, up to `seen` tokens."""
         times, due = [], self.schedule.first(prompt)
         while due <= seen:
             times.append(due)

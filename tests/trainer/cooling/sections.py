@@ -1,4 +1,4 @@
-"""The sections of the trace."""
+"""The sections that the made-up method `cooling` adds to the trace."""
 
 from __future__ import annotations
 

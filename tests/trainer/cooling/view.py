@@ -1,4 +1,4 @@
-"""The replay, and a loss of its own: the mean square of a layer's attention output."""
+"""The replay of the made-up method `cooling`, and a loss of its own: the mean square of a layer's attention output."""
 
 from __future__ import annotations
 
