@@ -1,4 +1,4 @@
-"""The memory that `doctor` predicts for compacted contexts, against the memory that is allocated."""
+"""The memory that `doctor` predicts for compacted contexts agrees with the memory that is allocated."""
 
 from __future__ import annotations
 

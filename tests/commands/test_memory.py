@@ -1,4 +1,4 @@
-"""The memory formulae against the memory that is allocated."""
+"""The memory formulae agree with the memory that is allocated."""
 
 from __future__ import annotations
 

@@ -150,10 +150,8 @@ def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]
 
 @pytest.mark.slow
 def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    """The processes of vLLM import no module from the working directory either. One of them inspects a class of models:
-    this
-    process loads the plugin `rollout.vllm`, and vLLM then caches the result.
-    """
+    """The processes of vLLM import no module from the working directory either. One of these processes inspects a
+    model's class: it loads the plugin `rollout.vllm`, and vLLM then caches the result."""
     pytest.importorskip("vllm")
     be_hostile(place, OURS)
     words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")

@@ -1,4 +1,5 @@
-"""Prompts with a context: the cut changes no text, prompts share the context's tokens, mistakes are one line."""
+"""Prompts with a context: the cut after the context changes no text, prompts share the context's tokens, and a mistake
+gives one line."""
 
 from __future__ import annotations
 

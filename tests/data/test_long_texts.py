@@ -1,4 +1,5 @@
-"""QuALITY's and LongHealth's files as rows: each text occurs once with all its questions; mistakes are one line."""
+"""The files of QuALITY and LongHealth become rows: each text occurs once with all its questions, and a mistake in a
+file gives one line."""
 
 from __future__ import annotations
 

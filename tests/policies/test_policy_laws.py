@@ -393,7 +393,7 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
 
 
 def looks_at(name: str) -> set[str]:
-    """Inputs of a policy's score as it declares them: "queries", "keys"."""
+    """Return the inputs that a policy declares for its score: "queries", "keys"."""
     policy = make_policy(name, **small(name))
     queries = {"queries"} if policy.last_queries or policy.every_query else set()
     return queries | {*policy.score_reads, *(policy.observe_reads if policy.every_query else ())}

@@ -1,4 +1,5 @@
-"""Redundancy in tiles of rows equals the plain N x N computation to the last bit, without N x N memory."""
+"""Redundancy computed in tiles of rows equals the plain N x N computation for N entries to the last bit, without N x N
+memory."""
 
 from __future__ import annotations
 

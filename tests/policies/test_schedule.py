@@ -1,4 +1,4 @@
-"""The schedule's counts against a cache that is counted one token at a time; and a budget that grows."""
+"""The schedule's counts equal those of a cache that is counted one token at a time, including a budget that grows."""
 
 from __future__ import annotations
 

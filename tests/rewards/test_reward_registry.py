@@ -1,4 +1,4 @@
-"""make_rewards: accepted and refused arguments, error messages, names and weights."""
+"""make_rewards accepts and refuses arguments with clear error messages, and gives each reward its name and weight."""
 
 import functools
 import pickle

@@ -1,4 +1,5 @@
-"""KVpop's retrofit: loss and gradients against a dense float64 reference, runs by recipe, resume, and files."""
+"""KVpop's retrofit: its loss and gradients equal a dense float64 reference, its runs resume, and its files can be
+loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The distillation loss and its gradients against plain float64 arithmetic: divergences, top-k, weights, chunks."""
+"""The distillation loss and its gradients equal plain float64 arithmetic, for every divergence, top-k, weight and chunk
+size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The teacher cache: the same losses as with a teacher in memory, interrupted writes, damaged shards."""
+"""The teacher cache gives the same losses as a teacher in memory, even after an interrupted write or a
+damaged shard."""
 
 from __future__ import annotations
 

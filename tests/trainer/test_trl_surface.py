@@ -108,7 +108,8 @@ def test_attributes(owner: type) -> None:
 
 
 def test_only_known_functions_read_use_vllm() -> None:
-    """Only the correction and unreachable code read `use_vllm`, which we set after construction."""
+    """In TRL, only the importance correction and code that we never reach read `use_vllm`, which we set after
+    construction."""
     readers = {
         name
         for name, function in vars(GRPOTrainer).items()

@@ -1,4 +1,5 @@
-"""Layers with their own policies, in the hf engine and the trainer: exact replay, and refusals."""
+"""Layers with their own policies replay exactly in the hf engine and the trainer; unsupported
+combinations are refused."""
 
 from __future__ import annotations
 

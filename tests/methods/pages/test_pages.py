@@ -1,4 +1,5 @@
-"""Clustered attention in the hf engine and the trainer: equal to its equations, exact in replay; refusals."""
+"""Clustered attention equals its equations in the hf engine, and the trainer replays it exactly; unsupported settings
+are refused."""
 
 from __future__ import annotations
 
