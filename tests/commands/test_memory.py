@@ -269,8 +269,8 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
 
 
 def test_a_plan_counts_vllm_memory_outside_the_cache(monkeypatch):
-    """On an 80 GB GPU, the weights, the cache and the other buffers of the plan add up exactly to the GPU share of
-    vLLM."""
+    """On an 80 GB GPU, the plan counts vLLM's weights, KV pool, sampler and the buffers beside the pool. Together they
+    fill most of vLLM's share of the GPU, and never more than this share."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     gkv = {"policy": "gkv", "budget": 4096, "window": 16, "period": 128}

@@ -384,10 +384,12 @@ class CAKE(Life):
 
 
 class AM(Life):
-    """Attention Matching, section 3: the root mean square of the attention that the last queries give, biases included.
+    """Attention Matching, section 3, scores an entry by the root mean square of the attention that the last queries
+    give to the entry, biases included.
 
-    Kept entries get a bias: w >= 0 with sum_j w_j exp(l_j) near the mass of all competing entries, for each of those
-    queries; starting at the best single weight, 30 steps of accelerated projected gradient descent within exp(+-3).
+    At a compaction, the logarithm of a weight w_j >= 0 is added to the bias of each kept entry j. With logits l_j, the
+    weights make sum_j w_j exp(l_j) near the mass of all competing entries, for each of the last queries. The weights
+    are fitted from the best single weight, by 30 steps of accelerated projected gradient descent within exp(+-3).
     """
 
     defaults = {"sinks": 0, "window": 16, "period": None, "reference_queries": None}

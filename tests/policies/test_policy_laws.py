@@ -214,7 +214,7 @@ def copied(entries: Entries) -> Entries:
 
 
 def stacked(one: Entries, other: Entries) -> Entries:
-    """Concatenate the rows of both."""
+    """Concatenate the rows of two groups of entries."""
     joined = {key: torch.cat([value, vars(other)[key]]) for key, value in vars(one).items() if torch.is_tensor(value)}
     state = {key: torch.cat([value, other.state[key]]) for key, value in one.state.items()}
     return replace(one, **joined, state=state, left=[*one.left, *other.left])
