@@ -294,8 +294,8 @@ def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
-    """A failed write is reported once per launch, even if several processes fail; without a log, each process reports
-    it. A failure at checkpoint-1 is not mistaken for one at checkpoint-10."""
+    """A failed write is reported once per launch, even if several processes fail to write. If no log can be written,
+    each process reports the failure. A failure at checkpoint-1 is not mistaken for one at checkpoint-10."""
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")

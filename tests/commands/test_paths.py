@@ -32,7 +32,7 @@ def answer(capsys, *arguments, status=0):
 
 @pytest.fixture
 def trained(here, model, capsys):
-    """run/, the directory of a GRPO run with held-out problems; its model stores its cache settings."""
+    """Provide run/, the directory of a GRPO run with held-out problems, whose model stores its cache settings."""
     recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", VALIDATION]))
     shutil.copytree(model, here / "run" / "model")
     save_policy(here / "run" / "model", make_policy(recipe.cache))

@@ -73,7 +73,7 @@ def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
 
 
 def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
-    """With LoRA the reference model is the policy without its adapter, under the same trace."""
+    """With LoRA, the reference model is the policy without its adapter, and replays the same trace as the policy."""
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -169,7 +169,8 @@ def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None
 
 
 def test_settings_that_trl_switches_on_are_refused() -> None:
-    """Settings that TRL changes are refused: LoRA under ZeRO-3, and the auxiliary loss of mixture-of-experts models."""
+    """Settings that TRL switches on are refused: reentrant gradient checkpointing, for LoRA under ZeRO-3, and the
+    auxiliary loss of mixture-of-experts models."""
     usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**usual))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):

@@ -1,4 +1,5 @@
-"""A command that is killed with SIGKILL, or fails on a full disk, and is resumed ends like an uninterrupted run."""
+"""A run of a command that is killed with SIGKILL, or that fails on a full disk, ends like an uninterrupted run after it
+is resumed."""
 
 from __future__ import annotations
 

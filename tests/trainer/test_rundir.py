@@ -174,7 +174,7 @@ JSON = st.recursive(
 
 
 def crafted(folder: Path, content: object) -> None:
-    """Write a manifest with this content and the matching checksum."""
+    """Write a manifest with the given content and the matching checksum."""
     if isinstance(content, dict):
         content = {**content, "checksum": _checksum(content)}
     (folder / "manifest.json").write_text(json.dumps(content))

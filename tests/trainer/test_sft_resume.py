@@ -115,9 +115,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
-    """Resuming a run that has taken all its steps takes no further step, if the run was killed before the export, or if
-    a callback that is absent after the resume had ended it.
-    """
+    """A run that has ended takes no further step if it is resumed, whether it was killed before the export or was ended
+    by a callback that is absent after the resume."""
     whole = sft("whole", max_steps=3)
     whole.train()
     again = sft("again", max_steps=3)

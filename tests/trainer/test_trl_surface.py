@@ -137,7 +137,7 @@ def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
 
 
 def test_the_table_lists_every_name() -> None:
-    """The table lists exactly the members that are checked here."""
+    """The table of docs/internals.md lists exactly the members of TRL and transformers that are checked here."""
     held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     held |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
