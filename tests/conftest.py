@@ -1,8 +1,8 @@
-"""Shared fixtures: tiny random models of every family, trained ones, and policies.
+"""Shared fixtures: tiny random models of every family, trained models, and policies.
 
-The trained models are the quickstart's model, which is shipped, and stories260K if it is present.
+The trained models are the quickstart's model, which comes with the package, and stories260K if it is present.
 
-`new_model` builds a model that the test may change; `model_of` returns a shared model that it must not change.
+`new_model` builds a model that a test may change; `model_of` returns a shared model that a test must not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup makes this process and its children ignore it
+# `nohup` makes this process and its children ignore the signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
@@ -62,7 +63,7 @@ TINY = {
 
 
 def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny random model, with random biases and norms too; `overrides` replace entries of TINY."""
+    """Build a tiny random model that has random biases and norms too; `overrides` replace entries of TINY."""
     config, model_class = FAMILIES[family]
     settings = {"attention_bias": True, **TINY} if family == "llama" else TINY
     with torch.random.fork_rng(devices=[]):
@@ -86,19 +87,19 @@ def lend(name: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def new_model() -> Callable[..., PreTrainedModel]:
-    """new_model(family, seed=0, **config) -> a model of its own."""
+    """new_model(family, seed=0, **config) -> a new model, which the test may change."""
     return build
 
 
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], PreTrainedModel]:
-    """model_of(a key of FAMILIES or TRAINED) -> a shared model, adopted; not to be changed."""
+    """model_of(a key of FAMILIES or TRAINED) -> a shared model with our attention, which tests must not change."""
     return lambda name: adopt(lend(name))
 
 
 @pytest.fixture(scope="session")
 def policy_of() -> Callable[..., Policy]:
-    """policy_of(name, budget=..., ...) -> that policy with the parameters that it takes."""
+    """policy_of(name, budget=..., ...) -> the policy of that name, built with those parameters that it accepts."""
 
     def make(name: str, **parameters: Any) -> Policy:
         accepted = accepted_parameters(name)
@@ -144,7 +145,7 @@ def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def batch_visits(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
-    """int32 [B, maximum number of visits], -1 after a row's last visit."""
+    """Return int32 [B, maximum number of visits], with -1 after a row's last visit."""
     moved = [values + start for values, start in zip(rows, starts, strict=True)]
     return torch.nn.utils.rnn.pad_sequence(moved, batch_first=True, padding_value=-1)
 

@@ -9,7 +9,9 @@ from sparse_rl.attention.interface import NO_MASK
 
 
 class Slow:
-    """A `kv_view`, entry by entry: causal attention over a context's entries, with their biases, and own tokens."""
+    """A `kv_view` that attends entry by entry: causal attention over a context's entries, with their biases, and over
+    the sequence's own tokens.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -1,8 +1,8 @@
 """Count the operators (an upper proxy for launches) and waits of a worker's state, without a GPU.
 
-`Device` is torch's `meta` device with numbers: its tensors compute on the CPU, but work of the host and of the device
-is told apart as on a GPU, and so are operations that wait for the device: reading a number, indexing by a mask,
-copying to the host, and copying from it without `non_blocking`.
+`Device` is torch's `meta` device with numbers: its tensors compute on the CPU, but work of the host and work of the
+device are distinguished as on a GPU. Operations that wait for the device are recognised too: reading a number, indexing
+by a mask, copying to the host, and copying from the host without `non_blocking`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Counted(TorchDispatchMode):
         self.tensor = torch.tensor
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(torch, "tensor", self._tensor)
-        self.patches.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # has no meta device
+        # torch.autocast does not support the meta device
+        self.patches.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -104,7 +105,7 @@ class Counted(TorchDispatchMode):
         return tree_map(lambda x: OnDevice(x) if there and isinstance(x, torch.Tensor) else x, out)
 
     def taken(self) -> tuple[int, int]:
-        """(operators, waits) since the last call."""
+        """Return the numbers of operators and of waits since the last call."""
         counts = self.operators.total(), self.waits.total()
         self.operators.clear()
         self.waits.clear()

@@ -1,4 +1,6 @@
-"""A policy for tests only, in no registry, with a budget that grows with the tokens seen: two schedule methods."""
+"""A policy for tests only, in no registry, whose budget grows with the tokens seen; it needs only
+two schedule methods.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sparse_rl.policies.schedule import Schedule
 
 @dataclass(frozen=True)
 class GrowingSchedule(Schedule):
-    """Keeps `budget` entries, and one more for every `share` tokens seen."""
+    """Schedule that keeps `budget` entries, and one more for every `share` tokens seen."""
 
     share: int = 4
 
@@ -37,7 +39,7 @@ class GrowingConfig(EvictingConfig):
 
 
 class Growing(Policy):
-    """Keeps the entries that the last query attends to most, as MorphKV does."""
+    """Policy that keeps the entries to which the last query attends most, as MorphKV does."""
 
     @property
     def last_queries(self) -> int:

@@ -30,7 +30,7 @@ def in_one_line(work: Callable[[], T]) -> T | str:
 
 
 def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
-    """max |log-prob - sampler's log-prob| over all tokens of all rollouts."""
+    """Return max |log-prob - sampler's log-prob| over all tokens of all rollouts."""
     return max(
         float((ours.detach() - torch.tensor(r.model_logprobs)).abs().max())
         for ours, r in zip(logprobs, rollouts, strict=True)
@@ -42,7 +42,7 @@ def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Copies of the rollouts with traces that are wrong in one way each, by name."""
+    """Return copies of the rollouts by name, each with traces that are wrong in one way."""
     right = [r.trace.evict_at for r in rollouts]
     wrong = {
         "evict_at + 1": [shifted(e, 1) for e in right],
@@ -58,7 +58,7 @@ def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
-    """True if tokens, traces and finish reasons are equal, and log-probs are equal up to rounding."""
+    """Return True if tokens, traces and finish reasons are equal, and log-probs are equal up to rounding."""
     return len(ours) == len(theirs) and all(
         (a.prompt_ids, a.completion_ids, a.finish_reason) == (b.prompt_ids, b.completion_ids, b.finish_reason)
         and torch.equal(a.trace.evict_at, b.trace.evict_at)
@@ -68,7 +68,7 @@ def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
 
 
 def shortened(r: Rollout, stop: set[int]) -> Rollout:
-    """The rollout cut after the first of the stop tokens, as if it had been sampled with them."""
+    """Return the rollout cut after the first of the stop tokens, as if it had been sampled with these stop tokens."""
     results = [i for i, token in enumerate(r.completion_ids) if token in stop]
     n = results[0] + 1 if results else len(r.completion_ids)
     return Rollout(

@@ -21,7 +21,7 @@ from sparse_rl.models.directory import attach_scorers, save_policy, write_scorer
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
 
-TIE = 1e-5  # relative
+TIE = 1e-5  # relative tolerance of a tie
 SCORERS: dict[str, dict[str, Any]] = {
     "recency": {"name": "recency"},
     "linear": {"name": "linear"},
@@ -37,7 +37,7 @@ def learned_policy(scorer: str | dict[str, Any], budget: int = 20, **parameters:
 
 
 def with_scorers(model: PreTrainedModel, policy: Policy, seed: int = 0, scale: float = 0.5) -> PreTrainedModel:
-    """A copy of a model with scorers that do not rank by recency alone, and differ between heads and layers."""
+    """Return a copy of a model whose scorers do not rank by recency alone, and differ between heads and layers."""
     model = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def save_learned(model: PreTrainedModel, policy: Policy, folder: Any) -> None:
 
 
 class Listening(ReplayView):
-    """Replays, and records each layer's queries, keys and values."""
+    """A view that replays a trace and records each layer's queries, keys and values."""
 
     heard: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -66,10 +66,11 @@ class Listening(ReplayView):
 
 @torch.no_grad()
 def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Rollout]) -> tuple[list[str], int, int]:
-    """(clear choices that differ from the plain reference; heads that differ by ties; heads)
+    """Return three numbers: clear choices that differ from the plain reference, heads that differ by ties, and all
+    heads.
 
-    Each layer is judged on the keys and values that it has under the recorded trace, so that a tie in one layer
-    does not spread to the next.
+    Each layer is judged on the keys and values that it has under the recorded trace, so that a tie in one layer does
+    not spread to the next.
     """
     config, wrong, ties, heads = policy.config, [], 0, 0
     for place, r in enumerate(rollouts):
@@ -97,9 +98,9 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
 
 
 def overshoot(recorded: torch.Tensor, priority: torch.Tensor, config: Any, prompt: int) -> float:
-    """Relative distance of one head's recorded evictions from dropping the worst competing token.
+    """Return how far one head's recorded evictions are, relatively, from always dropping the worst competing token.
 
-    inf means that the number of entries differs from the policy's.
+    inf means that the number of kept entries differs from the policy's.
     """
     worst = 0.0
     for q in sorted(set(recorded[recorded < NEVER].tolist())):

@@ -1,4 +1,4 @@
-"""Counts the bytes that operators allocate."""
+"""Count the bytes that operators allocate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan of a recipe that is resolved for a model's configuration."""
+"""Return the memory plan of a recipe that is resolved for a model's configuration."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from sparse_rl.methods.config import CONFIGS, accepted_parameters
 
-LEARNED = ["kvpop", "dms"]  # they need a model with scorers: tests/rollout/test_learned_decoding.py, test_gated.py
-PAGED = ["clustered", "layered"]  # tests/methods/pages
+# learned policies need a model with scorers: tests/rollout/test_learned_decoding.py, test_gated.py
+LEARNED = ["kvpop", "dms"]
+PAGED = ["clustered", "layered"]  # policies with pages are tested in tests/methods/pages
 SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED)]
-ON_VLLM = [name for name in SAMPLED if name != "lined"]  # its number of entries keeps growing
+ON_VLLM = [name for name in SAMPLED if name != "lined"]  # the number of entries of this policy keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
 EVICTING = [name for name in SAMPLED if name != "full"]

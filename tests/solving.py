@@ -8,8 +8,8 @@ import torch
 
 
 def least_squares(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
-    """argmin |kept w - mass|^2 by its normal equations, without a ridge, clamped. Rounding decides it if queries are
-    hardly more numerous than entries.
+    """Solve argmin |kept w - mass|^2 for the weights w by its normal equations without a ridge, and clamp w. If there
+    are hardly more queries than entries, rounding decides the result.
     """
     gram = kept.mT @ kept
     jitter = torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) * 1e-13)

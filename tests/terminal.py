@@ -24,7 +24,7 @@ COLUMNS = 100
 
 
 class Seen(io.StringIO):
-    """Output of a command on a terminal."""
+    """Collects the output of a command on a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -94,7 +94,9 @@ def environment() -> dict[str, str]:
 
 
 def watched(arguments: list[str], folder: Path) -> tuple[int, list[tuple[float, list[str]]]]:
-    """The exit status of `sparse-rl ARGUMENTS`, and its screen after each write: (seconds, lines)."""
+    """Return the exit status of `sparse-rl ARGUMENTS`, and after each write the contents of its screen as (seconds,
+    lines).
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]

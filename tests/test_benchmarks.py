@@ -1,4 +1,4 @@
-"""Every benchmark starts as documented, from any folder: none of them shadows one of our packages."""
+"""Every benchmark starts as documented from any folder, and no benchmark folder shadows one of our packages."""
 
 from __future__ import annotations
 

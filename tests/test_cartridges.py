@@ -1,4 +1,4 @@
-"""Cartridges, a benchmark: gradients reach a context's kept entries, and training improves their approximation."""
+"""Cartridges, a benchmark: gradients reach the kept entries of a context, and training improves their approximation."""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto_takes_vllm_where_it_can(
     installed: str | None, cuda: bool, head_size: int, refusal: str | None, machine: Callable
 ) -> None:
-    """Otherwise `auto` takes hf and gives the reason; vllm by name is refused with the same reason and the fix."""
+    """`auto` takes vllm if it can; otherwise it takes hf and gives the reason, and a recipe that names vllm is refused
+    with the same reason and the fix.
+    """
     machine(installed)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
     assert choose_engine(RolloutConfig(), config(head_size), (), cuda) == expected
@@ -117,7 +119,7 @@ def test_policies_that_only_hf_supports_use_hf(machine: Callable) -> None:
 
 
 def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
-    """For the same cache, hf (the control) prints a warning."""
+    """A refusal prints no warning before its error. Control: for the same cache, hf prints a warning."""
     machine("cpu")
     vllm, hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
@@ -127,7 +129,9 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
 
 
 def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vllm engine itself and `serve` also refuse the family."""
+    """Families that only hf supports are sampled with hf; the vllm engine itself and `serve` also
+    refuse such a family.
+    """
     machine("cpu")
     assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
     monkeypatch.setitem(FAMILIES, "llama", "vllm has no code for it")
@@ -151,7 +155,7 @@ def test_the_choice_is_made_once(machine: Callable) -> None:
     machine("cpu")
     chosen = resolve(grpo(), config(16))
     assert chosen.findings["rollouts"] == "hf engine (head size 16 is not supported by vllm on this platform)"
-    machine(None)  # a later look at the machine changes nothing
+    machine(None)  # a later change of the installed packages changes nothing
     again = resolve(chosen.recipe, config(32))
     assert again.recipe == chosen.recipe and again.findings["rollouts"] == "hf engine"
     assert chosen.recipe.rollout.engine == "hf"
@@ -159,7 +163,9 @@ def test_the_choice_is_made_once(machine: Callable) -> None:
 
 @pytest.mark.parametrize(("queries", "warned"), [(9, True), (10, False)])
 def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine: Callable) -> None:
-    """With two query heads per kv head, each reference query gives two equations for 20 fitted entries."""
+    """Too few reference queries for a fit give a warning: with two query heads per kv head, each reference query gives
+    two equations for 20 fitted entries.
+    """
     machine(None)
     cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
     warnings = resolve(grpo(cache=cache), config()).remarks
@@ -213,7 +219,9 @@ def test_valid_engine_settings_are_accepted() -> None:
 
 
 def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine: Callable) -> None:
-    """Evaluation takes the same share as serving; in training the engine leaves room for the update."""
+    """An evaluation gives the engine the same share of the GPU as serving does; in training the engine leaves room for
+    the update.
+    """
     machine("cuda")
     assert ALONE == 0.9
     assert engine_arguments(evaluation(rollout={"engine": "vllm"}))["gpu_memory_utilization"] == ALONE
@@ -276,7 +284,9 @@ def test_an_engine_is_given_only_its_parameters() -> None:
     ],
 )
 def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prompt: Any, length: Any) -> None:
-    """It follows the bounds on prompts, also those of the validation; without bounds it is the model's maximum."""
+    """The longest sequence follows from the bounds on prompts, including those of the validation; without bounds it is
+    the model's maximum.
+    """
     keys: dict[str, Any] = {"data": {**SYNTHETIC, **({"max_prompt_tokens": data} if data else {})}}
     if held_out is not None:
         bound = {} if held_out == "unknown" else {"max_prompt_tokens": held_out}

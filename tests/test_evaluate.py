@@ -1,4 +1,6 @@
-"""Evaluation: the estimators against enumeration, and every row against the completions it was computed from."""
+"""Evaluation: the estimators equal enumeration, and every row equals a recount of the completions
+it was computed from.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_the_standard_error_is_over_problems():
     mean, error = mean_and_error(values)
     assert mean == statistics.mean(values) and error == pytest.approx(statistics.stdev(values) / 2)
     assert mean_and_error([1.0]) == (1.0, None) and mean_and_error([]) == (None, None)
-    # the control: treating the samples of one problem as independent makes it smaller
+    # control: the estimate is smaller if the samples of one problem are treated as independent
     samples = [1.0] * 8 + [0.0] * 8
     assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
 
@@ -155,14 +157,16 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
     cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
     assert cells["even"] == cells["pass@1"] and cells["long"].endswith(" (3)") and "(m)" in str(table.caption)
     assert accuracy_table([plain]).caption is None
-    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # text that rich would read as markup
+    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # text that rich would interpret as markup
     console = Console(file=io.StringIO(), width=200)
     console.print(accuracy_table([odd]))
     assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
 
 
 def test_short_answers_may_skip_unanswerable_questions(recipe_of):
-    """An unanswerable question counts as wrong or is left out, for texts that are all right or all wrong."""
+    """The estimate of short answers counts an unanswerable question as wrong or leaves it out, for texts that are all
+    right or all wrong.
+    """
     rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
     spec = {"name": "short_answer", "match": "contained"}
     further = {"answerable": {**spec, "unanswerable": "left_out"}, "exact": {"name": "short_answer"}}
@@ -196,7 +200,7 @@ def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
     monkeypatch.setattr("sparse_rl.commands.eval._score", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(recipe, progress=False)
-    assert as_vllm[4:] == ["streaming", "closed"]  # also after an error
+    assert as_vllm[4:] == ["streaming", "closed"]  # closed after an error too
 
 
 def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_path):
@@ -210,7 +214,9 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """Repeated problems (even far apart) are sampled anew for any batch size; another seed gives other results."""
+    """Results do not depend on the batch: repeated problems, even far apart, are sampled anew for any batch size.
+    Another seed gives other results.
+    """
     rows = rows_of(5) + rows_of(1)
 
     def texts(**keys):

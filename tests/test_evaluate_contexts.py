@@ -1,4 +1,6 @@
-"""Evaluation after compacted contexts: against the whole context and a loop over the engine; user mistakes."""
+"""Evaluation after compacted contexts equals a loop over the engine, and the whole context if no entry is evicted; user
+mistakes are refused.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
-    """Record every read of a context: (tokens, kinds of reference queries)."""
+    """Record every read of a context as (tokens, kinds of reference queries)."""
     seen: list[tuple[int, list[str]]] = []
     study = HFEngine.study
 
@@ -88,7 +90,9 @@ def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
 
 
 def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable, tmp_path: Path) -> None:
-    """The same tokens get the same greedy answers; a context with few entries left gives other answers."""
+    """A context without evictions gives the same greedy answers as the full prompt, which has the same tokens. Control:
+    a context with few kept entries gives other answers.
+    """
     (whole,) = evaluate(recipe_of(), progress=False)
     answers = {line["problem"]: line["completion"] for line in lines_of(tmp_path / "out")}
     full, none = evaluate(recipe_of([{"policy": "full"}, {"policy": "none"}]), progress=False)
@@ -156,7 +160,9 @@ def test_keys_are_settings_of_the_reading_or_of_the_compaction() -> None:
 
 
 def test_stages_are_announced(model: str) -> None:
-    """Each stage of each context is announced before it begins; each compaction has separate seconds."""
+    """Each stage of each context is announced before it begins, and the seconds of each compaction are measured
+    separately.
+    """
     messages: list[str] = []
     questions = Questions([SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], [])
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
@@ -175,7 +181,7 @@ def test_stages_are_announced(model: str) -> None:
 
 
 def test_rows_are_written_after_each_context(recipe_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run that is stopped thus keeps its results so far."""
+    """Rows are written after each context, so that a long run that is stopped keeps its results so far."""
     seen: list[list[tuple[str, int]]] = []
     monkeypatch.setattr(
         "sparse_rl.commands.eval.write_results",
@@ -196,7 +202,9 @@ def test_an_answer_is_forced_behind_a_context(recipe_of: Callable, tmp_path: Pat
 def test_rollouts_behind_a_context(
     policy: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """Rollouts use the first prompt cache; traces follow their lines, and record the evictions after the context."""
+    """Rollouts after a context use the first prompt cache. The trace files are in the order of the lines, and record
+    the evictions after the context.
+    """
     recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
     outputs = sample(recipe, tmp_path / "kept", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "completions.jsonl").read_text().splitlines()]
@@ -212,7 +220,7 @@ def test_rollouts_behind_a_context(
         assert bool((kept == 1 + round(0.2 * len(context))).all()) and len(trace) > len(line["prompt_ids"])
         assert ("compacted_at" in trace.further) is (policy == "am")
     capsys.readouterr()
-    if policy == "am":  # no file stores its biases and values
+    if policy == "am":  # no file stores the biases and values of am
         assert main(["verify", str(tmp_path / "kept")]) == 2
         assert "no view replays traces with the sections evict_at, compacted_at" in capsys.readouterr().err
     else:
@@ -259,7 +267,7 @@ def test_errors_of_contexts_and_files_are_one_line(
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
     with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, which with 1000 tokens of answer"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)
-    assert len(studies) == 1  # no context was read before the file was read and all contexts were counted
+    assert len(studies) == 1  # no context is read before the budgets file is read and all contexts are counted
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2
     output = capsys.readouterr().err
@@ -281,7 +289,9 @@ def test_the_same_point_is_evaluated_once(recipe_of: Callable) -> None:
 def test_vllm_goes_on_from_contexts_that_hf_has_compacted(
     recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers, rows and rollouts are equal; the files that pass between the engines are deleted at the end."""
+    """vllm continues from contexts that hf has compacted: answers, rows and rollouts equal those of hf, and the files
+    that pass between the engines are deleted at the end.
+    """
     pytest.importorskip("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     blocks = [{"policy": "full"}, {"ratio": [0.1, 0.4], "last": 2}, {"policy": "none"}]

@@ -1,6 +1,7 @@
 """The invariant (docs/architecture.md): in replay, every sampled token has the sampler's log-prob.
 
-One matrix over policies, periods and models. Wrong traces are the controls: each must be far from the sampler.
+The tests cover one matrix of policies, periods and models. Controls: under each wrong trace the log-probs are far from
+the sampler's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CELLS = [
     (policy, period) for policy in SAMPLED for period in ((1, 8) if "period" in accepted_parameters(policy) else (1,))
 ]
 BUDGET = 20
-LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)  # shorter and longer than the budget; budget, and budget + period
+# prompt lengths shorter and longer than the budget; budget, and budget + period
+LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)
 TOKENS = 30
 TOLERANCE = 1e-5
 
@@ -40,7 +42,9 @@ def check_cell(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """Sample; replay (and the dense reference) within TOLERANCE; wrong traces >= `least` and >= 100 x the gap away."""
+    """Sample, then check that the replay and the dense reference are within TOLERANCE of the sampler, and that the gap
+    of each wrong trace is at least `least` and at least 100 times the true gap.
+    """
     sampling = SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True)
     rollouts = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
     with torch.no_grad():
@@ -88,14 +92,18 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """An unregistered policy; a compaction keeps one more entry for every 4 tokens seen, so rows of a batch differ."""
+    """Replay equals sampling under a policy that is not registered, whose compaction keeps one more entry for every 4
+    tokens seen, so that the rows of a batch keep different counts.
+    """
     policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
     prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
     check_cell(model_of(model_name), policy, prompts, least, record_property, tally)
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """The control "heads swapped" has an effect: the evictions of a method that scores per kv head differ by head."""
+    """The control "heads swapped" has an effect, since a method that scores per kv head evicts differently in each
+    head.
+    """
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=BUDGET, window=4, period=8))
     rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True))
     assert "heads swapped" in wrong_traces(rollouts)

@@ -1,4 +1,4 @@
-"""The option of faster attention on a CPU: float32 instead of float64, in engine and trainer."""
+"""The option of faster attention on a CPU computes in float32 instead of float64, in engine and trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exact_again() -> Iterator[None]:
 
 
 def test_the_key_exact_sets_the_dtype_of_the_engine() -> None:
-    """The next recipe in the same process sets it again."""
+    """The key `exact` sets the dtype of the attention; the next recipe in the same process sets it again."""
     one, half = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     for exact, dtype in ((True, torch.float64), (False, torch.float32), (True, torch.float64)):
         recipe = load_recipe(RECIPE[0], [*RECIPE[1], f"rollout.exact={exact}"])

@@ -1,4 +1,6 @@
-"""A model name on a hub, with and without a network: one request and a one-line error. A socket is the hub here."""
+"""A model name on a hub, with and without a network: there is one request and a one-line error. A local socket plays
+the hub.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ print(json.dumps([status, heavy, time.process_time() - before]))
 
 @pytest.fixture
 def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
-    """listen(answer) -> (its address, the first line of each request so far); b"": hangs up, None: never answers."""
+    """listen(answer) -> (its address, the first line of each request so far). With b"" the socket hangs up; with None
+    it never answers.
+    """
     servers, held = [], []
 
     def start(answer: bytes | None) -> tuple[str, list[str]]:
@@ -89,7 +93,9 @@ def fill_cache(folder: Path) -> None:
 
 @pytest.mark.parametrize("answer", [NOT_FOUND, None])
 def test_a_reachable_hub_is_left_to_the_libraries(answer, listen, at) -> None:
-    """For any answer of the hub, and if it is slow."""
+    """If the hub is reachable, the check leaves the model to the libraries, for any answer of the hub and even if the
+    hub never answers.
+    """
     address, asked = listen(answer)
     at(address)
     for _ in range(2):
@@ -104,7 +110,7 @@ def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
         with pytest.raises(UserError, match=f"no directory {NAME}, .*{address} cannot be reached.*HF_HUB_OFFLINE=1"):
             hub.check_available(NAME)
     assert len(asked) == 1 and not constants.HF_HUB_OFFLINE
-    hub.check_available(str(tmp_path))  # a directory needs neither hub nor cache
+    hub.check_available(str(tmp_path))  # a local directory needs neither hub nor cache
     fill_cache(tmp_path)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -131,7 +137,9 @@ def test_an_invalid_hub_name_is_refused() -> None:
 
 @pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["rollout", "quickstart/grpo"]])
 def test_a_command_fails_after_one_request_to_the_hub(words, listen, tmp_path) -> None:
-    """It makes one request to the hub instead of six with waits, prints one line, and imports no heavy library."""
+    """Without a network a command makes one request to the hub instead of six with waits, prints one line, and imports
+    no heavy library.
+    """
     address, asked = listen(b"")
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}

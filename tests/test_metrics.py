@@ -1,4 +1,4 @@
-"""metrics.jsonl is read for any contents: valid lines of a run are returned, all others are skipped."""
+"""metrics.jsonl is read whatever it contains: valid lines of a run are returned, and all other lines are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/replay.ipynb: the file is complete, and its claims hold. The tests do not need Jupyter."""
+"""docs/tutorials/replay.ipynb is complete and its claims hold. The tests do not need Jupyter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sources(kind: str) -> list[str]:
 
 
 def texts(cell: dict[str, Any]) -> list[str]:
-    """All text in the outputs of a code cell."""
+    """Return all text in the outputs of a code cell."""
     outputs = cell["outputs"]
     return ["".join(o.get("text", ())) + "".join(o.get("data", {}).get("text/plain", ())) for o in outputs]
 
@@ -84,12 +84,14 @@ def test_every_link_leads_somewhere() -> None:
 
 def test_code_cells_are_plain_python() -> None:
     for source in sources("code"):
-        compile(source, "a cell", "exec")  # no magics, no shell lines
+        compile(source, "a cell", "exec")  # the code has no magics and no shell lines
 
 
 @pytest.mark.slow
 def test_the_claims_of_the_notebook_hold(tmp_path: Path) -> None:
-    """The cells' own assertions hold; the gap is at most 1e-5 for the record, and large for each damaged record."""
+    """The cells' own assertions hold; the gap is at most 1e-5 for the right record, and large for
+    each damaged record.
+    """
     (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]

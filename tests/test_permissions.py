@@ -1,4 +1,6 @@
-"""Our files have the permissions that the umask gives a new file; safetensors' own files are for their owner only."""
+"""Our files have the permissions that the umask gives a new file, whereas safetensors' own files are only for their
+owner.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def modes(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_path: Path) -> None:
-    """Traces, an untrained model, a teacher cache; tests/trainer/test_export.py has a whole run."""
+    """Traces, an untrained model and a teacher cache have the permissions of the umask; tests/trainer/test_export.py
+    checks a whole run.
+    """
     before = os.umask(umask)
     try:
         for name in ("traces", "model", "teacher", "plain"):
@@ -36,4 +40,4 @@ def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_pat
     finally:
         assert os.umask(before) == umask  # reading the umask has not changed it
     assert [modes(tmp_path / name) for name in ("traces", "model", "teacher")] == 3 * [{0o666 & ~umask}]
-    assert modes(tmp_path / "plain") == {0o600}  # the control: the permissions that safetensors sets
+    assert modes(tmp_path / "plain") == {0o600}  # control: the permissions that safetensors sets

@@ -1,4 +1,4 @@
-"""The progress rows of stages on a terminal, and the progress lines without a terminal."""
+"""The progress rows of stages on a terminal, and the progress lines printed without a terminal."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def test_a_row_shows_its_stage_count_time_left_and_message(monkeypatch):
             time.now += 10
             refresh()
             first, second = shown(seen)
-        assert re.fullmatch(r"training ━+╺━+ 1/4 steps +1:20 left reward 0.250", first)  # 3 × 30 s, less 10
+        # 3 steps of 30 s, less the 10 s that have passed
+        assert re.fullmatch(r"training ━+╺━+ 1/4 steps +1:20 left reward 0.250", first)
         assert re.fullmatch(r"sampling ━+ 0/1 sequence 0:10", second)
     assert shown(seen) == []
 
 
 def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
-    """A resumed run begins at a later step; the estimate uses the mean over its own steps only."""
+    """The time left uses only the steps of this run: a resumed run begins at a later step."""
     time = clock(monkeypatch)
     row = Stage("training", "", 10, "step", 6)
     time.now += 3600
@@ -63,13 +64,15 @@ def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
     row.advance(2)
     assert row.clock() == "1:00:00 left"
     time.now += 5000
-    assert row.clock() == "0:00 left"  # a step that takes longer than those before
+    assert row.clock() == "0:00 left"  # a step that takes longer than the earlier ones
     row.advance(2)
     assert row.clock() == "2:23:20" and row.count == "10/10 steps"
 
 
 def test_printed_lines_appear_above_the_rows():
-    """Whole lines, even if longer than the terminal is wide; for a library's progress bar, only its last state."""
+    """Printed lines appear whole above the rows, even if they are longer than the terminal is wide; of a library's
+    progress bar only the last state appears.
+    """
     long = "next:  sparse-rl " + 30 * "a_path/"
     with terminal() as seen, stage("loading", "quickstart/model"):
         print("rollouts: ", end="")
@@ -82,7 +85,7 @@ def test_printed_lines_appear_above_the_rows():
     assert text == ["rollouts: hf engine [bold]", MESSAGE, long[:100], long[100:200], long[200:], "weights 100%"]
     assert row.startswith("loading quickstart/model ")
     assert shown(seen) == [*text, "red"]
-    assert "\x1b[31mred" in seen.getvalue() and "\x1b[?25l" not in seen.getvalue()  # the cursor stays
+    assert "\x1b[31mred" in seen.getvalue() and "\x1b[?25l" not in seen.getvalue()  # the cursor is not hidden
 
 
 def test_a_stream_that_a_library_keeps_writes_above_later_rows_too():
@@ -156,7 +159,7 @@ def test_no_row_is_drawn_without_a_terminal(monkeypatch, kind, file):
 
 
 class Silence:
-    """An event that is set after a number of waits, during which the clock advances."""
+    """Stand-in for an event: it is set after a number of waits, during each of which the clock advances."""
 
     def __init__(self, time: SimpleNamespace, waits: int) -> None:
         self.time, self.waits = time, waits
@@ -168,7 +171,9 @@ class Silence:
 
 
 def test_without_a_terminal_a_command_prints_signs_of_life(capsys, monkeypatch):
-    """Signs of life become rarer over all stages, until the command prints a line itself."""
+    """Without a terminal, a command prints lines that show that it is running. They become rarer over all stages, and
+    end when the command prints a line itself.
+    """
     time, screen = clock(monkeypatch), Screen()
     with screen.command():
         for row, signs in (

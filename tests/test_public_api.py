@@ -1,7 +1,7 @@
 """The public API is documented: each public name has a docstring that gives fields, shapes and dtypes.
 
-Public are the names in the `__all__` of a package in PACKAGES; for a class also its methods, properties and dataclass
-fields, including those inherited from our own classes. The docstring of an overridden method also covers the
+Public names are those in the `__all__` of a package in PACKAGES, and for a class also its methods, properties and
+dataclass fields, including those inherited from our own classes. The docstring of an overridden method also covers the
 override.
 """
 
@@ -47,7 +47,7 @@ def ours(module: str | None) -> bool:
 
 
 def offered() -> Iterator[tuple[str, str, Any]]:
-    """(package, name, object) of every public name."""
+    """Return (package, name, object) of every public name."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in module.__all__:
@@ -59,12 +59,12 @@ def public_classes() -> dict[str, type]:
 
 
 def said_of(cls: type, name: str) -> str:
-    """The docstring of a member, or the nearest docstring among the members that it overrides."""
+    """Return the docstring of a member, or the nearest docstring among the members that it overrides."""
     return next((doc for base in cls.__mro__ if name in vars(base) and (doc := vars(base)[name].__doc__)), "")
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """(name, attribute of the nearest class) of our public methods and properties."""
+    """Return (name, attribute of the nearest class) of our public methods and properties."""
     results = {}
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for base in cls.__mro__:
@@ -83,23 +83,23 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def unsaid(cls: type) -> list[str]:
-    """Methods and properties of a class that have no docstring."""
+    """Return the methods and properties of a class that have no docstring."""
     return [name for name, _ in members(cls) if not said_of(cls, name).strip()]
 
 
 def own_docstring(cls: type) -> str:
-    """A class's own docstring, or nothing if dataclasses generated the signature instead."""
+    """Return a class's own docstring, or an empty text if dataclasses generated the signature instead."""
     text = vars(cls).get("__doc__") or ""
     return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
 
 
 def entries(cls: type) -> set[str]:
-    """Names with an entry `name : text` or `a, b : text` in the class's own docstring."""
+    """Return the names that have an entry `name : text` or `a, b : text` in the class's own docstring."""
     return {name for names in ENTRY.findall(own_docstring(cls)) for name in names.split(", ")}
 
 
 def has_prose(cls: type) -> bool:
-    """True if a class's docstring is its own and not generated."""
+    """Return True if a class has a docstring of its own that was not generated."""
     return own_docstring(cls) != "" and not ENTRY.match(own_docstring(cls))
 
 
@@ -160,7 +160,9 @@ def test_every_public_field_has_an_entry_in_its_class_docstring() -> None:
 
 
 def without_shapes(function: Callable[..., Any], text: str) -> list[str]:
-    """Tensor parameters and results of a function for which its docstring gives no shape: NAME ... [."""
+    """Return the tensor parameters and results of a function without a shape in its docstring, in the form `NAME ...
+    [`.
+    """
     missing = []
     for name, parameter in inspect.signature(function).parameters.items():
         if "Tensor" in str(parameter.annotation) and not re.search(rf"\b{name}\b.*?\[", text, re.S):
@@ -172,7 +174,7 @@ def without_shapes(function: Callable[..., Any], text: str) -> list[str]:
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(name, function, what is said of its parameters)."""
+    """Yield (name, function, documentation of its parameters)."""
     for package, name, item in offered():
         if inspect.isfunction(item):
             yield f"{package}.{name}", item, item.__doc__ or ""
@@ -202,7 +204,7 @@ def tree(module: str) -> ast.Module:
 
 
 def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
-    """Names that a module or a class assigns with a text right below."""
+    """Return the names that a module or a class assigns with a docstring right below."""
     names = set()
     for node, below in pairwise(body):
         targets = (
@@ -214,13 +216,13 @@ def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
 
 
 def said_below(cls: type) -> set[str]:
-    """Fields that a class documents by a text right below them."""
+    """Return the fields that a class documents by a docstring right below them."""
     classes = [node for node in tree(cls.__module__).body if isinstance(node, ast.ClassDef)]
     return {name for node in classes if node.name == cls.__name__ for name in with_text_below(node.body)}
 
 
 def homes(package: str, name: str) -> Iterator[str]:
-    """The package, and the module from which it imports a name."""
+    """Return the package of a name, and the module from which the package imports it."""
     yield package
     for node in ast.walk(tree(package)):
         if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
@@ -228,7 +230,7 @@ def homes(package: str, name: str) -> Iterator[str]:
 
 
 def offers(package: str) -> set[str]:
-    """Names that a package defines, and names that it imports from its own modules."""
+    """Return the names that a package defines, and those that it imports from its own modules."""
     result, own = (
         set(),
         ("sparse_rl.methods.", "sparse_rl.policies.") if package.endswith("methods.config") else f"{package}.",
@@ -255,12 +257,12 @@ INNER = {
 
 
 def sorting(name: str) -> tuple[int, str]:
-    """Constants first, then classes, then functions: as ruff sorts `__all__`."""
+    """Sort key: constants first, then classes, then functions, as ruff sorts `__all__`."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
 def lazy(package: str) -> set[str] | None:
-    """Names that a package imports on first access; None means that it imports all names at once."""
+    """Return the names that a package imports on first access; None means that it imports all names at once."""
     load = vars(importlib.import_module(package)).get("__getattr__")
     return None if load is None else set(inspect.getclosurevars(load).nonlocals["homes"]())
 

@@ -36,7 +36,7 @@ def lines(name: str) -> list[str]:
 
 
 def pinned(requirements: Iterable[str]) -> dict[str, Version]:
-    """Package name -> its pinned version."""
+    """Return package name -> its pinned version."""
     pins = {}
     for requirement in map(Requirement, requirements):
         (one,) = requirement.specifier
@@ -47,7 +47,7 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
 
 
 def contradictions(pins: dict[str, Version], asked: Iterable[str]) -> Iterator[str]:
-    """Requirements of a machine that the pinned version does not satisfy."""
+    """Yield each requirement that applies to one of MACHINES and that the pinned version does not satisfy."""
     for requirement in map(Requirement, asked):
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is None or requirement.specifier.contains(pin, prereleases=True):
@@ -73,7 +73,9 @@ def test_the_pins_satisfy_this_project() -> None:
 
 
 def test_the_pins_satisfy_each_other() -> None:
-    """Checked for packages that are installed on this machine in exactly the pinned version."""
+    """The pinned versions satisfy each other's requirements. Only packages installed on this machine in exactly the
+    pinned version can be checked.
+    """
     asked = {}
     for package in distributions():
         name = canonicalize_name(package.metadata["Name"])

@@ -1,6 +1,6 @@
-"""Structure of the code: the allowed imports between parts, no circular imports, and small files.
+"""The structure of the code: allowed imports between parts, no circular imports, and small files.
 
-Every import counts: at the top of a file, inside a function, or for type checkers only.
+Every import counts, whether it is at the top of a file, inside a function, or for type checkers only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LONGEST = 400
 
 @cache
 def sources() -> dict[str, Path]:
-    """Module -> file."""
+    """Return module -> file."""
     results = {}
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -65,7 +65,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Modules that a file imports: for `from a import b`, a.b if that is a module, else a."""
+    """Return the modules that a file imports: for `from a import b`, a.b if that is a module, else a."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -77,7 +77,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def part_of(module: str) -> str:
-    """The part of the code that a module belongs to."""
+    """Return the part of the code that a module belongs to."""
     package, *rest = module.split(".")
     if package == "sparse_rl" and rest and rest[0] in BASE:
         return "base"
@@ -89,7 +89,7 @@ def part_of(module: str) -> str:
 
 
 def arrows() -> Iterator[tuple[str, str]]:
-    """(module, imported module) for our own modules."""
+    """Return (module, imported module) for all imports between our own modules."""
     for module, file in sources().items():
         for name in imported(file):
             if name in sources() and name != module:
@@ -118,7 +118,7 @@ def test_libraries_are_imported_only_where_they_belong() -> None:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of a graph with more than one node."""
+    """Return the strongly connected components of a graph that have more than one node."""
     reach: dict[str, set[str]] = {}
     for node in edges:
         seen, waiting = set(), [node]
@@ -139,7 +139,7 @@ def test_no_two_files_import_each_other() -> None:
         if sources()[name].name != "__init__.py" or module.startswith(f"{name}."):
             edges[module].add(name)
     assert not circles(edges)
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]  # the control
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]  # control
 
 
 def test_files_stay_small() -> None:

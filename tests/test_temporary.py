@@ -1,4 +1,6 @@
-"""A command's temporary files are in one folder, which it deletes; the next command deletes those of killed ones."""
+"""A command keeps its temporary files in one folder and deletes it; the next command deletes the folders of killed
+ones.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_a_temporary_folder_is_removed_with_its_command(tmp_path: Path) -> None:
 
 
 def test_the_next_start_removes_folders_of_killed_commands(tmp_path: Path) -> None:
-    """Folders of running commands and of other programs are kept."""
+    """The next start removes folders of killed commands, and keeps those of running commands and of other programs."""
     (tmp_path / "sparse-rl-of-another").mkdir()
     (tmp_path / "sparse-rl-linked").symlink_to(tmp_path / "sparse-rl-of-another")
     killed, running = [start(tmp_path, WAITS) for _ in range(3)], start(tmp_path, WAITS)
@@ -69,7 +71,7 @@ def test_a_process_that_outlives_its_command_keeps_the_folder(tmp_path: Path) ->
 
 
 def test_a_program_started_by_exec_keeps_the_folder(tmp_path: Path) -> None:
-    """`serve` becomes another program, the server, by exec."""
+    """A program that is started by exec keeps the folder; `serve` becomes another program, the server, in this way."""
     becomes = SAYS + "import os, sys; os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     program = "import sys; sys.stdin.readline(); from sparse_rl.temporary import *; remove_temporary_folder()"
     running = start(tmp_path, becomes, program)
@@ -81,7 +83,9 @@ def test_a_program_started_by_exec_keeps_the_folder(tmp_path: Path) -> None:
 
 
 def test_files_of_a_killed_run_are_removed_later(tmp_path: Path) -> None:
-    """The files are the datasets that a launcher keeps for its processes."""
+    """The files of a killed run are removed later; here they are the datasets that a launcher keeps
+    for its processes.
+    """
     code = (
         "import os, signal; from trainer.once import once, remembered\n"
         "with remembered(): once('x', lambda: 'kept' * 1000); os.kill(os.getpid(), signal.SIGKILL)"

@@ -1,4 +1,6 @@
-"""EvictionTrace in memory, batches and files: one integer per layer, kv head and token gives every query's view."""
+"""EvictionTrace in memory, in batches and in files: one integer per layer, kv head and token determines every query's
+view.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 def random_trace(seed: int, layers: int = 2, kv_heads: int = 2, length: int = 9) -> EvictionTrace:
-    """About half of the tokens are evicted, at any later position at which a query can observe the eviction."""
+    """Return a trace in which about half of the tokens are evicted, at any later position at which a query can observe
+    the eviction.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, kv_heads, length)
     at = torch.arange(length) + 1 + torch.randint(0, length, shape, generator=generator)
@@ -44,7 +48,7 @@ def traces(draw: st.DrawFn, layers: int = 2, kv_heads: int = 2) -> EvictionTrace
 
 
 def sees(trace: EvictionTrace, layer: int, head: int, query: int, token: int) -> bool:
-    """The definition."""
+    """Return the visible tokens by the definition."""
     return token <= query < int(trace.evict_at[layer, head, token])
 
 
@@ -92,7 +96,7 @@ def test_events_round_trip(trace: EvictionTrace) -> None:
     shuffled = events[torch.randperm(len(events), generator=torch.Generator().manual_seed(0))]
     again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), shuffled)
     assert torch.equal(again.evict_at, trace.evict_at)
-    if len(events):  # control: with one event less the trace differs
+    if len(events):  # control: with one event fewer the trace differs
         again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events[1:])
         assert not torch.equal(again.evict_at, trace.evict_at)
 
@@ -105,7 +109,9 @@ def test_a_trace_without_events_is_dense() -> None:
 
 
 def test_recorded_writes_evictions_after_the_last_query_as_never() -> None:
-    """The last of 6 tokens is sampled and never fed: queries are 0..4, so no query sees an eviction at 5 or later."""
+    """Evictions after the last query are written as never. The last of 6 tokens is sampled and never fed, so queries
+    are 0..4, and no query sees an eviction at 5 or later.
+    """
     record = torch.tensor([[[4, 5, 6, 7, NEVER, NEVER + 3]]], dtype=torch.int64)
     trace = EvictionTrace.recorded(record)
     assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
@@ -154,7 +160,9 @@ def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
 def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
     trace: EvictionTrace, data: st.DataObject
 ) -> None:
-    """With S tokens the last query is at S - 2; a later eviction cannot be observed and is written as NEVER."""
+    """An eviction is after its token and not after the last query, or never. With S tokens the last query is at S - 2;
+    a later eviction cannot be observed and is written as NEVER.
+    """
     token = data.draw(st.integers(0, len(trace) - 1))
     beyond = st.sampled_from([len(trace) - 1, len(trace), NEVER - 1, NEVER + 1, 2**31 - 1, -(2**31)])
     at = data.draw(st.one_of(st.integers(-1, len(trace)), st.integers(-(2**31), 2**31 - 1), beyond))
@@ -204,7 +212,9 @@ def test_statistics_equal_counting(trace: EvictionTrace) -> None:
 
 
 def test_statistics_of_a_known_trace() -> None:
-    """Ten fed tokens; one head has evicted the first half by the end, the other holds all tokens."""
+    """Statistics of a known trace are right: of ten fed tokens, one head has evicted the first half by the end, and the
+    other holds all tokens.
+    """
     evict_at = torch.full((1, 2, 11), NEVER, dtype=torch.int32)
     evict_at[0, 0, :5] = 7
     trace = EvictionTrace(evict_at)
@@ -242,7 +252,7 @@ def test_padding_shifts_a_row_and_stays_hidden(rows: list[EvictionTrace], extra:
                             assert not seen, "a pad key is seen"
                         elif real_query:
                             assert seen == sees(trace, layer, head, query - start, column - start)
-    if side == "left" and max(room):  # control: a row that moves without its values is another trace
+    if side == "left" and max(room):  # control: if a row moves without its values, the trace differs
         row = room.index(max(room))
         unmoved = torch.where(rows[row].evict_at < NEVER, rows[row].evict_at, NEVER)
         moved = batch[:, row, :, starts[row] :]

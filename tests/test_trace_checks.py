@@ -55,7 +55,9 @@ def compacted(luck: random.Random, prompt: int, length: int) -> Sections:
 
 
 def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
-    """Attention Matching: the number of entries between sinks and window that each compaction keeps."""
+    """Return a record of Attention Matching, with the number of entries between sinks and window that each compaction
+    keeps.
+    """
     sinks, window, stay, period = luck.randint(0, 2), luck.randint(0, 3), luck.randint(1, 3), luck.randint(1, 4)
     budget = sinks + window + stay
     times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
@@ -72,7 +74,7 @@ def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
 
 
 def paged(luck: random.Random, prompt: int, length: int) -> Sections:
-    """Clustered attention, in all layers or in one of them."""
+    """Return a record of clustered attention in all layers or in one of them."""
     size, window, sinks, most = luck.randint(1, 4), luck.randint(0, 4), luck.randint(0, 2), luck.randint(0, 3)
     uniform, layers = luck.randint(0, 1), luck.choice([[0], [1], [0, 1]])
     sections = evicted(luck, prompt, length)
@@ -104,7 +106,7 @@ KINDS = {"evicted": evicted, "compacted": compacted, "refitted": refitted, "page
 
 
 def drawn(kind: str, seed: int) -> tuple[Sections, int]:
-    """(sections, tokens of the prompt)"""
+    """Return (sections, number of tokens of the prompt)."""
     luck = random.Random(f"{kind} {seed}")
     length = luck.randint(2, 18)
     prompt = luck.randint(1, length - 1)
@@ -115,7 +117,7 @@ def drawn(kind: str, seed: int) -> tuple[Sections, int]:
 
 
 def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
-    """True if a sampler can have recorded these sections; checked one number at a time."""
+    """Return True if a sampler can have recorded these sections; they are checked one number at a time."""
     have, further = set(sections), {name: values.tolist() for name, values in sections.items()}
     evict_at = further["evict_at"]
     length = len(evict_at[0][0])
@@ -222,7 +224,9 @@ def test_valid_records_are_accepted(kind: str, tmp_path: Path) -> None:
 
 
 def changed(sections: Sections, luck: random.Random) -> Sections:
-    """Change one section: another number, two numbers swapped or shifted by +1 and -1, longer, shorter, or missing."""
+    """Return the record with one section changed: another number, two numbers swapped or shifted by +1 and -1, or the
+    section made longer, shorter, or removed.
+    """
     name = luck.choice([name for name, values in sections.items() if values.numel()])
     values = sections[name].clone()
     kind = luck.choice(["set", "set", "set", "swap", "trade", "longer", "shorter", "gone"])
@@ -282,7 +286,7 @@ def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
 
 
 def possible_or_not(sections: Sections, prompt: int) -> bool:
-    """`possible`, also for settings of another length."""
+    """Return the result of `possible`, also for settings of another length."""
     numbers = {"refit_with": 7, "paged_with": 8, "compacted_at": 1}
     if any(name in sections and len(sections[name]) != count for name, count in numbers.items()):
         return False
@@ -297,7 +301,9 @@ def drawn_names(kind: str) -> set[str]:
 
 
 def example(**settings: int) -> tuple[Sections, int]:
-    """14 tokens with a prompt of 4: pages of 2 tokens after a sink, closing 2 tokens later, at 5, 7, 9 and 11."""
+    """Return a record of 14 tokens with a prompt of 4: pages of 2 tokens after a sink, which close 2 tokens later, at
+    5, 7, 9 and 11.
+    """
     opened = torch.full((LAYERS, HEADS, 14, 2), -1, dtype=torch.int16)
     opened[..., 9:13, 0] = 1
     pi = torch.zeros(LAYERS, HEADS, 14)
@@ -346,7 +352,9 @@ def split(sections: Sections) -> tuple[torch.Tensor, Sections]:
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Callable) -> None:
-    """When the trace is created, when it is loaded, and when it is replayed after its tensors were changed in place."""
+    """Impossible pages are refused when the trace is created, when it is loaded, and when it is replayed after its
+    tensors were changed in place.
+    """
     change, says = IMPOSSIBLE[name]
     sections, prompt = example()
     before = EvictionTrace(*split(sections))
@@ -376,7 +384,9 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
 
 
 def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
-    """A trace does not record the end of its prompt; its sequence does."""
+    """A record that does not fit its sequence's prompt is refused; the trace itself does not record the end of its
+    prompt, but its sequence does.
+    """
     sections, prompt = example()
     trace = EvictionTrace(*split(sections))
     for tokens, refused in ((prompt, False), (5, False), (6, True), (9, True)):
@@ -389,13 +399,16 @@ def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
 
 
 def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
-    """The reason for the check: without it, an earlier log-prob depends on a later token."""
+    """A page that contains a future token would leak: without the check, an earlier log-prob
+    depends on a later token.
+    """
     model = model_of("qwen3")
 
     def logits(last: int, future: bool) -> torch.Tensor:
         sections, _ = example()
         if future:
-            sections["opened"][:, :, 8, 0] = 3  # tokens 7 and 8 are in it, which 8 reads anyway; 9 comes later
+            # tokens 7 and 8 are in the page, and query 8 reads both anyway; token 9 comes later
+            sections["opened"][:, :, 8, 0] = 3
             sections["paged_with"][2] = 2
         trace = EvictionTrace(*split(sections), validate=False)
         ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, last, 13, 14, 15, 16]])
@@ -415,7 +428,7 @@ def test_every_section_is_generated() -> None:
 
 
 def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/traces.md has a writer in plain numpy for every kind of record."""
+    """Files of the writer in docs/traces.md, which uses plain numpy, can be read for every kind of record."""
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(import hashlib.*?)```", DOCS.read_text(), flags=re.S)
     made: dict[str, Any] = {}
@@ -435,7 +448,9 @@ def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch
 
 
 def test_files_of_the_version_before_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 had no closed_at: files with pages are refused in one line, other files load unchanged."""
+    """Files of version 2, which had no closed_at, are refused in one line if they have pages; other files load
+    unchanged.
+    """
     path, (plain, _), (pages, _) = tmp_path / "t.safetensors", drawn("refitted", 3), example()
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 2)
     write_sections(path, [plain], None)

@@ -1,4 +1,6 @@
-"""Damaged and hostile trace files are refused in one line, or load as written. None loads with other contents."""
+"""Damaged and hostile trace files are refused in one line, or load as written. None of them loads
+with other contents.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from sparse_rl.trace.sealed import content_hash
 FAST = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 SLOW = settings(FAST, max_examples=1000)
 MADE_BY = {"model": "tiny", "policy": '{"budget": 8}'}
-LONGEST = 600  # characters of an error, besides the path
+LONGEST = 600  # maximum number of characters of an error, besides the path
 
 
 def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
-    """Content of a file; None if it is refused, in one line of bounded length."""
+    """Return the content of a file, or None if it is refused in one line of bounded length."""
     try:
         return load_traces(path), read_fingerprint(path)
     except TraceError as error:
@@ -34,7 +36,7 @@ def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
 
 
 def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
-    """True if a file is refused, or holds the original data."""
+    """Return True if a file is refused or holds the original data."""
     if (computed := read(path)) is None:
         return True
     same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(computed[0], rows, strict=True))
@@ -43,7 +45,9 @@ def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
 def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
-    """Bits of the header's length, of the header and of the values: all bits of a small file, or every eleventh."""
+    """Any flipped bit is detected: in the length of the header, in the header and in the values; all bits of a small
+    file, or every eleventh.
+    """
     path, rows = tmp_path / "t.safetensors", [random_trace(0, length=5), random_trace(1, length=3)]
     save_traces(path, rows, MADE_BY)
     whole = path.read_bytes()
@@ -51,7 +55,7 @@ def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
     for bit in range(0, 8 * len(whole), every):
         path.write_bytes(flipped(whole, bit))
         assert says(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
-    path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a value, which only the hash protects
+    path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a bit of a value, which only the hash protects
     with pytest.raises(TraceError, match=r"is damaged: its content does not match the stored sha256"):
         load_traces(path)
 
@@ -64,7 +68,9 @@ def flipped(whole: bytes, bit: int) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[list[EvictionTrace], bytes]:
-    """Traces, and their file after bit flips, lost, doubled or inserted bytes, or two exchanged places."""
+    """Return traces, and their file after bits are flipped, bytes are lost, doubled or inserted, or two places are
+    exchanged.
+    """
     seeds = draw(st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
     rows = [random_trace(seed, length=draw(st.integers(1, 30))) for seed in seeds]
     whole = file_of(rows)
@@ -95,7 +101,7 @@ def file_of(rows: list[EvictionTrace]) -> bytes:
 
 
 def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """A file with the correct hash of its contents."""
+    """Return a file with the correct hash of its contents."""
     return save(tensors, metadata={**metadata, "sha256": content_hash(tensors, metadata)})
 
 
@@ -142,7 +148,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def crafted(draw: st.DrawFn) -> bytes:
-    """Random names, dtypes, shapes, values and texts; valid ones of a trace are more frequent."""
+    """Return random names, dtypes, shapes, values and texts; valid ones of a trace are more frequent."""
     name = st.one_of(st.sampled_from(["evict_at", "evict_at.lengths"]), st.text(max_size=5), st.just("x" * 10_000))
     held = draw(st.dictionaries(name, tensors(), max_size=3))
     if draw(st.booleans()):
@@ -180,7 +186,9 @@ def test_a_crafted_file_is_refused_or_a_trace_at_length(whole: bytes, tmp_path_f
 
 
 def test_a_file_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    """It has no hash; the control has one."""
+    """A file of an earlier version, which has no hash, is refused in one line. Control: the same file with a hash is
+    accepted.
+    """
     path, row = tmp_path / "t.safetensors", random_trace(0)
     held = {"evict_at": row.evict_at, "evict_at.lengths": torch.tensor([len(row)])}
     metadata = {"format": "sparse_rl.trace", "format_version": "2", "fingerprint": "{}"}

@@ -1,4 +1,6 @@
-"""Every operation on a trace keeps its sections or refuses them by name; tested with made-up sections."""
+"""Every operation on a trace keeps all sections or refuses by name those that it cannot keep; tested with made-up
+sections.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ LENGTHS = (6, 3, 5)
 
 
 def equal(one: EvictionTrace, other: EvictionTrace) -> bool:
-    """True if all sections are equal bit for bit."""
+    """Return True if all sections are equal bit for bit."""
     ours, theirs = one.sections, other.sections
     return list(ours) == list(theirs) and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
@@ -61,13 +63,13 @@ def test_files_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
         assert file.get_tensor("visits.lengths").tolist() == file.get_tensor("gains.lengths").tolist() == [2, 0, 3]
     loaded = load_traces(path, {"model": "tiny"})
     assert all(equal(a, b) for a, b in zip(loaded, traces, strict=True))
-    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at))  # controls: a section less, another number
+    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at))  # controls: one section fewer, another number
     further = {**loaded[0].further, "gains": loaded[0].further["gains"] + 1e-6}
     assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at, further))
 
 
 def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
-    """torch.load reads them with weights_only."""
+    """Checkpoints round trip: torch.load with weights_only reads the traces in them."""
     torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(equal(EvictionTrace.from_state(s), trace) for s, trace in zip(states, traces, strict=True))
@@ -76,7 +78,7 @@ def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> 
 
 
 def test_a_batch_has_every_section(traces: list[EvictionTrace]) -> None:
-    """Positions shift with their rows."""
+    """A batch has every section of its traces; positions are shifted with their rows."""
     batch = batch_traces(traces, [1, 4, 2], 7)
     assert list(batch) == ["evict_at", "visits", "gains"]
     assert batch["visits"].tolist() == [[2, 5, -1], [-1, -1, -1], [2, 4, 5]]
@@ -136,7 +138,7 @@ def test_traces_with_different_sections_cannot_be_mixed(traces: list[EvictionTra
 def test_a_file_with_an_unknown_section_is_refused(
     traces: list[EvictionTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A section that only another version knows."""
+    """A file with a section that only another version knows is refused."""
     path = tmp_path / "t.safetensors"
     save_traces(path, traces)
     monkeypatch.delitem(SECTIONS, "gains")

@@ -32,7 +32,7 @@ def test_attention_is_registered_and_taken(new_model: Callable) -> None:
     assert model.config._attn_implementation != ATTENTION
     adopt(model)
     assert model.config._attn_implementation == ATTENTION
-    assert NO_MASK.ndim == 4  # a mask that transformers takes as prepared
+    assert NO_MASK.ndim == 4  # a mask that transformers takes as already prepared
 
 
 def test_checkpointing_is_seen(new_model: Callable) -> None:
@@ -48,11 +48,12 @@ def test_other_names_exist() -> None:
     assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save")
     source = inspect.getsource(transformers.trainer)
     uses = [line.strip() for line in source.splitlines() if "DEFAULT_PROGRESS_CALLBACK" in line]
-    assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")  # defined (twice), looked up once
+    # transformers defines this name twice, and we look it up once
+    assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")
 
 
 def test_the_table_lists_every_name() -> None:
-    """The table lists no other names."""
+    """The table in docs/internals.md lists these names and no others."""
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

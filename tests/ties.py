@@ -24,14 +24,14 @@ TIE = 1e-5
 
 @dataclass
 class Decisions:
-    """Inputs of one sequence's decisions: scores by (tokens seen, layer), and each step's logits and draw."""
+    """Inputs of one sequence's decisions: scores by (tokens seen, layer), and each step's logits and uniform number."""
 
     scores: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     draws: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
 
 
 def listening(policy: Policy, decisions: Decisions) -> Policy:
-    """The same policy, recording its scores: per head, positions and scores [Hkv, N]."""
+    """Return a copy of the policy that records its scores: per head, positions and scores [Hkv, N] of N entries."""
 
     class Listening(type(policy)):  # type: ignore[misc]
         def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -45,7 +45,7 @@ def listening(policy: Policy, decisions: Decisions) -> Policy:
 def sample_alone(
     monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, policy: Policy, prompt: list[int], sampling: SamplingConfig
 ) -> tuple[Rollout, Decisions]:
-    """One rollout of the reference engine, and the inputs of its decisions."""
+    """Return one rollout of the reference engine, and the inputs of its decisions."""
     decisions = Decisions()
 
     def listen(logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None, forced: None) -> tuple:
@@ -68,10 +68,10 @@ def relative(a: float, b: float) -> float:
 
 
 def first_difference(alone: Rollout, other: Rollout, decisions: Decisions, temperature: float) -> float:
-    """Relative distance from a tie of the first decisions that differ.
+    """Return how far the first decisions that differ are from a tie, relatively.
 
-    A layer compacts after it has attended. So all decisions after the same number of seen tokens (the
-    evictions of every layer and the next token) have the same inputs, and all of them are judged.
+    A layer compacts after it has attended. So all decisions after the same number of seen tokens (the evictions of
+    every layer and the next token) have the same inputs, and all of them are judged.
     """
     length = min(len(alone.trace), len(other.trace))
     ours, theirs = (
@@ -81,7 +81,7 @@ def first_difference(alone: Rollout, other: Rollout, decisions: Decisions, tempe
     eviction = int(torch.where(ours == theirs, NEVER, torch.minimum(ours, theirs)).min())
     pairs = zip(alone.completion_ids, other.completion_ids, strict=False)
     step = next((i for i, (a, b) in enumerate(pairs) if a != b), NEVER)
-    token = len(alone.prompt_ids) + step  # seen before this token was chosen
+    token = len(alone.prompt_ids) + step  # the tokens seen before this token was chosen
     margins = []
     if eviction <= token and eviction < NEVER:
         changed = (ours == eviction) != (theirs == eviction)
@@ -107,7 +107,9 @@ def check_same(
     temperature: float,
     what: str,
 ) -> int:
-    """Check that at most one sequence differs, by a tie; return their number. `alone(i)`: `sample_alone` of i."""
+    """Check that at most one sequence differs, and only by a tie; return the number of such sequences. `alone(i)`
+    returns `sample_alone` of sequence i.
+    """
     differing = [i for i, (a, b) in enumerate(zip(wanted, others, strict=True)) if not same_decisions(a, b)]
     assert len(differing) <= 1, f"{what}: sequences {differing} differ"
     for i in differing:

@@ -28,7 +28,9 @@ class SpyConfig(EvictingConfig):
 
 
 class Spy(Policy):
-    """Keeps pseudo-random entries, records its inputs, and marks each entry with its position."""
+    """A policy that keeps pseudo-random entries, records its inputs, and marks each entry's memory
+    with its position.
+    """
 
     entry_memory = {"mark": FRESH, "queries": 0.0}
     every_query = True
@@ -58,7 +60,7 @@ class Spy(Policy):
 
 
 class Captures(DenseView):
-    """The dense reference, which records each layer's queries, keys and values."""
+    """The dense reference, extended to record each layer's queries, keys and values."""
 
     def __init__(self, trace: EvictionTrace) -> None:
         super().__init__(trace)
@@ -72,7 +74,9 @@ class Captures(DenseView):
 
 
 def captured(model: PreTrainedModel, r: Rollout) -> dict[int, tuple[torch.Tensor, ...]]:
-    """q [Hq, S, D], k and v [Hkv, S, D] of each layer, one sequence under its trace, from the dense reference."""
+    """Return q [Hq, S, D], k and v [Hkv, S, D] of each layer for one sequence of S tokens under its trace, from the
+    dense reference.
+    """
     view = Captures(r.trace)
     with torch.no_grad():
         model(input_ids=torch.tensor([r.prompt_ids + r.completion_ids]), attention_mask=NO_MASK, kv_view=view)
@@ -90,7 +94,9 @@ def spy() -> Spy:
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
 def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """In each compaction of one sequence of a ragged batch, entries, window and memory equal the dense reference's."""
+    """In each compaction of one sequence of a ragged batch, the entries, window and memory that the policy receives
+    equal the dense reference's.
+    """
     model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
     engine = make_engine("hf", model=model, policy=spy)
     r = engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))[row]
@@ -103,7 +109,7 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
             positions = entries.positions[i, :, :held]
             heads = torch.arange(k.shape[0])[:, None]
             if seen >= len(r.trace) or not close(entries.keys[i, :, :held], k[heads, positions]):
-                continue  # another sequence's row
+                continue  # a row of another sequence
             checked += 1
             assert spy.schedule.due(prompt, seen)
             assert held == (seen if layer not in before and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD)
@@ -122,7 +128,9 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
 
 
 def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """A single sequence: the queries of prompt and completion, in order, each once, equal the dense reference's."""
+    """For a single sequence, the policy observes the queries of prompt and completion in order, each once, and they
+    equal the dense reference's.
+    """
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=spy)
     (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))

@@ -1,4 +1,6 @@
-"""DMS in the reference engine: gates decide as in training, per kv head, and replay drops the same tokens."""
+"""DMS in the reference engine: gates decide as in training, separately per kv head, and replay
+drops the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_decoding_gates_equal_training_gates(
         far = gap(replay_logprobs(model, others), rollouts)
         assert far >= max(100 * own, 1e-3 if family == "quickstart" else 0.0), name
     counts = torch.stack([r.trace.kept_counts().float() for r in rollouts])
-    assert counts.std(-1).max() > 1  # kv heads differ
+    assert counts.std(-1).max() > 1  # the kv heads differ
     for r in rollouts:
         tokens, prompt = [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)
         with torch.no_grad():
@@ -64,7 +66,7 @@ def test_decoding_gates_equal_training_gates(
         last = len(tokens) - 2
         for layer, logits in enumerate(
             view.logits
-        ):  # the definition: an open gate drops its token when the window ends
+        ):  # by definition, a token with an open gate is dropped when it leaves the window
             for head in range(logits.shape[1]):
                 for token in range(len(tokens)):
                     goes = max(token + policy.config.window, prompt if prefill == "dense" else 0)
@@ -85,7 +87,7 @@ class Decided(GatedView):
 
 
 def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable, prompts_of: Callable) -> None:
-    """Single rows equal the rows of a batch; storage grows with the longest head, not with the text."""
+    """Single rows equal the rows of a batch; the storage grows with the longest head, not with the text."""
     policy = gated("mlp", bias=1.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(120, seed=1, n=2)
@@ -100,7 +102,9 @@ def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable,
 
 
 def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of: Callable) -> None:
-    """Counted in the trace, query by query; the longest head holds more than the mean."""
+    """The reported entries equal the mean over kv heads, counted in the trace query by query; the longest head holds
+    more than the mean.
+    """
     policy = gated("mlp", bias=1.0)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = make_engine("hf", model=model, policy=policy).generate(
@@ -123,7 +127,9 @@ def test_closed_gates_equal_a_full_cache(model_of: Callable, prompts_of: Callabl
 
 
 def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callable) -> None:
-    """At a temperature near 0, without noise, the logits are equal; gradients reach every gate."""
+    """At a temperature near 0 and without noise, the logits with soft gates equal those with hard gates; gradients
+    reach every gate.
+    """
     policy = gated("linear").config
     model = with_scorers(model_of("qwen3"), gated("linear"))
     ids, lengths, prompts = torch.tensor(prompts_of("qwen3", [40])), torch.tensor([40]), torch.tensor([9])
@@ -144,7 +150,8 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
     first, again = (
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)
     )
-    assert torch.equal(first, again)  # a recomputed layer has the same noise, whatever the state of the generator
+    # a recomputed layer has the same noise, whatever the state of the random generator
+    assert torch.equal(first, again)
     model.cache_scorers.requires_grad_(True)
     logits(1.0).square().sum().backward()
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
@@ -153,8 +160,8 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
 def slow_gates(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stays: torch.Tensor, window: int, prompts: list[int]
 ) -> torch.Tensor:
-    """Attention under log(1 - alpha) [B, Hkv, S], query by query: a token's gate counts `window` queries later, but not
-    within a prompt.
+    """Return attention whose logits are biased by log(1 - alpha) [B, Hkv, S], query by query: a token's gate counts
+    from `window` queries later, but not within a prompt.
     """
     out = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
@@ -169,7 +176,9 @@ def slow_gates(
 
 
 def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and all gradients equal those of the plain loop for any chunk size. Control: a longer window."""
+    """Outputs and all gradients equal those of the plain loop for any chunk size. Control: a longer window gives other
+    outputs.
+    """
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
     *tensors, scores = (

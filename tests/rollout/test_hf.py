@@ -1,4 +1,4 @@
-"""The reference engine: ends of sequences, batches, waves, forks and seeds; greedy and sampled."""
+"""The reference engine: ends of sequences, batches, waves, forks and seeds, for greedy and sampled rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparse_rl.policies import Entries, Kept, Policy
 from sparse_rl.trace import NEVER
 
 BUDGET = 12
-LENGTHS = (1, 5, 12, 16, 30, 44, 7)  # ragged: shorter than, at and beyond the budget, 1 among them
+LENGTHS = (1, 5, 12, 16, 30, 44, 7)  # ragged prompt lengths: below, at and beyond the budget, one of them 1
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 def test_a_stopped_row_equals_the_start_of_an_endless_row(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
-    """Rows that end early equal the beginnings of longer rows, in any batch and alone."""
+    """Rows that end early equal the beginnings of rows that ignore the end of sequence, in any batch and alone."""
     engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
     endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
     assert [len(r.completion_ids) for r in endless] == [30] * len(prompts)
@@ -63,13 +63,13 @@ def test_a_stopped_row_equals_the_start_of_an_endless_row(
 
 
 def differ(rollouts: list[Rollout]) -> bool:
-    """True if there are at least three lengths, and some rows end early and some do not."""
+    """Return True if the rollouts have at least three lengths, and some end early and some do not."""
     lengths = {len(r.completion_ids) for r in rollouts}
     return len(lengths) >= 3 and {r.finish_reason for r in rollouts} == {"stop", "length"}
 
 
 class CountingTova(Tova):
-    """Counts the sequences that it compacts, over all layers."""
+    """A TOVA policy that counts the sequences that it compacts, over all layers."""
 
     count = 0
 
@@ -96,7 +96,9 @@ def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[l
 
 
 def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
-    """The model's end-of-sequence tokens (one or several) stop a row unless ignored or replaced; they are kept."""
+    """The model's end-of-sequence tokens (one or several) stop a row unless they are ignored or replaced; the stop
+    token is kept.
+    """
     model = new_model("llama")
     engine = make_engine("hf", model=model, policy=policy)
     endless = engine.generate(prompts, SamplingConfig(30, seed=4, ignore_eos=True))
@@ -130,7 +132,7 @@ def test_one_token(model: PreTrainedModel, policy: Policy, prompts: list[list[in
 
 
 def test_a_completion_is_never_empty(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """If every token stops, each row still has one token and the reason "stop"; also at max_tokens = 1."""
+    """If every token is a stop token, each row still has one token and the reason "stop", also at max_tokens = 1."""
     engine = make_engine("hf", model=model, policy=policy)
     for max_tokens in (1, 9):
         rollouts = engine.generate(prompts, SamplingConfig(max_tokens, seed=0, stop_token_ids=range(64)))
@@ -162,7 +164,8 @@ def test_results_do_not_depend_on_max_batch(
     for max_batch in (1, 3, 5):
         engine = make_engine("hf", model=model, policy=policy, max_batch=max_batch)
         assert same(engine.generate(prompts, sampling), whole)
-    assert [r.prompt_ids for r in whole] == [p for p in prompts for _ in range(2)]  # prompt-major
+    # samples of the first prompt come first
+    assert [r.prompt_ids for r in whole] == [p for p in prompts for _ in range(2)]
 
 
 def test_forked_prompts_equal_repeated_prompts(

@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7], [9] * 20, [11, 12, 13, 14]]
 
 
 def outcome(rollouts: list[Rollout]) -> list[tuple]:
-    """All fields of a rollout, comparable bit for bit."""
+    """Return all fields of a rollout, in a form that can be compared bit for bit."""
     return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
 
 
@@ -74,7 +74,9 @@ def test_a_live_module_is_never_stale(new_model: Callable) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> None:
-    """Train mode (with gradient checkpointing) or eval mode is restored, also after an error; samples are the same."""
+    """After generate, and after an error, the model is again in train mode (with gradient checkpointing) or eval mode
+    as before; samples are the same in both modes.
+    """
     model = new_model("qwen3")
     wanted = sampled(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

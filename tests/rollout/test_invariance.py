@@ -68,7 +68,9 @@ def other_token(rollout: Rollout, step: int, token: int) -> Rollout:
 
 
 def swapped_eviction(alone: Rollout, decisions: Decisions, layer: int = 0) -> tuple[Rollout, float]:
-    """In head 0, swap the first dropped entry with the best kept entry. Returns the rollout and their score margin."""
+    """Swap the first dropped entry of head 0 with the best kept entry. Return the changed rollout and the margin
+    between their scores.
+    """
     seen = min(n for n, _ in decisions.scores)
     positions, scores = (t[0] for t in decisions.scores[seen, layer])
     evict_at = alone.trace.evict_at.clone()

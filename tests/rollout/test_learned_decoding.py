@@ -1,4 +1,4 @@
-"""Decoding under a learned policy in the reference engine evicts as in training, with exactly B entries."""
+"""Decoding under a learned policy in the reference engine evicts as in training, with exactly B entries, the budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
-    """Control: every wrong trace changes the log-probs, even if only the next token's."""
+    """Decoding evicts the same tokens as training. Control: every wrong trace changes the log-probs, even if it changes
+    only the next token's.
+    """
     policy = learned_policy(scorer, B, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     rollouts = rollouts_of(model, policy, prompts_of(family, LENGTHS), 30, n=2)
@@ -74,7 +76,7 @@ def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of:
 
 @pytest.mark.parametrize("decay_every", [1, 16])
 def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Callable) -> None:
-    """Scores are so close that a decay of 0.001 per token decides."""
+    """The decay decides evictions: the scores are so close that a decay of 0.001 per token matters."""
     policy = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=decay_every)
     model = with_scorers(model_of("qwen3"), policy, scale=0.003)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -85,7 +87,9 @@ def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Call
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
 def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """The same tokens as in training: without training, all tokens in one step of the decay rank alike."""
+    """Among equal scores the latest token is evicted, as in training: without training, all tokens in one step of the
+    decay rank alike.
+    """
     policy = learned_policy(scorer, B, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)
     wrong, ties, heads = wrong_decisions(model, policy, rollouts_of(model, policy, prompts_of("qwen3", LENGTHS)))
@@ -94,7 +98,9 @@ def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callabl
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """For any order of rows, with several samples of one prompt, and after rows have left the batch."""
+    """Rows do not depend on the batch: for any order, with several samples of one prompt, and after other rows have
+    left the batch.
+    """
     policy = learned_policy(scorer, B)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at different times
@@ -158,7 +164,9 @@ def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Call
 
 @pytest.mark.parametrize("scorer", ["mlp", "recency"])
 def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Counted query by query; the oracle's own trace has recall 1, and so does a full cache."""
+    """The recall against an oracle equals the recall counted query by query. The oracle's own trace and a full cache
+    have recall 1.
+    """
     policy = learned_policy(scorer, B)
     model = with_scorers(model_of("quickstart"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
@@ -211,7 +219,9 @@ def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, promp
 
 
 def test_a_missing_last_eviction_is_detected(model_of: Callable, prompts_of: Callable) -> None:
-    """It is decided before the last token is sampled: an engine that returns its record too early loses it."""
+    """The last eviction is decided before the last token is sampled: an engine that returns its record too early loses
+    it, and the check detects this.
+    """
     policy = learned_policy("mlp", B)
     model = with_scorers(model_of("quickstart"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("quickstart", [40, 50]))

@@ -25,7 +25,7 @@ POISON = 63  # the token whose embedding is not finite
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 SAMPLING = SamplingConfig(6, seed=1, ignore_eos=True)
 STREAMING = {"policy": "streaming", "budget": 8, "sinks": 2}
-PLACES = {  # name -> the weights in which one value is spoilt
+PLACES = {  # name -> the weights in which one value is made non-finite
     "embedding": lambda model: model.model.embed_tokens.weight[POISON],
     "layer": lambda model: model.model.layers[1].mlp.down_proj.weight[3],
     "norm": lambda model: model.model.norm.weight,
@@ -47,7 +47,9 @@ def outcome(rollouts: list[Rollout]) -> list[Any]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
 def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_model: Callable) -> None:
-    """For every sampling setting, one line names the place. Control: the same model samples before it is spoilt."""
+    """For every sampling setting, the one-line error names the place. Control: the same model samples before its weight
+    is changed.
+    """
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
@@ -66,7 +68,7 @@ def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_mo
             result = error.value
             if place == "embedding" or math.isnan(
                 value
-            ):  # with infinite weights it depends on the sign of the activations
+            ):  # with infinite weights the outcome depends on the sign of the activations
                 assert (result.prompt, result.sample, result.step) == (where, 0, 0)
         with pytest.raises(
             NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
@@ -83,12 +85,12 @@ def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: C
     with pytest.raises(NotFiniteLogprobError) as error:
         engine.simulate(PROMPTS, completions)
     assert (error.value.prompt, error.value.sample, error.value.step) == (1, 0, 3)
-    good = engine.simulate(PROMPTS[::2], completions[::2])  # its last token is never fed
+    good = engine.simulate(PROMPTS[::2], completions[::2])  # the last token of a completion is never fed
     assert all(math.isfinite(p) for rollout in good for p in rollout.logprobs)
 
 
 def test_float16_that_overflows(new_model: Callable) -> None:
-    """The weights are finite but the activations are not; in float32 the same model samples."""
+    """Weights are finite in float16 but activations overflow; in float32 the same model samples."""
     model = new_model("qwen3")
     with torch.no_grad():
         model.lm_head.weight.mul_(1e6)
@@ -103,8 +105,10 @@ def test_float16_that_overflows(new_model: Callable) -> None:
 
 
 def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Callable) -> None:
-    """Log-probs of -inf outside of top-k and top-p, and of tokens that the model itself rules out; a forced token has
-    -inf outside, and its own log-prob is finite. But a token that the model rules out cannot be simulated."""
+    """Log-probs of -inf are no error outside of top-k and top-p, or for tokens that the model itself rules out. A
+    forced token outside of top-k has a log-prob of -inf and a finite model log-prob. Control: a token that the model
+    rules out cannot be simulated.
+    """
     model = new_model("qwen3")
 
     class Ruling(torch.nn.Module):
@@ -142,7 +146,7 @@ def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_mode
 
 
 def test_an_evaluation_names_the_problem_that_failed(new_model: Callable) -> None:
-    """The number is that of the problem, not its place in the part sampled together."""
+    """The error names the number of the problem, not its position in the batch that is sampled together."""
     engine = make_engine("hf", model=spoil(new_model("qwen3"), "embedding"), policy=make_policy("full"), max_batch=2)
     prompts = [*PROMPTS, [5, POISON, 6], [7, 8]]
     with pytest.raises(NotFiniteError, match=r"^prompt 3, sample 0: "):
@@ -154,7 +158,7 @@ def test_an_evaluation_names_the_problem_that_failed(new_model: Callable) -> Non
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model with one NaN, and its tokenizer."""
+    """Return the quickstart's model with one NaN weight, and its tokenizer."""
     folder = tmp_path_factory.mktemp("spoilt") / "model"
     source = Path(__file__).parents[2] / "recipes/quickstart/model"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -176,7 +180,7 @@ def one_line(capfd: pytest.CaptureFixture) -> str:
 def test_a_command_reports_it_in_one_line(
     command: str, dtype: str, spoilt: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The command exits with status 2 and writes no results."""
+    """The command reports the error in one line, exits with status 2 and writes no results."""
     out = tmp_path / "out"
     common = {"model": str(spoilt), "dtype": dtype, "rollout": {"engine": "hf", "progress": False}}
     data = {"synthetic": {"task": "running_sum", "size": 3, "n": 3}}

@@ -1,4 +1,4 @@
-"""Prompts are prefilled once and forked: a fork holds its own copy of the chosen rows."""
+"""Prompts are prefilled once and forked: a fork holds a separate copy of the chosen rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefill(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> Ca
 
 
 def held(cache: EvictingCache, row: int) -> list[torch.Tensor]:
-    """All cache contents of a row, without its padding."""
+    """Return all cache contents of a row, without its padding."""
     count, parts = cache.lengths[row], [cache.evict_at(row, cache.seen[row])]
     for layer in cache.layers.values():
         parts += [buffer[row, :, :count] for buffer in layer.slotted().values()]
@@ -43,7 +43,8 @@ def test_a_fork_equals_the_rows_that_it_selects(prefill: Callable, policy_name: 
     for place, row in enumerate(ROWS):
         ours, theirs = held(fork.cache, place), held(whole.cache, row)
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-    assert not torch.equal(held(fork.cache, 0)[1], held(fork.cache, 2)[1])  # rows do differ
+    # control: different rows have different contents
+    assert not torch.equal(held(fork.cache, 0)[1], held(fork.cache, 2)[1])
 
 
 def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None:
@@ -60,7 +61,9 @@ def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None
 
 
 def test_queries_belong_to_the_last_tokens(prefill: Callable) -> None:
-    """Oldest first, also in a fork and for any neighbouring rows; a policy that scores without queries stores none."""
+    """The recorded queries are those of a row's last tokens, oldest first, also in a fork and for any neighbouring
+    rows; a policy that scores without queries records none.
+    """
     whole = prefill([0, 1, 2, 3])
     for layer in range(2):
         queries = whole.queries(layer)

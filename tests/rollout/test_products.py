@@ -1,4 +1,4 @@
-"""On a CPU in float32, the engines' linear layers and activations round the same for few rows as for many."""
+"""On a CPU in float32, the engines' linear layers and activations round the same for few rows as for many rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
 
 
 def test_only_float32_rows_are_padded() -> None:
-    """Rows are padded to the next multiple, unless they are a multiple already or have another dtype."""
+    """Float32 rows are padded to the next multiple of ROWS; a number of rows that is a multiple already, and other
+    dtypes, are not padded.
+    """
     seen = []
 
     def note(rows: torch.Tensor) -> torch.Tensor:

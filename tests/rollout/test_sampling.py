@@ -35,7 +35,9 @@ SETTINGS = [
 def reference(
     logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
 ) -> list[float]:
-    """The distribution to draw from, one token at a time in Python floats: temperature, then top-k, then top-p."""
+    """Return the distribution to sample from, computed one token at a time in Python floats: temperature, then top-k,
+    then top-p.
+    """
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
     ranked = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k]
     total, kept, mass = sum(weights[i] for i in ranked), [], 0.0
@@ -49,7 +51,9 @@ def reference(
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_follow_the_distribution(setting: dict) -> None:
-    """On an even grid of N uniforms every token occurs N p times, within one; another p is refused."""
+    """On an even grid of N uniforms, a token of probability p occurs N p times, up to one. Control: another p fails the
+    check.
+    """
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(40), 20_000
     grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -67,7 +71,7 @@ def test_tokens_follow_the_distribution(setting: dict) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_a_sampled_token_has_a_positive_probability(uniform: float) -> None:
-    """Also at the ends of the unit interval, the sampled token has a positive probability."""
+    """A sampled token has a positive probability even if the uniform number is at an end of the unit interval."""
     logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
     draw = torch.tensor([uniform], dtype=torch.float64)
     token, logprob, _ = sample(logits, SamplingConfig(max_tokens=1, top_k=2), draw)
@@ -82,7 +86,7 @@ def test_greedy_takes_the_first_of_the_best_and_reports_temperature_one() -> Non
 
 
 def test_uniforms_depend_only_on_the_seed() -> None:
-    """A stream depends only on its seed, across blocks, and any step may be read again."""
+    """A stream of uniforms depends only on its seed, across blocks, and any step may be read again."""
     steps = BLOCK + 40
     stream, other = Uniforms(13), Uniforms(12)
     ours = [stream.at(step) for step in range(steps)]
@@ -128,7 +132,9 @@ def test_truncated_support() -> None:
 def test_an_engine_reports_the_distribution_that_it_sampled_from(
     setting: dict, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """logprobs: after temperature, top-k, top-p; model_logprobs: after temperature. Checked by dense reference."""
+    """`logprobs` are log-probs after temperature, top-k and top-p, and `model_logprobs` those after temperature only;
+    both equal the dense reference's.
+    """
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=policy_of("morphkv", budget=12, window=4, period=3))
     rollouts = engine.generate(prompts_of("qwen3", [17, 3]), SamplingConfig(20, seed=3, ignore_eos=True, **setting))

@@ -17,7 +17,7 @@ TOP_P = [1.0, 1e-30, 1e-6, 0.5, 0.9, 1 - 1e-12]
 
 
 def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
-    """float32 [rows, size]"""
+    """Return random logits float32 [rows, size]."""
     logits = 3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
     best = torch.arange(rows)[:, None] % size
     return {
@@ -32,12 +32,15 @@ def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
-    """float64 [B]: the ends of the unit interval; in other rows a border between two tokens, or a number beside it."""
+    """Return uniforms float64 [B]: the ends of the unit interval, and in other rows a border between two tokens or a
+    number next to it.
+    """
     cdf = processed.double().exp().cumsum(-1)
     rows, size = cdf.shape
     at = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
     border = (cdf.gather(-1, at) / cdf[:, -1:])[:, 0].clamp(max=1 - 2**-53)
-    uniform = border.nextafter(torch.arange(rows) % 3 - 1 + border)  # the number before the border, it, the next one
+    # the number before the border, the border, and the next number
+    uniform = border.nextafter(torch.arange(rows) % 3 - 1 + border)
     uniform[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     return uniform.clamp(0, 1 - 2**-53)
 
@@ -77,7 +80,9 @@ def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def test_a_prefix_has_the_bits_of_the_whole() -> None:
-    """Also if top_p is a border, so that one bit decides on a token. Control: the next number is another border."""
+    """A prefix of the sorted tokens has the same bits as the whole, even if top_p is a border, so that one bit decides
+    on a token. Control: the next number is another border.
+    """
     for top_k in range(2, 40):
         logprobs = logits_of("random", 1, 200, seed=top_k).log_softmax(-1)
         at = borders(logprobs, top_k)
@@ -102,7 +107,9 @@ def test_the_ranking_is_that_of_a_stable_sort(
 
 
 def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a ranking that puts the later of two equal tokens first differs from the reference."""
+    """Ties at the border go to the earlier token. Control: a ranking that puts the later of two equal tokens first
+    differs from the reference.
+    """
     logprobs = logits_of("tied", 4, 130).log_softmax(-1)
     assert torch.equal(truncate(logprobs, 0.9, 20), truncate_reference(logprobs, 0.9, 20))
 
@@ -115,7 +122,9 @@ def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
 def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts may have any size, and some rows have forced tokens."""
+    """Rows that a CPU samples in several parts give the same tokens for any size of the parts, with forced tokens in
+    some rows.
+    """
     sampling, logits = SamplingConfig(1, **setting), logits_of("coarse", 7, 100)
     forced = torch.tensor([-1, 4, -1, -1, 99, -1, 0])
     uniform = torch.rand(7, dtype=torch.float64) if sampling.temperature else None
