@@ -181,7 +181,7 @@ class Policy:
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
-        """Return the trace sections of a sequence, except evict_at: name -> tensor, such as refit_at.
+        """Return the trace sections of a sequence, except evict_at: name -> tensor, such as refit_at int32 [C].
 
         prompt : number of tokens of the prompt
         length : number of tokens of prompt and completion

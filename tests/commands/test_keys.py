@@ -65,7 +65,7 @@ def test_policies_scorers_and_rewards(capsys):
     assert [line.split(":")[0] for line in said(capsys, "scorers") if line.startswith("scorer ")] == [
         f"scorer {name}" for name in SCORERS
     ]
-    assert said(capsys, "policies", "full") == ["policy full: Nothing is evicted. The policy has no parameters."]
+    assert said(capsys, "policies", "full") == ["policy full: No entry is evicted. The policy has no parameters."]
     assert [line.split("(")[0] for line in said(capsys, "rewards") if line.startswith("reward ")] == [
         f"reward {name}" for name in REWARDS
     ]
