@@ -177,7 +177,7 @@ class ContextCache:
         self._queries.pop(layer, None)
 
     def queries(self, layer: int) -> Tensor:
-        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries of each row."""
+        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries [B, Hq, W, D]."""
         raise UserError("the cache of a compacted context keeps no last queries")
 
     def trace(self, row: int, length: int) -> EvictionTrace:
