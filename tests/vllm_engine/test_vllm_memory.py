@@ -105,8 +105,8 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
 def test_memory_outside_the_cache_is_counted(
     policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
 ) -> None:
-    """The counted bytes outside the cache equal the bytes of the worker's own arrays, except for the null block's
-    numbers.
+    """The counted bytes outside the cache equal the bytes of the worker's own arrays. Only 24 bytes per block and one
+    byte per request are not counted.
     """
     from rollout.vllm.compat.paged import live_state
 
@@ -144,9 +144,7 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
 
 
 def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, random_prompts: Callable) -> None:
-    """Control: without eviction the same sequences need more blocks, 10 instead of the peak of the budget for each
-    sequence.
-    """
+    """Control: without eviction the same sequences use three times the blocks, 10 for each sequence instead of PEAK."""
     prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
     most = {}
     for name, blocks in (("full", 100), ("gkv", 64)):
