@@ -299,7 +299,7 @@ def test_records_that_do_not_fit_are_refused(sampled: Callable, tmp_path) -> Non
     with pytest.raises(TraceError, match="settings differ between the traces"):
         (altered,) = other_settings([rollouts[3]], ridge=0.5)
         batch_traces([trace, altered.trace], [0, 0], 300)
-    with pytest.raises(TraceError, match="cannot be replayed; use fit: ridge"):
+    with pytest.raises(TraceError, match="cannot be replayed; use `fit: ridge`"):
         paper = settings.clone()
         paper[6] = 1
         DenseView(made(refit_with=paper))

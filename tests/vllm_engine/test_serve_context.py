@@ -125,7 +125,7 @@ def test_a_model_with_a_saved_policy(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_policy(tmp_path, make_policy("tova", budget=20))
     assert run(tmp_path, "--port", free_port(), "--context", text) == 2
-    assert "leave tova out: --cache policy=full" in capfd.readouterr().err
+    assert "with the evicting policy tova; write --cache policy=full" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
     assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # if all of the share were cache
     whole = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**30}
     assert arguments.memory_arguments(1, 0.3, beside) == whole
-    with pytest.raises(UserError, match=r"^gpu_memory_utilization: 0\.04 of 75 GiB is less than [^\n]*$"):
+    with pytest.raises(UserError, match=r"^gpu_memory_utilization: 0\.04 of 75 GiB is too little: [^\n]*$"):
         arguments.memory_arguments(None, 0.04, beside)
 
 
