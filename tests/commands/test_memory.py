@@ -28,6 +28,7 @@ from sparse_rl.matching.block import fit_bytes
 from sparse_rl.methods.dms.view import CHUNK, GatedView, gates_bytes
 from sparse_rl.methods.eviction.cache import GROW
 from sparse_rl.methods.eviction.scored_window import redundancy
+from sparse_rl.methods.kvpop.scorers import make_scorer
 from sparse_rl.methods.pages.view import PagedView, pages_bytes
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
@@ -224,6 +225,22 @@ def test_a_plan_counts_soft_gates():
     assert made["dms"]["gates"].device == gates_bytes(int(rows), *shape, 8)
     assert made["dms"].keys().isdisjoint({"future attention", "gathered keys"}) and "gates" not in made["kvpop"]
     assert "future attention" in made["kvpop"]
+
+
+def test_a_plan_counts_the_scorers_of_a_retrofit() -> None:
+    """If only the scorers learn, the optimizer's state is theirs alone; otherwise the model's is added."""
+    recipe = {key: GRPO[key] for key in ("model", "output_dir", "dtype", "data")} | {"kind": "kvpop", "max_length": 600}
+    recipe |= {"cache": {"policy": "kvpop", "window": 64, "budget": 128, "scorer": "linear"}}
+    config = tiny_config()
+    layers, heads, dim = cache_shape(config)
+    scorers = layers * count_parameters(make_scorer("linear", heads=heads, dim=dim))
+    parameters = count_parameters(meta_model(config))
+    optimizer = {}
+    for train_base in (False, True):
+        made = plan(make_recipe(recipe | {"train_base": train_base}), config, cuda=False)
+        assert made.parameters == parameters + scorers
+        optimizer[train_base] = next(item.device for item in made.items if item.name == "optimizer")
+    assert optimizer == {False: 8 * scorers, True: 8 * (parameters + scorers)}
 
 
 def test_a_plan_counts_each_part_of_the_layers():
