@@ -118,6 +118,52 @@ def timed(work: Callable[[], Any], runs: int, device: str) -> float:
     return statistics.median(timings[1:])
 
 
+def attentions(
+    evict_at: torch.Tensor, scaling: float, *, grouped: bool, compiled: bool = True
+) -> dict[str, Callable[..., torch.Tensor]]:
+    """Return name -> attend(q, k, v): FlexAttention under evict_at [1, Hkv, S] and without evictions, and flash SDPA.
+
+    grouped : True if SDPA is given fewer kv heads than query heads, for which a CPU has no flash attention
+    compiled : False uses FlexAttention's plain operator
+    """
+    everything, group = torch.full_like(evict_at, 2 * evict_at.shape[-1]), evict_at.shape[1]
+
+    def ours(which: torch.Tensor, in_segments: bool) -> Callable[..., torch.Tensor]:
+        options: dict[str, Any] = {"in_segments": in_segments, "compiled": compiled}
+        return lambda q, k, v: flex_attend(which, q, k, v, scaling, **options)[0]
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // group, 1) for x in (k, v))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+    return {
+        "sorted": ours(evict_at, True),
+        "natural": ours(evict_at, False),
+        "causal flex": ours(everything, False),
+        "causal SDPA": dense,
+    }
+
+
+def with_torch_mask(evict_at: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
+    """Return attend(q, k, v): FlexAttention with create_block_mask, as one writes it. evict_at : [1, Hkv, S]"""
+    kv_heads, length = evict_at.shape[1:]
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def visible(row: torch.Tensor, _: torch.Tensor, i: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (t <= i) & (i < evict_at[0, row, t])
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(visible, kv_heads, None, length, length, device=str(evict_at.device))
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "kernel_options": dict(flex.KERNEL_OPTIONS)}
+        grouped = q.view(kv_heads, -1, length, q.shape[-1])
+        return compiled(grouped, k[0, :, None], v[0, :, None], block_mask=mask, **options).view(q.shape)
+
+    return attend
+
+
 def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     """Milliseconds of one layer, one sequence, uniform scores; a GPU's forward and backward, a CPU's forward."""
     _, (heads, kv_heads, dim), dtype = SPEED[device]
@@ -129,7 +175,6 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
     everything = torch.full_like(evict_at, 2 * length)
     trains = device == "cuda"
-    compiled = torch.compile(flex_attention, dynamic=False)
 
     def run(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
         def work() -> None:
@@ -140,31 +185,9 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
 
         return work
 
-    def ours(which: torch.Tensor, in_segments: bool) -> Callable[..., torch.Tensor]:
-        return lambda q, k, v: flex_attend(which, q, k, v, dim**-0.5, in_segments=in_segments)[0]
-
-    def visible(row: torch.Tensor, _: torch.Tensor, i: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return (t <= i) & (i < evict_at[0, row, t])
-
-    def with_torch_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # as one writes it
-        mask = create_block_mask(visible, kv_heads, None, length, length, device=device)
-        options: dict[str, Any] = {"scale": dim**-0.5, "enable_gqa": True, "kernel_options": dict(flex.KERNEL_OPTIONS)}
-        grouped = q.view(kv_heads, -1, length, dim)
-        return compiled(grouped, k[0, :, None], v[0, :, None], block_mask=mask, **options).view(q.shape)
-
-    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        attend = torch.nn.functional.scaled_dot_product_attention
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-            return attend(q, k, v, is_causal=True, scale=dim**-0.5, enable_gqa=trains)
-
-    kinds = {
-        "sorted": ours(evict_at, True),
-        "natural": ours(evict_at, False),
-        "causal flex": ours(everything, False),
-        "causal SDPA": dense if trains else lambda q, k, v: dense(q, *(x.repeat_interleave(2, 1) for x in (k, v))),
-    }
+    kinds = attentions(evict_at, dim**-0.5, grouped=trains)
     if trains and kv_heads * length**2 <= MASK_BYTES:
-        kinds["natural, create_block_mask"] = with_torch_mask
+        kinds["natural, create_block_mask"] = with_torch_mask(evict_at, dim**-0.5)
     if trains and length <= 16384:  # S x S masks; on a CPU it computes in float64
         kinds["SDPA, masks"] = lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, dim**-0.5)
     timing: dict[str, Any] = {"S": length, "B": budget}
