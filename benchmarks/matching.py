@@ -71,15 +71,29 @@ def layer_row(length: int, budget: int, period: int, runs: int) -> dict[str, Any
     return {"S": length, "budget": budget, "period": period, **timings}
 
 
-def entries(policy: Policy, held: int) -> Entries:
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(ROWS, HEADS, held, DIM, generator=generator) for _ in range(2))
-    queries = torch.randn(ROWS, HEADS * GROUP, policy.last_queries, DIM, generator=generator)
-    lengths = torch.full((ROWS,), held)
-    state = {name: torch.full((ROWS, HEADS, held), start) for name, start in policy.entry_memory.items()}
-    positions = torch.arange(held).expand(ROWS, HEADS, held)
+def entries(
+    policy: Policy,
+    held: int,
+    rows: int = ROWS,
+    shape: tuple[int, int, int] = (HEADS, GROUP, DIM),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Entries:
+    """Return random entries of some rows, each of which holds `held` entries.
+
+    shape : (kv heads, query heads per kv head, head dim)
+    """
+    heads, group, dim = shape
+    generator = torch.Generator(device).manual_seed(0)
+    made = {"generator": generator, "device": device}
+    keys, values = (torch.randn(rows, heads, held, dim, **made).to(dtype) for _ in range(2))
+    queries = torch.randn(rows, heads * group, policy.last_queries, dim, **made).to(dtype)
+    lengths = torch.full((rows,), held, device=device)
+    memory = policy.entry_memory.items()
+    state = {name: torch.full((rows, heads, held), start, device=device) for name, start in memory}
+    positions = torch.arange(held, device=device).expand(rows, heads, held)
     return Entries(
-        keys, values, positions, lengths, lengths, queries, DIM**-0.5, state, [policy.schedule.budget] * ROWS
+        keys, values, positions, lengths, lengths, queries, dim**-0.5, state, [policy.schedule.budget] * rows
     )
 
 
