@@ -1,6 +1,6 @@
 """One command that measures everything on a GPU, and writes a report. It needs no installation, only the repository.
 
-    python -m benchmarks.gpu                          # about 75 minutes on an H100; writes runs/gpu/results.json and .md
+    python -m benchmarks.gpu                          # 75 minutes on an H100; writes runs/gpu/results.json and .md
     python -m benchmarks.gpu --minutes 45             # leaves out the last stages, which matter least
     python -m benchmarks.gpu --resume runs/gpu/results.json     # goes on after a call that was cut, on any machine
     python -m benchmarks.gpu --device cpu --small     # all stages in a small form on a CPU: tests that they run

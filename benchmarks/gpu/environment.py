@@ -1,4 +1,4 @@
-"""Describes the machine and the versions of a call: what `sparse-rl doctor` prints, the driver, and two speed limits."""
+"""Describes the machine and the versions of a call: the lines of `sparse-rl doctor`, the driver, and two speeds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Outcome:
     status : done, cut, failed or not run
     reason : the cause in one line; empty if the stage is done
     seconds : duration
-    stderr : last lines that the stage printed, if it is not done
+    stderr : last lines that the stage printed, if it was cut or failed
     """
 
     status: str
@@ -84,7 +84,8 @@ def run_stage(
             end_all(mark, process)
         reader.read()
         status, reason = _judged(process.returncode, timed_out, limit, reader)
-        lines = [] if status == "done" else log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        text = log.read_text(errors="replace").replace(f"{HOUSE}/", "").replace(f"{sys.prefix}/", "")
+        lines = text.splitlines()[-LAST_LINES:] if status in ("cut", "failed") else []
         if status == "failed" and not reason:
             reason = _last_error(lines)
         return Outcome(status, reason, time.monotonic() - start, lines)

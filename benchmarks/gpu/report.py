@@ -1,4 +1,4 @@
-"""The Markdown report of the results: for each stage its table beside the goals and a CPU's figures, or why it has none.
+"""The Markdown report of the results: each stage's table beside the goals and a CPU's figures, or why it has none.
 
 A stage without a number is reported as not run, whatever its status is.
 """
@@ -48,7 +48,7 @@ def _summary(content: dict[str, Any], stages: Sequence[Stage]) -> str:
     rows = []
     for stage in stages:
         held = content["stages"].get(stage.name)
-        rows.append({"stage": f"[{stage.name}](#{stage.name})", "result": verdict(held)})
+        rows.append({"stage": f"[{stage.name}](#{stage.name.replace('.', '')})", "result": verdict(held)})
         rows[-1]["rows"] = len(held["rows"]) if held else 0
         rows[-1]["seconds"] = round(held["seconds"]) if held else 0
     return table(rows)
@@ -101,9 +101,19 @@ def table(rows: Sequence[Row]) -> str:
         columns = [*(column for column in columns if column != FAILURE), FAILURE]
     if len({row.get("call") for row in rows}) == 1:
         columns = [column for column in columns if column != "call"]
+    common = [column for column in columns if len(rows) > 2 and _is_common(column, rows)]
+    if common and len(common) < len(columns):
+        columns = [column for column in columns if column not in common]
+        words = ", ".join(f"{column} {shown(rows[0][column])}" for column in common)
+        return f"In all rows: {words}.\n\n{table([{key: row.get(key) for key in columns} for row in rows])}"
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(shown(row.get(column)) for column in columns)} |" for row in rows]
     return "\n".join(lines)
+
+
+def _is_common(column: str, rows: Sequence[Row]) -> bool:
+    """Return True if a column has one and the same text in all rows."""
+    return all(column in row and row[column] == rows[0][column] for row in rows) and isinstance(rows[0][column], str)
 
 
 def shown(value: Any) -> str:
