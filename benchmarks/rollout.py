@@ -76,12 +76,18 @@ QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
 }  # fmt: skip
 
 
-def save_model(shape: PretrainedConfig, cache: dict[str, Any], folder: Path) -> Path:
-    """A random model of a shape, where a cache is learned with scorers that rank by more than recency."""
+def save_model(
+    shape: PretrainedConfig, cache: dict[str, Any], folder: Path, device: str = "cpu", dtype: str = "float32"
+) -> Path:
+    """A random model of a shape, where a cache is learned with scorers that rank by more than recency.
+
+    device, dtype : device on which the weights are drawn, and their dtype
+    """
     place = folder / (cache["policy"] + "-" + "-".join(map(str, cache.get("scorer", {}).values())))
     if not place.exists():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
         policy: Any = make_policy(cache)
         if policy.layered_parameters:
             attach_scorers(model, policy)
@@ -95,7 +101,7 @@ def save_model(shape: PretrainedConfig, cache: dict[str, Any], folder: Path) -> 
 
 
 class Watch:
-    """Counts what happens in an in-process engine."""
+    """Counts what happens in an in-process engine, since it was made or since `reset`."""
 
     def __init__(self, engine: Any) -> None:
         from rollout.vllm.compat.paged import live_state
@@ -103,8 +109,7 @@ class Watch:
         self.core = engine.llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = self.core.kv_cache_manager.block_pool
         self.total = self.pool.get_num_free_blocks()
-        self.blocks, self.running, self.compaction = 0, 0, 0.0
-        self.preempted: set[tuple[str, int]] = set()
+        self.reset()
         inner = engine.llm.llm_engine.step
 
         def step() -> Any:
@@ -112,6 +117,10 @@ class Watch:
             self.blocks = max(self.blocks, self.total - self.pool.get_num_free_blocks())
             self.running = max(self.running, len(self.core.running))
             self.preempted |= {(r.request_id, r.num_preemptions) for r in self.core.waiting if r.num_preemptions}
+            if self.prefilled is None and self.core.running and not self.core.waiting:
+                running = self.core.running
+                if all(r.num_computed_tokens >= r.num_prompt_tokens for r in running):
+                    self.prefilled = now(), sum(r.num_output_tokens for r in running)
             return out
 
         engine.llm.llm_engine.step = step
@@ -126,6 +135,13 @@ class Watch:
 
             state.compact = timed
 
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.blocks, self.running, self.compaction = 0, 0, 0.0
+        self.preempted: set[tuple[str, int]] = set()
+        # time at which no prompt was left to read, and the tokens that the running requests had sampled by then
+        self.prefilled: tuple[float, int] | None = None
+
 
 def now() -> float:
     if torch.cuda.is_available():
@@ -133,31 +149,68 @@ def now() -> float:
     return time.perf_counter()
 
 
-def measure(
-    model: Path, shape: PretrainedConfig, cache: dict[str, Any], blocks: int, dtype: str, tokens: int
-) -> dict[str, float]:
-    """One run on a fresh engine, after a warm-up."""
-    layers, heads, dim = cache_shape(shape)
-    block_bytes = 2 * layers * heads * dim * BLOCK * (4 if dtype == "float32" else 2)
-    engine: Any = make_engine(
-        "vllm", model=str(model), policy=cache, dtype=dtype, max_batch=REQUESTS, max_model_len=LENGTH, block_size=BLOCK,
-        kv_cache_gb=(blocks + 1) * block_bytes / 2**30, exact=False,
+def open_engine(
+    model: Path,
+    shape: PretrainedConfig,
+    cache: dict[str, Any],
+    blocks: int | None,
+    dtype: str,
+    *,
+    requests: int = REQUESTS,
+    length: int = LENGTH,
+    **options: Any,
+) -> Any:
+    """Return a vLLM engine for `requests` sequences of `length` tokens.
+
+    blocks : blocks of the pool; None leaves the size of the pool to `options`
+    """
+    if blocks is not None:
+        layers, heads, dim = cache_shape(shape)
+        block_bytes = 2 * layers * heads * dim * BLOCK * (4 if dtype == "float32" else 2)
+        options["kv_cache_gb"] = (blocks + 1) * block_bytes / 2**30
+    return make_engine(
+        "vllm", model=str(model), policy=cache, dtype=dtype, max_batch=requests, max_model_len=length, block_size=BLOCK,
+        exact=False, **options,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(512, (REQUESTS, PROMPT), generator=generator).tolist()
-    engine.generate(prompts, SamplingConfig(8, seed=0, ignore_eos=True))
-    watch = Watch(engine)
+
+
+def run(engine: Any, watch: Watch, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Sample `tokens` tokens after each prompt, and return how fast that was and what happened meanwhile.
+
+    decoded_per_second counts from the moment at which all prompts had been read; it is left out if the engine could
+    not run all requests at once.
+    """
+    watch.reset()
     start = now()
     engine.generate(prompts, SamplingConfig(tokens, seed=0, ignore_eos=True))
-    seconds = now() - start
-    engine.close()
-    return {
-        "tokens_per_second": REQUESTS * tokens / seconds,
+    end = now()
+    result = {
+        "tokens_per_second": len(prompts) * tokens / (end - start),
         "peak_blocks": watch.blocks,
         "in_flight": watch.running,
         "preemptions": len(watch.preempted),
-        "compaction_share": watch.compaction / seconds,
+        "compaction_share": watch.compaction / (end - start),
     }
+    if watch.prefilled is not None and watch.running == len(prompts) and not watch.preempted:
+        since, sampled = watch.prefilled
+        result["decoded_per_second"] = (len(prompts) * tokens - sampled) / (end - since)
+    return result
+
+
+def measure(
+    model: Path, shape: PretrainedConfig, cache: dict[str, Any], blocks: int, dtype: str, tokens: int, **options: Any
+) -> dict[str, float]:
+    """One run on a fresh engine, after a warm-up.
+
+    options : `requests`, `length`, and options of the engine
+    """
+    engine = open_engine(model, shape, cache, blocks, dtype, **options)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(512, (options.get("requests", REQUESTS), PROMPT), generator=generator).tolist()
+    engine.generate(prompts, SamplingConfig(8, seed=0, ignore_eos=True))
+    result = run(engine, Watch(engine), prompts, tokens)
+    engine.close()
+    return result
 
 
 def main() -> None:
@@ -194,7 +247,9 @@ def main() -> None:
     for (question, name), seen in runs.items():
         pairs = zip(seen, runs[question, "full"], strict=True)
         ratio = statistics.median(ours["tokens_per_second"] / full["tokens_per_second"] for ours, full in pairs)
-        median = {key: statistics.median(run[key] for run in seen) for key in seen[0]}
+        median = {
+            key: statistics.median(one[key] for one in seen) for key in seen[0] if all(key in one for one in seen)
+        }
         rows.append({"at": question, "cache": name, **median, "ratio_to_full": ratio, "runs": seen})
     asked = {
         question: {
