@@ -1,0 +1,209 @@
+"""The vLLM engine: tokens/s under full and small caches, with and without CUDA graphs, and at equal memory."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.compaction import caches
+from benchmarks.gpu.shapes import config_of, dtype_name, random_prompts, sizes
+from benchmarks.gpu.worker import FAILURE, Options, Row, attempt
+from benchmarks.rollout import BLOCK, Watch, open_engine, run, save_model
+from rollout import SamplingConfig
+
+CACHES = ("full", "gkv", "streaming", "kvpop", "am")
+MODES = ("eager", "piecewise", "full graphs")
+GREEDY_REQUESTS, GREEDY_PROMPT = 16, 200
+COLUMNS = {
+    "tokens_per_second": "tokens/s", "decoded_per_second": "decoding tokens/s", "peak_blocks": "peak blocks",
+    "in_flight": "in flight", "preemptions": "preempted", "compaction_share": "share of compaction",
+}  # fmt: skip
+
+
+def throughput_small_model(device: str, small: bool, options: Options) -> Iterator[Row]:
+    """Yield the rows of the smaller model; see `_throughput`."""
+    yield from _throughput(sizes(small).small_model, device, small, options)
+
+
+def throughput_large_model(device: str, small: bool, options: Options) -> Iterator[Row]:
+    """Yield the rows of the larger model; see `_throughput`."""
+    yield from _throughput(sizes(small).large_model, device, small, options)
+
+
+def _throughput(shape: dict[str, Any], device: str, small: bool, options: Options) -> Iterator[Row]:
+    """Yield a row for each cache, batch size and sequence length, which a prompt fills but for the sampled tokens.
+
+    The full cache is measured again in a later call, because that call may run on another machine.
+    """
+    size = sizes(small)
+    named = caches(size.cache)
+    cells = [(batch, length) for length in size.contexts for batch in size.served]
+    cells.sort(key=lambda cell: cell[0] * cell[1])
+    full: dict[tuple[int, int], float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(shape, max_position_embeddings=max(size.contexts) * 2)
+        for name in CACHES:
+            wanted = [cell for cell in cells if not options.measured(cache=name, batch=cell[0], tokens=cell[1])]
+            if name == "full" and _others_are_missing(options, cells):
+                wanted = cells
+            if not wanted:
+                continue
+            opened = attempt({}, partial(_opened, config, named[name], device, small, Path(folder)))
+            if FAILURE in opened:
+                yield {"cache": name, **opened}
+                continue
+            engine = opened["engine"]
+            for batch, length in wanted:
+                keys = {"cache": name, "batch": batch, "tokens": length}
+                row = attempt(keys, partial(_timed, engine, opened["watch"], batch, length, size.generated))
+                speed = row.get("decoding tokens/s", row.get("tokens/s"))
+                if name == "full" and speed is not None:
+                    full[batch, length] = speed
+                if speed is not None and (batch, length) in full:
+                    row["ratio to full"] = speed / full[batch, length]
+                if not options.measured(**keys):
+                    yield row
+            attempt({}, lambda engine=engine: engine.close() or {})
+
+
+def _others_are_missing(options: Options, cells: list[tuple[int, int]]) -> bool:
+    return any(
+        not options.measured(cache=name, batch=batch, tokens=length) for name in CACHES[1:] for batch, length in cells
+    )
+
+
+def _opened(config: Any, block: dict[str, Any], device: str, small: bool, folder: Path) -> Row:
+    """Return an engine for the largest batch and the longest sequence, and its watch, after a warm-up."""
+    size = sizes(small)
+    engine = _engine(config, block, device, folder, max(size.served), max(size.contexts))
+    engine.generate(random_prompts(2, 16), SamplingConfig(8, seed=0, ignore_eos=True))
+    return {"engine": engine, "watch": Watch(engine)}
+
+
+def _engine(
+    config: Any, block: dict[str, Any], device: str, folder: Path, requests: int, length: int, **options: Any
+) -> Any:
+    """Return a vLLM engine with dummy weights, which are written to `folder` once for all caches that do not learn."""
+    learned = block if "scorer" in block else {"policy": "full"}
+    model = save_model(config, learned, folder, device, dtype_name(device))
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        options = {"gpu_memory_utilization": 0.85, **options}
+    elif "blocks" not in options:
+        options["kv_cache_gb"] = 0.1
+    blocks = options.pop("blocks", None)
+    return open_engine(model, config, block, blocks, dtype_name(device), requests=requests, length=length, **options)
+
+
+def _timed(engine: Any, watch: Watch, batch: int, length: int, generated: int) -> Row:
+    return _named(run(engine, watch, random_prompts(batch, length - generated), generated))
+
+
+def _named(result: dict[str, float]) -> Row:
+    return {name: result[key] for key, name in COLUMNS.items() if key in result}
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def modes(device: str, small: bool, options: Options) -> Iterator[Row]:
+    """Yield a row for each cache and way to run a step: tokens/s, and the share of greedy tokens equal to eager mode's.
+
+    On a CPU vLLM has no graphs, so that the three modes are the same.
+    """
+    size = sizes(small)
+    batch, length = size.served[0], size.contexts[0]
+    config = config_of(size.small_model, max_position_embeddings=2 * length)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("gkv", "streaming", "kvpop"):
+            if all(options.measured(cache=name, mode=mode) for mode in MODES):
+                continue
+            eager: list[list[int]] = []
+            for mode in MODES:
+                work = partial(_mode, config, caches(size.cache)[name], mode, device, Path(folder), size, eager)
+                yield attempt({"cache": name, "mode": mode, "batch": batch, "tokens": length}, work)
+
+
+def _mode(
+    config: Any, block: dict[str, Any], mode: str, device: str, folder: Path, size: Any, eager: list[list[int]]
+) -> Row:
+    """Measure a mode. The first mode writes its greedy tokens to `eager`, with which the others are compared."""
+    from rollout.vllm.compat import arguments
+
+    batch, length = size.served[0], size.contexts[0]
+    plain = arguments.engine_arguments
+    if mode == "eager":
+        arguments.engine_arguments = lambda *given, **named: {**plain(*given, **named), "enforce_eager": True}
+    try:
+        engine = _engine(config, block, device, folder, batch, length, full_graphs=mode == "full graphs")
+    finally:
+        arguments.engine_arguments = plain
+    try:
+        compiled = engine.llm.llm_engine.vllm_config.compilation_config
+        graphs = getattr(compiled.cudagraph_mode, "name", str(compiled.cudagraph_mode))
+        greedy = SamplingConfig(size.generated, temperature=0, ignore_eos=True)
+        prompts = random_prompts(min(GREEDY_REQUESTS, batch), min(GREEDY_PROMPT, length - size.generated))
+        tokens = [rollout.completion_ids for rollout in engine.generate(prompts, greedy)]
+        result = run(engine, Watch(engine), random_prompts(batch, length - size.generated), size.generated)
+    finally:
+        engine.close()
+    if mode == MODES[0]:
+        eager[:] = tokens
+    row: Row = {"graphs": graphs, **_named(result)}
+    if eager:
+        row["same sequences"] = statistics.mean(ours == theirs for ours, theirs in zip(tokens, eager, strict=True))
+        row["same tokens"] = statistics.mean(
+            _common_prefix(ours, theirs) / len(theirs) for ours, theirs in zip(tokens, eager, strict=True)
+        )
+    return row
+
+
+def _common_prefix(ours: list[int], theirs: list[int]) -> int:
+    """Return the number of tokens before the first one that differs."""
+    pairs = zip(ours, theirs, strict=True)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(theirs))
+
+
+# ---- equal memory ---------------------------------------------------------------------------------------------------
+
+
+def equal_memory(device: str, small: bool, options: Options) -> Iterator[Row]:
+    """Yield a row for each cache: tokens/s with a pool that holds a quarter of the sequences whole."""
+    size = sizes(small)
+    batch, length = size.served[0], size.contexts[0] // (1 if small else 2)
+    prompt = length // 8
+    blocks = max(3, batch // 4) * -(-length // BLOCK)
+    block_of = {key: value if key == "window" else value // 2 for key, value in size.cache.items()}
+    full = None
+    config = config_of(size.small_model, max_position_embeddings=2 * length)
+    keys = {"requests": batch, "prompt": prompt, "tokens": length, "blocks of the pool": blocks}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in CACHES:
+            if options.measured(cache=name) and name != "full":
+                continue
+            block = caches(block_of)[name]
+            work = partial(_filled, config, block, device, Path(folder), batch, (prompt, length), blocks)
+            row = attempt({"cache": name, **keys}, work)
+            full = row.get("tokens/s") if name == "full" else full
+            if full and "tokens/s" in row:
+                row["ratio to full"] = row["tokens/s"] / full
+            if not options.measured(cache=name):
+                yield row
+
+
+def _filled(
+    config: Any, block: dict[str, Any], device: str, folder: Path, batch: int, lengths: tuple[int, int], blocks: int
+) -> Row:
+    prompt, length = lengths
+    engine = _engine(config, block, device, folder, batch, length, blocks=blocks)
+    try:
+        engine.generate(random_prompts(2, 16), SamplingConfig(8, seed=0, ignore_eos=True))
+        return _named(run(engine, Watch(engine), random_prompts(batch, prompt), length - prompt))
+    finally:
+        engine.close()
