@@ -41,9 +41,9 @@ def _on(results: dict[str, Any]) -> str:
 def _attention(rows: list[Row]) -> list[str]:
     lines = []
     for length, goal in GOALS.items():
-        found = [row for row in rows if row.get("S") == length and FAILURE not in row]
-        speedups = [row.get("times faster than flex") for row in found if row["kernel"] == "flex_sorted"]
-        both = [row for row in found if row["kernel"] == "flex_sorted" and row.get("passes") == "forward and backward"]
+        timed = [row for row in rows if row.get("S") == length and FAILURE not in row]
+        speedups = [row.get("times faster than flex") for row in timed if row["kernel"] == "flex_sorted"]
+        both = [row for row in timed if row["kernel"] == "flex_sorted" and row.get("passes") == "forward and backward"]
         if not both or both[0].get("times faster than flex") is None:
             lines.append(
                 f"- Goal at {length:,} tokens, flex_sorted at least {goal:g} times as fast as flex: not measured."

@@ -33,7 +33,7 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What a stage may use besides its device and its size.
+    """Inputs of a stage besides its device and its size.
 
     trace : folder of recorded traces, or None
     folder : folder for files that later calls may use again
