@@ -96,10 +96,11 @@ def _decoding(rows: list[Row]) -> list[str]:
 
 def _throughput(question: str) -> Callable[[list[Row]], list[str]]:
     def lines(rows: list[Row]) -> list[str]:
+        once = "- A row is one run after a warm-up; the ratio is that of decoding tokens/s, where all requests fit at once."
         if not (results := cpu_results("rollout")):
-            return []
+            return [once]
         ratios = [f"{row['cache']} {row['ratio_to_full']:.2f}" for row in results["rows"] if row["at"] == question]
-        return [f"- {_on(results)}, {question}, tokens/s relative to a full cache: {', '.join(ratios)}."]
+        return [once, f"- {_on(results)}, {question}, tokens/s relative to a full cache: {', '.join(ratios)}."]
 
     return lines
 

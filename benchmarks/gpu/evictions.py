@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.shapes import VOCABULARY, config_of, dtype_name, dummy_model, random_prompts, sizes
 from benchmarks.gpu.worker import NotRunError, Options
 from rollout import SamplingConfig, make_engine
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import NEVER, EvictionTrace, load_traces
 
 PROMPT, PERIOD, WINDOW = 128, 128, 16
 
@@ -33,7 +33,8 @@ def _trace(device: str, small: bool, options: Options, length: int) -> tuple[Evi
         if not file.exists():
             _record(device, small, max(size.lengths), file)
         return EvictionTrace.load(file), f"synthetic: gkv, budget {size.budget}, dummy weights"
-    traces = [(EvictionTrace.load(file), file.name) for file in sorted(options.trace.glob("*.safetensors"))]
+    files = sorted(options.trace.rglob("*.safetensors"))
+    traces = [(trace, file.name) for file in files for trace in load_traces(file)]
     long_enough = [(trace, name) for trace, name in traces if len(trace) >= length]
     if not long_enough:
         longest = max((len(trace) for trace, _ in traces), default=0)

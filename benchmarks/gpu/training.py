@@ -46,11 +46,12 @@ TOP, REPETITIONS = 256, 3
 
 def grpo_quickstart(device: str, small: bool, options: Options) -> Iterator[Row]:
     """Yield a row for each engine: times of a step's parts, the gap, and the memory beside `doctor`'s prediction."""
-    yield from _grpo_rows(device, small, options, str(QUICKSTART), sizes(small).grpo)
+    engines = ("hf", *(["vllm"] * is_installed("vllm")))
+    yield from _grpo_rows(device, options, str(QUICKSTART), engines, sizes(small).grpo)
 
 
 def grpo_model(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield the same rows for a model with dummy weights, all of whose rewards are 0."""
+    """Yield such a row for a model with dummy weights, all of whose rewards are 0, with vLLM if it is installed."""
     size = sizes(small)
     overrides = {**size.grpo, "cache": MODEL_CACHE, "gradient_checkpointing": True, **size.grpo_model}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,11 +66,15 @@ def grpo_model(device: str, small: bool, options: Options) -> Iterator[Row]:
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-        yield from _grpo_rows(device, small, options, folder, overrides)
+        # One engine: what a first training leaves in memory would count for the peak of a second one.
+        engines = ("vllm",) if is_installed("vllm") else ("hf",)
+        yield from _grpo_rows(device, options, folder, engines, overrides)
 
 
-def _grpo_rows(device: str, small: bool, options: Options, model: str, overrides: dict[str, Any]) -> Iterator[Row]:
-    for engine in ("hf", *(["vllm"] * is_installed("vllm"))):
+def _grpo_rows(
+    device: str, options: Options, model: str, engines: tuple[str, ...], overrides: dict[str, Any]
+) -> Iterator[Row]:
+    for engine in engines:
         if not options.measured(engine=engine):
             yield attempt({"engine": engine}, partial(_grpo, device, model, engine, overrides))
 

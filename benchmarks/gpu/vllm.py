@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -54,22 +55,40 @@ def _throughput(shape: dict[str, Any], device: str, small: bool, options: Option
                 wanted = cells
             if not wanted:
                 continue
-            opened = attempt({}, partial(_opened, config, named[name], device, small, Path(folder)))
-            if FAILURE in opened:
-                yield {"cache": name, **opened}
-                continue
-            engine = opened["engine"]
-            for batch, length in wanted:
-                keys = {"cache": name, "batch": batch, "tokens": length}
-                row = attempt(keys, partial(_timed, engine, opened["watch"], batch, length, size.generated))
-                speed = row.get("decoding tokens/s", row.get("tokens/s"))
+            work = partial(_of_cache, config, name, named[name], wanted, device, small, Path(folder))
+            for row in work():
+                batch, length, speed = row.get("batch"), row.get("tokens"), row.get("decoding tokens/s")
                 if name == "full" and speed is not None:
                     full[batch, length] = speed
                 if speed is not None and (batch, length) in full:
                     row["ratio to full"] = speed / full[batch, length]
-                if not options.measured(**keys):
+                if not options.measured(cache=name, batch=batch, tokens=length):
                     yield row
-            attempt({}, lambda engine=engine: engine.close() or {})
+            free(device)
+
+
+def _of_cache(
+    config: Any, name: str, block: dict[str, Any], cells: list[tuple[int, int]], device: str, small: bool, folder: Path
+) -> Iterator[Row]:
+    """Yield the rows of one cache from one engine. When the generator has ended, nothing refers to the engine."""
+    opened = attempt({}, partial(_opened, config, block, device, small, folder))
+    if FAILURE in opened:
+        yield {"cache": name, **opened}
+        return
+    engine, watch = opened["engine"], opened["watch"]
+    try:
+        for batch, length in cells:
+            work = partial(_timed, engine, watch, batch, length, sizes(small).generated)
+            yield attempt({"cache": name, "batch": batch, "tokens": length}, work)
+    finally:
+        engine.close()
+
+
+def free(device: str) -> None:
+    """Give the memory of a closed engine back, so that the next engine finds it free."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _others_are_missing(options: Options, cells: list[tuple[int, int]]) -> bool:
@@ -128,6 +147,7 @@ def modes(device: str, small: bool, options: Options) -> Iterator[Row]:
             for mode in MODES:
                 work = partial(_mode, config, caches(size.cache)[name], mode, device, Path(folder), size, eager)
                 yield attempt({"cache": name, "mode": mode, "batch": batch, "tokens": length}, work)
+                free(device)
 
 
 def _mode(
@@ -195,6 +215,7 @@ def equal_memory(device: str, small: bool, options: Options) -> Iterator[Row]:
                 row["ratio to full"] = row["tokens/s"] / full
             if not options.measured(cache=name):
                 yield row
+            free(device)
 
 
 def _filled(
