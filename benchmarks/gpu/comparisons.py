@@ -94,9 +94,9 @@ def _decoding(rows: list[Row]) -> list[str]:
     return [f"- {_on(results)}, share of compaction in a model of 4 layers: {', '.join(shares)}."]
 
 
-def _throughput(question: str) -> Callable[[list[Row]], list[str]]:
+def _throughput(question: str, speed: str) -> Callable[[list[Row]], list[str]]:
     def lines(rows: list[Row]) -> list[str]:
-        once = "- A row is one run after a warm-up; the ratio is that of decoding tokens/s, where all requests fit at once."
+        once = f"- A row is one run after a warm-up; the ratio is that of {speed}."
         if not (results := cpu_results("rollout")):
             return [once]
         ratios = [f"{row['cache']} {row['ratio_to_full']:.2f}" for row in results["rows"] if row["at"] == question]
@@ -145,8 +145,8 @@ COMPARISONS = {
     "running_topk": Comparison(_topk),
     "sampler": Comparison(_sampler),
     "decoding": Comparison(_decoding),
-    "vllm_1.5b": Comparison(_throughput("equal batch")),
-    "vllm_7b": Comparison(_throughput("equal batch")),
-    "vllm_equal_memory": Comparison(_throughput("equal memory")),
+    "vllm_1.5b": Comparison(_throughput("equal batch", "decoding tokens/s, if all requests fit at once")),
+    "vllm_7b": Comparison(_throughput("equal batch", "decoding tokens/s, if all requests fit at once")),
+    "vllm_equal_memory": Comparison(_throughput("equal memory", "tokens/s")),
     "one_shot_compaction": Comparison(_contexts),
 }
