@@ -67,16 +67,15 @@ def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
     return prompts, totals
 
 
-def takes(name: str) -> list[str]:
-    """Return the names of a policy's parameters."""
+def parameter_names(name: str) -> list[str]:
     return accepted_parameters(name)
 
 
-def small(name: str, **parameters: Any) -> dict[str, Any]:
+def small_parameters(name: str, **parameters: Any) -> dict[str, Any]:
     """Return parameters for short sequences: budget 12, window 4, and the entries of `parameters` that the policy
     takes."""
     chosen = {"budget": 12, "sinks": 0, "window": 4, "period": 1, **parameters}
-    return {key: value for key, value in chosen.items() if key in takes(name)}
+    return {key: value for key, value in chosen.items() if key in parameter_names(name)}
 
 
 @dataclass
@@ -134,14 +133,16 @@ def feed(
 
 
 def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Batch, Fed]:
-    """Feed a policy with the `small` parameters, rows with lengths around every bound, and random tokens."""
-    policy = make_policy(name, **small(name, **parameters))
+    """Feed rows of random tokens through the cache of a policy with `small_parameters`; return (policy, rows, results).
+
+    The rows' lengths are just below, at and above the budget and the first compaction."""
+    policy = make_policy(name, **small_parameters(name, **parameters))
     prompts, totals = lengths_around(getattr(policy.config, "budget", 12), getattr(policy.config, "period", 1))
     batch = ragged_batch(seed, prompts, totals)
     return policy, batch, feed(policy, batch)
 
 
-def dense(policy: Policy, batch: Batch, row: int, record: torch.Tensor) -> torch.Tensor:
+def dense_output(policy: Policy, batch: Batch, row: int, record: torch.Tensor) -> torch.Tensor:
     """Return the dense reference's output [Hq, S_b, D] for one row under a record [Hkv, S_b] of evictions."""
     query, key, value = batch.row(row)
     further = policy.further(batch.prompts[row], batch.totals[row] + 1)  # every token is fed here

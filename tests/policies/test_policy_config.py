@@ -1,4 +1,4 @@
-"""Settings of policies and scorers are read without torch, and are the same for every way to request a policy."""
+"""Settings of policies and scorers are loaded without torch, and are the same for every way to request a policy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ HEAVY = ("torch", "transformers", "trl", "vllm")
 
 
 @pytest.mark.parametrize("module", [*LIGHT, "sparse_rl.policies.base"])
-def test_settings_are_read_without_torch(module: str) -> None:
-    """Reading settings in a separate process imports no torch. Control: the last module does import torch, since the
-    contract of policies names tensors."""
+def test_modules_of_settings_import_no_torch(module: str) -> None:
+    """In a new process, a module of settings imports none of the HEAVY libraries. Control: the last module does import
+    torch, since the base class of policies names tensors."""
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {HEAVY}))"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == (module not in LIGHT), done.stderr
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert process.returncode == (module not in LIGHT), process.stderr
 
 
 def test_a_cache_block_is_checked_without_torch() -> None:
+    """The `cache` block of a recipe is read and checked, a misspelt key included, without importing HEAVY libraries."""
     code = (
         "import sys\n"
         "from sparse_rl.methods.config import PolicyConfig\n"
@@ -44,11 +45,11 @@ def test_a_cache_block_is_checked_without_torch() -> None:
         "    assert 'alpha' in str(error)\n"
         f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
-def test_the_registries_have_the_same_names() -> None:
+def test_registries_use_the_names_of_the_settings() -> None:
     assert list(SCORER_CONFIGS) == list(SCORERS)
     assert all(config.name == name for name, config in [*CONFIGS.items(), *SCORER_CONFIGS.items()])
 
@@ -59,18 +60,20 @@ def test_settings_equal_those_rebuilt_from_their_parameters(name: str) -> None:
     config = PolicyConfig.from_block({"policy": name, **size})
     assert PolicyConfig.from_block(config.as_block()) == config == make_policy(config).config
     assert list(config.parameters()) == accepted_parameters(name)
-    for key in size:
+    for key in size:  # control: another budget gives other settings
         assert PolicyConfig.from_block({"policy": name, "budget": 601}) != config, key
 
 
-def test_a_scorer_is_a_name_a_mapping_or_settings() -> None:
-    plain = ScorerConfig.from_block("mlp")
-    assert ScorerConfig.from_block({"name": "mlp"}) == ScorerConfig.from_block(plain) == plain
-    assert plain != ScorerConfig.from_block({"name": "mlp", "hidden": 3})
-    assert plain.as_block() == {"name": "mlp", "gamma": None, "hidden": None}
+def test_a_scorer_may_be_given_as_name_mapping_or_settings() -> None:
+    """The three ways to request a scorer give equal settings; other parameters give other settings."""
+    default_mlp = ScorerConfig.from_block("mlp")
+    assert ScorerConfig.from_block({"name": "mlp"}) == ScorerConfig.from_block(default_mlp) == default_mlp
+    assert default_mlp != ScorerConfig.from_block({"name": "mlp", "hidden": 3})
+    assert default_mlp.as_block() == {"name": "mlp", "gamma": None, "hidden": None}
     changed = ScorerConfig.from_block({"name": "mlstm", "value": "full", "norm": True})
-    assert changed != ScorerConfig.from_block("mlstm") and ScorerConfig.from_block(changed.as_block()) == changed
-    blocks = ({"policy": "kvpop", "budget": 600, "scorer": scorer} for scorer in ("mlp", plain))
+    assert changed != ScorerConfig.from_block("mlstm")
+    assert ScorerConfig.from_block(changed.as_block()) == changed
+    blocks = ({"policy": "kvpop", "budget": 600, "scorer": scorer} for scorer in ("mlp", default_mlp))
     by_name, by_settings = map(PolicyConfig.from_block, blocks)
     assert by_name == by_settings
 
@@ -105,5 +108,6 @@ def test_a_model_directory_stores_all_scorer_options(name: str, tmp_path: Path) 
         written = json.loads((tmp_path / "cache_policy.json").read_text())
         assert written["scorer"] == {"name": name, **usual, **given}
         assert set(written) == {"format_version", "policy", *accepted_parameters("kvpop")}
-        read = saved_policy(tmp_path)
-        assert read is not None and read.config == policy.config
+        loaded = saved_policy(tmp_path)
+        assert loaded is not None
+        assert loaded.config == policy.config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import Batch, Fed, dense, feed, lengths_around, ragged_batch, run_policy, small
+from feeding import Batch, Fed, dense_output, feed, lengths_around, ragged_batch, run_policy, small_parameters
 from policy_cases import BOUNDED, EVICTING, SAMPLED
 from references import GKV, NEVER, REFERENCES, Disagreement, over_max
 
@@ -18,42 +18,43 @@ from sparse_rl.policies import make_policy
 
 def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> tuple[int, int]:
     """Compare every row with its reference. Returns (number of entries, number of near ties that were decided
-    differently)."""
+    differently: "flips"). `flips_allowed` is the maximum number of rows with such flips."""
     assert name in REFERENCES, f"no reference for the policy {name!r}: write one in tests/policies/references.py"
-    flipped = compared = flips = 0
+    rows_with_flips = compared = flips = 0
     for row, record in enumerate(fed.records):
         query, key, _ = batch.row(row)
         life = REFERENCES[name](query, key, batch.prompts[row], batch.scaling, parameters, record)
         expected = life.run()
         assert torch.equal(record, expected), f"row {row}: recorded\n{record}\nreference\n{expected}"
-        flipped += life.flips > 0
+        rows_with_flips += life.flips > 0
         flips += life.flips
         compared += record.numel()
-    assert flipped <= flips_allowed, f"{flipped} rows have near ties that fell the other way"
+    assert rows_with_flips <= flips_allowed, f"{rows_with_flips} rows have near ties that fell the other way"
     return compared, flips
 
 
 @pytest.fixture
-def check(tally: Callable) -> Callable[..., None]:
+def compare_with_reference(tally: Callable) -> Callable[..., None]:
     """Run `compare` and add its counts to the table of the test run."""
-    return lambda name, *told, **allowed: tally(name, *compare(name, *told, **allowed))
+    return lambda name, *arguments, **allowed: tally(name, *compare(name, *arguments, **allowed))
 
 
 def evicts(fed: Fed) -> bool:
+    """Return True if any entry was evicted."""
     return any(bool((record < NEVER).any()) for record in fed.records)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_policy_equals_its_reference(name: str, period: int, sinks: int, check: Callable) -> None:
+def test_policy_equals_its_reference(name: str, period: int, sinks: int, compare_with_reference: Callable) -> None:
     policy, batch, fed = run_policy(name, seed=period + sinks, period=period, sinks=sinks)
-    check(name, small(name, period=period, sinks=sinks), batch, fed)
+    compare_with_reference(name, small_parameters(name, period=period, sinks=sinks), batch, fed)
     assert evicts(fed) == (policy.schedule.evicts)
 
 
 def test_every_policy_has_a_reference() -> None:
-    assert set(REFERENCES) == set(SAMPLED), "a policy and its reference come together"
+    assert set(REFERENCES) == set(SAMPLED), "every policy needs a reference in tests/policies/references.py"
 
 
 @pytest.mark.parametrize("pooling", [1, 7])
@@ -61,14 +62,14 @@ def test_every_policy_has_a_reference() -> None:
 @pytest.mark.parametrize("form", ["max", "mean", "sum"])
 @pytest.mark.parametrize(("period", "sinks"), [(1, 2), (8, 0)])
 def test_gkv_equals_its_reference_in_every_form(
-    form: str, redundancy: bool, pooling: int, period: int, sinks: int, check: Callable
+    form: str, redundancy: bool, pooling: int, period: int, sinks: int, compare_with_reference: Callable
 ) -> None:
-    parameters = small(
+    parameters = small_parameters(
         "gkv", form=form, redundancy=redundancy, pooling=pooling, period=period, sinks=sinks, budget=14, window=3
     )
     prompts, totals = lengths_around(14, period)
     batch = ragged_batch(20 + period, prompts, totals)
-    check("gkv", parameters, batch, feed(make_policy("gkv", **parameters), batch))
+    compare_with_reference("gkv", parameters, batch, feed(make_policy("gkv", **parameters), batch))
 
 
 @pytest.mark.parametrize(
@@ -97,47 +98,50 @@ def test_gkv_equals_its_reference_in_every_form(
     ],
 )
 @pytest.mark.parametrize("period", [1, 5])
-def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], period: int, check: Callable) -> None:
+def test_policy_equals_its_reference_at_extreme_parameters(
+    name: str, changed: dict[str, Any], period: int, compare_with_reference: Callable
+) -> None:
     _, batch, fed = run_policy(name, seed=3, period=period, **changed)
-    check(name, small(name, period=period, **changed), batch, fed)
+    compare_with_reference(name, small_parameters(name, period=period, **changed), batch, fed)
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_the_defaults_are_those_of_the_method(name: str, check: Callable) -> None:
-    """With only the budget given, the reference's defaults for the method equal the policy's defaults."""
+def test_default_parameters_equal_those_of_the_reference(name: str, compare_with_reference: Callable) -> None:
+    """With only the budget given, policy and reference evict the same entries, each with its own default values."""
     defaults = {field.name: field.default for field in dataclasses.fields(CONFIGS[name])}
     fixed = sum(size for key in ("sinks", "window") if isinstance(size := defaults.get(key), int))
     given = {"budget": max(24, fixed + 8)} if name in BOUNDED else {}
     policy = make_policy(name, **given)
     first = policy.schedule.first(0)
     batch = ragged_batch(5, [4, first + 3], [given.get("budget", 24) + 2, first + 8])
-    check(name, given, batch, feed(policy, batch))
+    compare_with_reference(name, given, batch, feed(policy, batch))
 
 
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
-def test_exact_ties_go_to_the_earlier_position(name: str, period: int, check: Callable) -> None:
-    parameters = small(name, period=period, sinks=1)
+def test_exact_ties_go_to_the_earlier_position(name: str, period: int, compare_with_reference: Callable) -> None:
+    """The keys repeat, so many scores are exactly equal; the reference keeps the earlier of two equal entries."""
+    parameters = small_parameters(name, period=period, sinks=1)
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(7, prompts, totals, tied=True)
-    check(name, parameters, batch, feed(make_policy(name, **parameters), batch))
+    compare_with_reference(name, parameters, batch, feed(make_policy(name, **parameters), batch))
 
 
 # R-KV's redundancy is a sum over all keys, which rounds differently in each precision.
 @pytest.mark.parametrize(
     "name",
-    [name for name in EVICTING if not make_policy(name, **small(name)).entry_memory and name != "rkv"],
+    [name for name in EVICTING if not make_policy(name, **small_parameters(name)).entry_memory and name != "rkv"],
 )
-def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Callable) -> None:
+def test_a_score_without_memory_never_flips_an_exact_tie(name: str, compare_with_reference: Callable) -> None:
     """A policy whose score has no memory decides exact ties as the reference does: identical keys have identical scores
     in both precisions, so rounding cannot reorder them."""
-    parameters = small(name, period=3)
+    parameters = small_parameters(name, period=3)
     prompts, totals = lengths_around(12, 3)
     batch = ragged_batch(8, prompts, totals, tied=True)
-    check(name, parameters, batch, feed(make_policy(name, **parameters), batch), flips_allowed=0)
+    compare_with_reference(name, parameters, batch, feed(make_policy(name, **parameters), batch), flips_allowed=0)
 
 
-def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Callable) -> None:
+def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(compare_with_reference: Callable) -> None:
     """G-KV divides redundancy by its maximum over the competing tokens. In this test the window is repetitive and has
     the largest redundancy, but the window does not compete, so it does not set the scale."""
 
@@ -152,12 +156,13 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Ca
                 result.append({j: lam * value - (1 - lam) * repeated[j] for j, value in local.items()})
             return result
 
-    parameters = small("gkv", budget=18, window=10, lam=0.3)
+    parameters = small_parameters("gkv", budget=18, window=10, lam=0.3)
     batch = ragged_batch(30, [30] * 6, [30] * 6)
+    # the keys of the window, positions 20 to 29, are nearly equal
     batch.key[:, :, 20:] = batch.key[:, :, 20:21] + 0.1 * batch.key[:, :, 20:]
     fed = feed(make_policy("gkv", **parameters), batch)
-    check("gkv", parameters, batch, fed)
-    objections = 0
+    compare_with_reference("gkv", parameters, batch, fed)
+    objections = 0  # control: the other reference must disagree
     for row, record in enumerate(fed.records):
         query, key, _ = batch.row(row)
         try:
@@ -173,13 +178,14 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Ca
 @pytest.mark.parametrize("name", EVICTING)
 def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
     """If one dropped entry and one kept entry are swapped in one row, the reference raises Disagreement."""
-    parameters = small(name, period=8)
+    parameters = small_parameters(name, period=8)
     _, batch, fed = run_policy(name, period=8)
     row, record = 1, fed.records[1].clone()
-    when = int(record[0][record[0] < NEVER].min())
-    dropped = int((record[0] == when).nonzero()[0])
-    kept = int((record[0, : when - 4] == NEVER).nonzero()[-1]) if name != "streaming" else when - 1
-    record[0, dropped], record[0, kept] = record[0, kept].clone(), when
+    first_eviction = int(record[0][record[0] < NEVER].min())
+    dropped = int((record[0] == first_eviction).nonzero()[0])
+    before_window = first_eviction - 4
+    kept = int((record[0, :before_window] == NEVER).nonzero()[-1]) if name != "streaming" else first_eviction - 1
+    record[0, dropped], record[0, kept] = record[0, kept].clone(), first_eviction
     query, key, _ = batch.row(row)
     with pytest.raises(Disagreement):
         REFERENCES[name](query, key, batch.prompts[row], batch.scaling, parameters, record).run()
@@ -188,7 +194,8 @@ def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", EVICTING)
 def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
-    parameters = small(name, period=8)
+    """If all evictions of a row are recorded one position too early or too late, the reference raises Disagreement."""
+    parameters = small_parameters(name, period=8)
     _, batch, fed = run_policy(name, period=8)
     record = torch.where(fed.records[1] < NEVER, fed.records[1] + shift, NEVER)
     query, key, _ = batch.row(1)
@@ -214,10 +221,10 @@ def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
     ],
 )
 def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Control: every parameter changes the trace. A parameter without effect would make the comparison with the
-    reference empty."""
-    first, second = run_policy(name, **one)[2], run_policy(name, **other)[2]
-    assert any(not torch.equal(a, b) for a, b in zip(first.records, second.records, strict=True))
+    """Two values of one parameter give different traces. If a parameter had no effect, then comparing traces with the
+    reference would not test it."""
+    (*_, with_one), (*_, with_other) = run_policy(name, **one), run_policy(name, **other)
+    assert any(not torch.equal(a, b) for a, b in zip(with_one.records, with_other.records, strict=True))
 
 
 # ---- the sampler attended to the recorded entries -------------------------------------------------------------------
@@ -226,15 +233,17 @@ def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_output_is_dense_attention_under_the_record(name: str, period: int) -> None:
+    """The cache's attention outputs equal dense attention under the mask of the recorded evictions. Control: evictions
+    recorded one position too early or too late give other outputs."""
     policy, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
-    tested = 0
+    controls = 0
     for row, record in enumerate(fed.records):
-        torch.testing.assert_close(fed.outputs[row], dense(policy, batch, row, record), atol=1e-5, rtol=1e-5)
-        for shift in (-1, 1):  # controls: off by one is a real error
+        torch.testing.assert_close(fed.outputs[row], dense_output(policy, batch, row, record), atol=1e-5, rtol=1e-5)
+        for shift in (-1, 1):
             if name == "am" and shift == -1:
                 continue  # refits are made at the compactions of the trace; a trace with other compactions is refused
             moved = torch.where(record < NEVER, record + shift, NEVER)
             if bool((torch.minimum(record, moved) < batch.totals[row] - 1).any()):
-                assert (fed.outputs[row] - dense(policy, batch, row, moved)).abs().max() > 1e-3
-                tested += 1
-    assert tested == 0 if name == "full" else tested >= (4 if name == "am" else 8)
+                assert (fed.outputs[row] - dense_output(policy, batch, row, moved)).abs().max() > 1e-3
+                controls += 1
+    assert controls == 0 if name == "full" else controls >= (4 if name == "am" else 8)

@@ -1,14 +1,14 @@
 """Policies against kvpress presses with the same score: the same entries are kept after the same prompt.
 
-kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers, so its presses
-cannot run as they are; the tests pass it to their forward hook. Presses with an equal policy here:
+kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers. So its presses
+cannot run unchanged, and the tests pass `cache_position` to their forward hook. Presses with an equal policy here:
 
     StreamingLLMPress                                                                 streaming
     TOVAPress, which never drops the last token                                       tova with window 1
     ObservedAttentionPress, before its division by the number of observers and heads  h2o after the prompt
     SnapKVPress without pooling, one query head per kv head (it averages over them)   morphkv, snapkv without pooling
 
-It has no MorphKV, R-KV, G-KV or CAKE.
+kvpress has no MorphKV, R-KV, G-KV or CAKE.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def prompt_ids() -> torch.Tensor:
     return torch.randint(0, 97, (2, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
-def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return, for each layer, the prompt keys that the press kept [2, Hkv, K, D] and all prompt keys [2, Hkv, P, D]: 2
+def keys_kept_by(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return, for each layer, the prompt keys that the press keeps [2, Hkv, K, D] and all prompt keys [2, Hkv, P, D]: 2
     rows, Hkv kv heads, K kept of P prompt tokens, and head width D."""
-    everything: list[torch.Tensor] = []
+    all_keys: list[torch.Tensor] = []
 
     def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        everything.append(kwargs["past_key_values"].layers[module.layer_idx].keys.clone())
+        all_keys.append(kwargs["past_key_values"].layers[module.layer_idx].keys.clone())
         return press.forward_hook(module, args, {**kwargs, "cache_position": torch.arange(PROMPT)}, output)
 
     cache = DynamicCache()
@@ -81,10 +81,10 @@ def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], lis
         model(prompt_ids(), past_key_values=cache)
     for handle in hooks:
         handle.remove()
-    return [layer.keys for layer in cache.layers], everything
+    return [layer.keys for layer in cache.layers], all_keys
 
 
-def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
+def our_cache(model: torch.nn.Module, policy: Policy) -> EvictingCache:
     """Return our cache after the same prompt as the press reads."""
     implementation = model.config._attn_implementation
     cache = EvictingCache(policy)
@@ -95,19 +95,20 @@ def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
     return cache
 
 
-def positions(kept: torch.Tensor, everything: torch.Tensor) -> list[list[list[int]]]:
+def positions(kept: torch.Tensor, all_keys: torch.Tensor) -> list[list[list[int]]]:
     """Return the prompt position of each kept key in [2, Hkv, K, D], sorted, for each row and head."""
-    same = (kept[:, :, :, None] - everything[:, :, None]).abs().amax(-1)  # [2, Hkv, K, P]
+    same = (kept[:, :, :, None] - all_keys[:, :, None]).abs().amax(-1)  # [2, Hkv, K, P]
     assert float(same.amin(-1).max()) < 1e-5
     return same.argmin(-1).sort(-1).values.tolist()
 
 
 def assert_same_entries(model: torch.nn.Module, press: Any, policy: Policy) -> None:
-    kept, everything = pressed(model, press)
-    cache = ours(model, policy)
+    """Check that press and policy keep the same positions of the same prompt, in every layer, row and kv head."""
+    kept, all_keys = keys_kept_by(model, press)
+    cache = our_cache(model, policy)
     for index, layer in cache.layers.items():
         assert kept[index].shape[2] == policy.config.budget
-        theirs = positions(kept[index], everything[index])
+        theirs = positions(kept[index], all_keys[index])
         assert layer.positions[:, :, : policy.config.budget].tolist() == theirs, f"layer {index}"
 
 
@@ -122,7 +123,7 @@ def test_streaming_keeps_the_entries_of_streaming_llm_press(kvpress: Any, family
     press = kvpress.StreamingLLMPress(ratio(budget), n_sink=sinks)
     model = tiny_model(family)
     assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks))
-    with pytest.raises(AssertionError, match="layer 0"):  # control
+    with pytest.raises(AssertionError, match="layer 0"):  # control: another number of sinks
         assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks + 2))
 
 
@@ -131,23 +132,27 @@ def test_streaming_keeps_the_entries_of_streaming_llm_press(kvpress: Any, family
 def test_tova_keeps_the_entries_of_tova_press(kvpress: Any, family: str, budget: int) -> None:
     press, model = kvpress.TOVAPress(ratio(budget)), tiny_model(family)
     assert_same_entries(model, press, make_policy("tova", budget=budget, window=1))
-    with pytest.raises(AssertionError, match="layer 0"):  # control
+    with pytest.raises(AssertionError, match="layer 0"):  # control: another window
         assert_same_entries(model, press, make_policy("tova", budget=budget, window=7))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize(("name", "off"), [("morphkv", {}), ("snapkv", {"pooling": 1}), ("cake", {"gamma": 0})])
+@pytest.mark.parametrize(("name", "options"), [("morphkv", {}), ("snapkv", {"pooling": 1}), ("cake", {"gamma": 0})])
 def test_the_local_score_keeps_the_entries_of_snapkv_press(
-    kvpress: Any, family: str, name: str, off: dict[str, int]
+    kvpress: Any, family: str, name: str, options: dict[str, int]
 ) -> None:
+    """Without pooling (SnapKV) and without variance (CAKE), these policies score an entry by the local score alone: the
+    attention of the window's queries, which is SnapKVPress's score."""
     press, model = kvpress.SnapKVPress(ratio(14), window_size=5, kernel_size=1), tiny_model(family, kv_heads=4)
-    assert_same_entries(model, press, make_policy(name, budget=14, window=5, period=1, **off))
-    with pytest.raises(AssertionError, match="layer 0"):  # control
+    assert_same_entries(model, press, make_policy(name, budget=14, window=5, period=1, **options))
+    with pytest.raises(AssertionError, match="layer 0"):  # control: another window
         assert_same_entries(model, press, make_policy("morphkv", budget=14, window=2, period=1))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_h2o_mass_is_observed_attention_times_its_observers(kvpress: Any, family: str) -> None:
+    """ObservedAttentionPress scores a token by the mean attention of its observers, the later queries. H2O's mass is
+    the sum of this attention: the mean times the number of observers."""
     model = tiny_model(family)
     scores: list[torch.Tensor] = []
 
@@ -156,11 +161,11 @@ def test_h2o_mass_is_observed_attention_times_its_observers(kvpress: Any, family
             scores.append(self.score(*args))
             return args[2], args[3]
 
-    pressed(model, Spy(0.5))
-    cache = ours(model, make_policy("h2o", budget=PROMPT + 1))
+    keys_kept_by(model, Spy(0.5))
+    cache = our_cache(model, make_policy("h2o", budget=PROMPT + 1))
     observers = torch.arange(PROMPT, 0, -1)
     for index, layer in cache.layers.items():
         group = 2  # query heads per kv head: the press averages over them, H2O here sums
         expected = scores[index] * observers * group
         torch.testing.assert_close(layer.state["mass"][:, :, :PROMPT], expected, atol=1e-4, rtol=1e-4)
-        assert (layer.state["mass"] - scores[index] * group).abs().max() > 1  # control: a sum, not the average
+        assert (layer.state["mass"] - scores[index] * group).abs().max() > 1  # control: the mass is not the mean

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import CPU, dense, feed, lengths_around, ragged_batch, run_policy, small, takes
+from feeding import CPU, dense_output, feed, lengths_around, parameter_names, ragged_batch, run_policy, small_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import BOUNDED, EVICTING, SAMPLED
@@ -30,12 +30,12 @@ class GivenConfig(EvictingConfig):
 class Given(Policy):
     """A policy that scores each entry by its position, with scores that the test supplies."""
 
-    def __init__(self, worth: torch.Tensor, budget: int, **parameters: Any) -> None:
+    def __init__(self, scores_by_position: torch.Tensor, budget: int, **parameters: Any) -> None:
         super().__init__(GivenConfig(budget=budget, **parameters))
-        self.worth = worth
+        self.scores_by_position = scores_by_position
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        return self.worth[entries.positions]
+        return self.scores_by_position[entries.positions]
 
     def choose(self, positions: list[list[int]], seen: list[int]) -> Kept:
         """Return the entries that a compaction of one kv head keeps."""
@@ -43,7 +43,7 @@ class Given(Policy):
 
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
-    """Return the number of entries of each kv head after `seen` tokens, after the compaction if there is one."""
+    """Return the positions that each kv head holds after `seen` tokens, after the compaction if there is one."""
     return [[t for t in range(seen) if int(head[t]) > seen] for head in record]
 
 
@@ -67,16 +67,18 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
 
 @pytest.mark.parametrize("period", [1, 2, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) -> None:
-    policy = make_policy(name, **small(name, period=period))
+def test_schedule_equals_counting_token_by_token(name: str, period: int) -> None:
+    """For any prompt length, the schedule's times of compactions and numbers of held entries equal those of `cadence`,
+    which counts them token by token."""
+    policy = make_policy(name, **small_parameters(name, period=period))
     for prompt in range(1, 45):
-        due = None
+        next_due = None
         for seen, (ran, held) in cadence(policy, prompt, prompt + 40).items():
             assert policy.schedule.due(prompt, seen) == ran, (prompt, seen)
             assert policy.schedule.held(prompt, seen) == held, (prompt, seen)
             if policy.schedule.evicts:
-                assert ran == (seen == (due or policy.schedule.next_due(prompt, 0)))
-                due = policy.schedule.next_due(prompt, seen)
+                assert ran == (seen == (next_due or policy.schedule.next_due(prompt, 0)))
+                next_due = policy.schedule.next_due(prompt, seen)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -85,12 +87,12 @@ def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) ->
 def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: int) -> None:
     """After every forward pass, the cache holds as many entries as the schedule says, in order of position, each with
     the key and value of its own token."""
-    policy = make_policy(name, **small(name, period=period, sinks=sinks))
+    policy = make_policy(name, **small_parameters(name, period=period, sinks=sinks))
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(1, prompts, totals)
     snapshots: list[tuple[list[int], torch.Tensor]] = []
 
-    def look(cache: EvictingCache) -> None:
+    def check_cache(cache: EvictingCache) -> None:
         layer = cache.layers[0]
         snapshots.append((list(cache.seen), layer.positions.clone()))
         for row, seen in enumerate(cache.seen):
@@ -98,13 +100,14 @@ def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: i
             assert cache.lengths[row] == length
             positions = layer.positions[row, :, :length]
             assert bool((positions.diff(dim=-1) > 0).all()), "not in order of position"
-            assert int(positions.min()) >= 0 and int(positions.max()) < seen
-            own = ((batch.key, layer.keys), (batch.value, layer.values))
-            for own_part, buffer in own[:1] if name == "am" else own:  # am replaces the values
+            assert int(positions.min()) >= 0
+            assert int(positions.max()) < seen
+            pairs = ((batch.key, layer.keys), (batch.value, layer.values))
+            for fed_tensor, buffer in pairs[:1] if name == "am" else pairs:  # am replaces the values
                 wide = positions[..., None].expand(-1, -1, buffer.shape[-1])
-                assert torch.equal(buffer[row, :, :length], own_part[row].gather(1, wide))
+                assert torch.equal(buffer[row, :, :length], fed_tensor[row].gather(1, wide))
 
-    fed = feed(policy, batch, look)
+    fed = feed(policy, batch, check_cache)
     for seens, positions in snapshots:
         for row, seen in enumerate(seens):
             length = policy.schedule.held(prompts[row], seen)
@@ -113,10 +116,13 @@ def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: i
 
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
-def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
+def test_a_compaction_leaves_the_budget_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
+    """Each compaction leaves exactly `budget` entries in each kv head, and no query in decoding sees more than the
+    peak, budget + period. The prompt's queries see all tokens before them."""
     policy, batch, fed = run_policy(name, period=period)
-    bounded = name in BOUNDED
-    assert policy.schedule.peak == (12 + period if bounded else None)
+    bounded = name in BOUNDED  # the other policies' numbers of entries grow
+    budget = 12
+    assert policy.schedule.peak == (budget + period if bounded else None)
     peaks = []
     for row, record in enumerate(fed.records):
         prompt, total = batch.prompts[row], batch.totals[row]
@@ -125,55 +131,58 @@ def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, pe
             assert len(held) == 1, "the heads hold different counts"
             if policy.schedule.due(prompt, seen):
                 assert held == {policy.schedule.left(prompt, seen)}
-                assert not bounded or held == {12}
+                assert not bounded or held == {budget}
         attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
         peaks.append(max(attended, default=0))
         assert peaks[-1] <= policy.schedule.most_decoding(prompt, total)
-        for q in range(prompt):  # a prefill is dense
+        for q in range(prompt):  # the prefill is dense
             assert bool((record[:, : q + 1] > q).all())
-    assert not bounded or max(peaks) == policy.schedule.peak, "the bound is reached and not exceeded"
+    assert not bounded or max(peaks) == policy.schedule.peak, "the peak is never reached"
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
 def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) -> None:
+    """Sinks and tokens of the current window are never evicted, and no eviction precedes the first compaction. Control:
+    without sinks, the first tokens are evicted."""
     policy, batch, fed = run_policy(name, seed=2, period=period, sinks=sinks)
     assert policy.config.sinks == sinks
-    unprotected_sinks = 0
+    evicted_first_tokens = 0
     for record, prompt in zip(fed.records, batch.prompts, strict=True):
         assert bool((record[:, : policy.config.sinks] == NEVER).all())
         evicted = (record < NEVER).nonzero()
-        at = record[record < NEVER]
-        assert bool((evicted[:, 1] < at - policy.config.window).all()), "a token of the window was evicted"
-        unprotected_sinks += int((record[:, :3] < NEVER).sum())
-        assert bool((at >= policy.schedule.first(prompt)).all()), "evicted before the first compaction"
-    if not sinks and name not in (
-        "h2o",
-        "lined",
-    ):  # these keep the tokens with the most accumulated attention: the first ones
-        assert unprotected_sinks > 0, "control: without sinks, the first tokens are evicted"
+        times = record[record < NEVER]
+        assert bool((evicted[:, 1] < times - policy.config.window).all()), "a token of the window was evicted"
+        evicted_first_tokens += int((record[:, :3] < NEVER).sum())
+        assert bool((times >= policy.schedule.first(prompt)).all()), "evicted before the first compaction"
+    # h2o and lined keep the tokens with the most accumulated attention, which are the first tokens
+    if not sinks and name not in ("h2o", "lined"):
+        assert evicted_first_tokens > 0, "control: without sinks, the first tokens are evicted"
 
 
 def test_full_never_evicts() -> None:
     policy, _, fed = run_policy("full")
     assert all(bool((record == NEVER).all()) for record in fed.records)
-    assert policy.schedule.peak is None and not policy.schedule.evicts
-    assert policy.schedule.held(7, 1000) == 1000 and not policy.schedule.due(7, 1000)
+    assert policy.schedule.peak is None
+    assert not policy.schedule.evicts
+    assert policy.schedule.held(7, 1000) == 1000
+    assert not policy.schedule.due(7, 1000)
 
 
 @pytest.mark.parametrize("name", ["full", *BOUNDED])
-def test_a_sequence_within_the_budget_is_untouched(name: str) -> None:
-    policy = make_policy(name, **small(name, period=3))
-    batch = ragged_batch(4, [2, 12], [12, 14])  # the first compaction would be at 15
+def test_a_sequence_that_never_exceeds_the_peak_loses_no_entry(name: str) -> None:
+    policy = make_policy(name, **small_parameters(name, period=3))
+    batch = ragged_batch(4, [2, 12], [12, 14])  # the first compaction would be at 12 + 3 = 15 tokens
     fed = feed(policy, batch)
     for row, record in enumerate(fed.records):
         assert bool((record == NEVER).all())
-        torch.testing.assert_close(fed.outputs[row], dense(policy, batch, row, record), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(fed.outputs[row], dense_output(policy, batch, row, record), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
+    """A row that is fed alone has the same evictions as in the batch."""
     policy, batch, fed = run_policy(name, period=8, sinks=1)
     for row in (0, 4):
         alone = type(batch)(
@@ -188,36 +197,38 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
 def test_layers_stacked_in_one_call_equal_separate_calls(name: str) -> None:
     """A compaction of several layers in one call, stacked along the row dimension R, keeps the same entries as one call
     for each layer."""
-    policy = make_policy(name, **small(name, period=3))
-    shown: list[Entries] = []
+    policy = make_policy(name, **small_parameters(name, period=3))
+    compacted_entries: list[Entries] = []
 
     class Listening(type(policy)):  # type: ignore[misc]
         def compact(self, layer: int, entries: Entries) -> Kept:
             state = {key: value.clone() for key, value in entries.state.items()}
             tensors = {key: value.clone() for key, value in vars(entries).items() if isinstance(value, torch.Tensor)}
-            shown.append(Entries(**{**vars(entries), **tensors, "state": state}))
+            compacted_entries.append(Entries(**{**vars(entries), **tensors, "state": state}))
             return super().compact(layer, entries)
 
     for seed in (1, 2):  # two layers, fed separately
         feed(Listening(policy.config), ragged_batch(seed, [5, 17, 15], [24, 30, 26]))
-    assert len(shown) % 2 == 0 and len(shown) > 6
-    for one, other in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):
-        alone = [policy.compact(layer, copied(entries)) for layer, entries in enumerate((one, other))]
-        together = policy.compact(0, stacked(one, other))
+    assert len(compacted_entries) % 2 == 0
+    assert len(compacted_entries) > 6
+    half = len(compacted_entries) // 2
+    for first, second in zip(compacted_entries[:half], compacted_entries[half:], strict=True):
+        alone = [policy.compact(layer, copy_of(entries)) for layer, entries in enumerate((first, second))]
+        together = policy.compact(0, stacked(first, second))
         assert torch.equal(together.keep, torch.cat([kept.keep for kept in alone]))
         for key, value in together.state.items():
             assert torch.equal(value, torch.cat([kept.state[key] for kept in alone]))
 
 
-def copied(entries: Entries) -> Entries:
+def copy_of(entries: Entries) -> Entries:
     return replace(entries, state={key: value.clone() for key, value in entries.state.items()})
 
 
-def stacked(one: Entries, other: Entries) -> Entries:
+def stacked(a: Entries, b: Entries) -> Entries:
     """Concatenate the rows of two groups of entries."""
-    joined = {key: torch.cat([value, vars(other)[key]]) for key, value in vars(one).items() if torch.is_tensor(value)}
-    state = {key: torch.cat([value, other.state[key]]) for key, value in one.state.items()}
-    return replace(one, **joined, state=state, left=[*one.left, *other.left])
+    joined = {key: torch.cat([value, vars(b)[key]]) for key, value in vars(a).items() if torch.is_tensor(value)}
+    state = {key: torch.cat([value, b.state[key]]) for key, value in a.state.items()}
+    return replace(a, **joined, state=state, left=[*a.left, *b.left])
 
 
 class Lopsided(Given):
@@ -234,18 +245,18 @@ def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
     """An engine whose caches have one length for all heads refuses, in one line, a policy that keeps different numbers
     of entries in different heads. Control: with the same number in every head, the policy is accepted."""
     batch = ragged_batch(0, [5, 9], [20, 20])
-    feed(Given(torch.arange(40.0), budget=8, period=2), batch)
-    wrong = (
+    feed(Given(torch.arange(40.0), budget=8, period=2), batch)  # control
+    message = (
         r"^given: a compaction left \[8, 7\] entries in the kv heads of a sequence, but the schedule says 8; [^\n]*$"
     )
-    with pytest.raises(StoppedError, match=wrong):
+    with pytest.raises(StoppedError, match=message):
         feed(Lopsided(torch.arange(40.0), budget=8, period=2), batch)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_layers_do_not_mix(name: str) -> None:
-    """Two layers that are fed together record the same evictions as each layer alone."""
-    policy = make_policy(name, **small(name, period=2))
+def test_layers_do_not_influence_each_other(name: str) -> None:
+    """Two layers that are fed together, step by step, record the same evictions as each layer fed alone."""
+    policy = make_policy(name, **small_parameters(name, period=2))
     batches = [ragged_batch(seed, [5, 17], [20, 20]) for seed in (1, 2)]
     cache = EvictingCache(policy)
     cache.begin_prefill([5, 17], CPU)
@@ -267,10 +278,13 @@ def test_layers_do_not_mix(name: str) -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_policy_at_any_size_equals_its_reference(data: st.DataObject) -> None:
+    """hypothesis draws policy, parameters and lengths; the recorded evictions equal those of the slow reference."""
     name = data.draw(st.sampled_from(EVICTING), "policy")
     sinks, window = data.draw(st.integers(0, 3), "sinks"), data.draw(st.integers(1, 5), "window")
     budget = sinks + window + data.draw(st.integers(1, 6), "long range")
-    parameters = small(name, budget=budget, sinks=sinks, window=window, period=data.draw(st.integers(1, 6), "period"))
+    parameters = small_parameters(
+        name, budget=budget, sinks=sinks, window=window, period=data.draw(st.integers(1, 6), "period")
+    )
     prompts = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3), "prompts")
     totals = [p + data.draw(st.integers(1, 16), "completion") for p in prompts]
     batch = ragged_batch(data.draw(st.integers(0, 9), "seed"), prompts, totals)
@@ -294,7 +308,9 @@ def slots(kept: Kept) -> list[list[list[int]]]:
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in kept.keep]
 
 
-def test_equal_scores_keep_the_earliest_with_sinks_and_window_in_order() -> None:
+def test_among_equal_scores_the_earliest_entries_are_kept() -> None:
+    """With equal scores, a compaction keeps sinks, window and the earliest other entries, in order of position, and the
+    state ("age", here the position) moves with the entries."""
     policy = Given(torch.ones(40), budget=6, sinks=1, window=2, period=4)
     rows = [[0, 3, 4, 7, 8, 20, 21, 29, 30, 31], list(range(10))]
     kept = policy.choose(rows, [32, 10])
@@ -302,37 +318,39 @@ def test_equal_scores_keep_the_earliest_with_sinks_and_window_in_order() -> None
     assert kept.state["age"][kept.keep].tolist() == [0, 3, 4, 7, 30, 31, 0, 1, 2, 3, 8, 9]
 
 
-def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
+def test_compact_keeps_the_best_competing_entries() -> None:
+    """A compaction keeps the protected entries (sinks and window) and, of the competing entries, those with the highest
+    scores; the expected positions are sorted in plain Python."""
     generator = torch.Generator().manual_seed(0)
     for seed in range(60):
-        worth = torch.randint(0, 4, (40,), generator=generator).float()  # many exact ties
+        scores_by_position = torch.randint(0, 4, (40,), generator=generator).float()  # many exact ties
         sinks, window, budget = seed % 3, seed % 4, 7
         rows = [torch.randperm(30, generator=generator)[: 9 + row].tolist() for row in range(3)]  # in any order
         seen = [max(row) + 1 for row in rows]
-        kept = Given(worth, budget, sinks=sinks, window=window, period=2).choose(rows, seen)
+        kept = Given(scores_by_position, budget, sinks=sinks, window=window, period=2).choose(rows, seen)
         for row, positions in enumerate(rows):
-            safe = [j for j in positions if j < sinks or j >= seen[row] - window]
-            free = sorted(set(positions) - set(safe), key=lambda j: (-float(worth[j]), j))
-            expected = sorted(safe + free[: budget - len(safe)])
+            protected = [j for j in positions if j < sinks or j >= seen[row] - window]
+            competing = sorted(set(positions) - set(protected), key=lambda j: (-float(scores_by_position[j]), j))
+            expected = sorted(protected + competing[: budget - len(protected)])
             assert sorted(positions[slot] for slot in slots(kept)[row][0]) == expected
 
 
 def test_padding_is_never_kept() -> None:
     """The padding of a short row is never kept, even though it names position 0, which has the best score."""
-    worth = torch.arange(40, 0, -1).float()
-    kept = Given(worth, budget=3, period=1).choose([[5, 6, 7, 8], list(range(12))], [9, 12])
+    scores_by_position = torch.arange(40, 0, -1).float()
+    kept = Given(scores_by_position, budget=3, period=1).choose([[5, 6, 7, 8], list(range(12))], [9, 12])
     assert slots(kept) == [[[0, 1, 2]], [[0, 1, 2]]]
 
 
-def test_padding_is_never_kept_where_the_worst_score_is_minus_infinity() -> None:
-    worth = torch.full((40,), -torch.inf)
-    kept = Given(worth, budget=4, window=1, period=1).choose([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
+def test_padding_is_never_kept_if_all_scores_are_minus_infinity() -> None:
+    scores_by_position = torch.full((40,), -torch.inf)
+    kept = Given(scores_by_position, budget=4, window=1, period=1).choose([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
     assert slots(kept) == [[[0, 1, 2, 4]], [[0, 1, 2, 11]]]
 
 
-def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
-    worth = torch.full((40,), torch.inf)
-    kept = Given(worth, budget=5, sinks=1, window=2, period=1).choose([list(range(12))], [12])
+def test_sinks_and_window_are_kept_even_if_all_scores_are_infinite() -> None:
+    scores_by_position = torch.full((40,), torch.inf)
+    kept = Given(scores_by_position, budget=5, sinks=1, window=2, period=1).choose([list(range(12))], [12])
     assert slots(kept) == [[[0, 1, 2, 10, 11]]]
 
 
@@ -341,8 +359,8 @@ def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
 def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
     """Entries rank by their scores for any floats, including infinities, denormals and both zeros; among equal scores,
     the earlier entry ranks first."""
-    worth = torch.tensor(scores)
-    kept = Given(worth, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
+    scores_by_position = torch.tensor(scores)
+    kept = Given(scores_by_position, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
     assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
 
 
@@ -372,7 +390,7 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
             values = torch.empty_like(values).scatter_(2, order[..., None].expand_as(values), values)
         return Kept(torch.empty_like(kept.keep).scatter_(2, order, kept.keep), back, values)
 
-    policy = make_policy(name, **small(name, period=3, sinks=1))
+    policy = make_policy(name, **small_parameters(name, period=3, sinks=1))
     batch = ragged_batch(3, [5, 17, 30], [40, 40, 44], tied=tied)
     plain = feed(policy, batch)
     generator = torch.Generator().manual_seed(0)
@@ -381,31 +399,34 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
     for ours, theirs in zip(feed(policy, batch).records, plain.records, strict=True):
         assert torch.equal(ours, theirs)
     assert compactions > 10
-    as_they_lie = torch.arange(1000)
-    monkeypatch.setattr(Entries, "by_position", lambda e: as_they_lie[: e.positions.shape[2]].expand_as(e.positions))
-    of_positions = scored_window.mean_similarity
+    # control: the order of the cache slots is taken for the order of positions
+    slot_order = torch.arange(1000)
+    monkeypatch.setattr(Entries, "by_position", lambda e: slot_order[: e.positions.shape[2]].expand_as(e.positions))
+    similarity = scored_window.mean_similarity
     monkeypatch.setattr(
-        scored_window, "mean_similarity", lambda k, p, n: of_positions(k, as_they_lie[: p.shape[2]].expand_as(p), n)
+        scored_window, "mean_similarity", lambda k, p, n: similarity(k, slot_order[: p.shape[2]].expand_as(p), n)
     )
-    astray = feed(policy, batch).records
-    same = all(torch.equal(ours, theirs) for ours, theirs in zip(astray, plain.records, strict=True))
-    assert same == (name not in ("snapkv", "rkv", "gkv") and not (name == "am" and tied))
+    by_slot = feed(policy, batch).records
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(by_slot, plain.records, strict=True))
+    needs_order = name in ("snapkv", "rkv", "gkv") or (name == "am" and tied)
+    assert same == (not needs_order)
 
 
-def looks_at(name: str) -> set[str]:
+def declared_inputs(name: str) -> set[str]:
     """Return the inputs that a policy declares for its score: "queries", "keys"."""
-    policy = make_policy(name, **small(name))
+    policy = make_policy(name, **small_parameters(name))
     queries = {"queries"} if policy.last_queries or policy.every_query else set()
     return queries | {*policy.score_reads, *(policy.observe_reads if policy.every_query else ())}
 
 
-def test_policies_declare_their_inputs() -> None:
-    assert not looks_at("streaming") and looks_at("h2o") == looks_at("gkv") == {"queries", "keys"}
+def test_policies_declare_if_their_scores_read_queries_and_keys() -> None:
+    assert not declared_inputs("streaming")
+    assert declared_inputs("h2o") == declared_inputs("gkv") == {"queries", "keys"}
 
 
-@pytest.mark.parametrize("name", [n for n in EVICTING if "queries" in looks_at(n)])
+@pytest.mark.parametrize("name", [n for n in EVICTING if "queries" in declared_inputs(n)])
 def test_a_nan_score_is_an_error(name: str) -> None:
-    policy = make_policy(name, **small(name))
+    policy = make_policy(name, **small_parameters(name))
     batch = ragged_batch(0, [20], [21])
     feed(policy, batch)  # control: without a NaN it runs
     batch.query[0, 1, 19] = float("nan")
@@ -413,9 +434,9 @@ def test_a_nan_score_is_an_error(name: str) -> None:
         feed(policy, batch)
 
 
-@pytest.mark.parametrize("name", [n for n in EVICTING if "keys" in looks_at(n)])
+@pytest.mark.parametrize("name", [n for n in EVICTING if "keys" in declared_inputs(n)])
 def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
-    policy = make_policy(name, **small(name))
+    policy = make_policy(name, **small_parameters(name))
     batch = ragged_batch(0, [5], [20])
     batch.key[0, 0, 12] = float("nan")
     with pytest.raises(FloatingPointError, match="NaN score"):
@@ -423,10 +444,10 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_padding_may_hold_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_padding_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in the state of padding does not change the results. The vLLM engine writes a sequence's state for padding
     into a block that also pads other sequences."""
-    policy = make_policy(name, **small(name, period=3, sinks=1))
+    policy = make_policy(name, **small_parameters(name, period=3, sinks=1))
     batch = ragged_batch(3, [5, 17, 30], [40, 40, 44])
     plain = feed(policy, batch)
     poisoned = 0
@@ -442,43 +463,45 @@ def test_padding_may_hold_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(type(policy), "compact", lambda self, layer, entries: compact(self, layer, poison(entries)))
 
     def watch(self: Policy, layer: int, entries: Entries, *seen: torch.Tensor) -> None:
-        shown = poison(entries)
-        observe(self, layer, shown, *seen)
-        for key, value in shown.state.items():
+        with_nan = poison(entries)
+        observe(self, layer, with_nan, *seen)
+        for key, value in with_nan.state.items():
             entries.state[key].copy_(value)
 
     monkeypatch.setattr(type(policy), "observe", watch)
     for ours, theirs in zip(feed(policy, batch).records, plain.records, strict=True):
         assert torch.equal(ours, theirs)
-    assert (poisoned > 0) == bool(policy.entry_memory)
+    assert (poisoned > 0) == bool(policy.entry_memory)  # only these policies have a state for each entry
 
 
-def test_only_the_nan_of_a_competing_entry_counts() -> None:
-    worth = torch.ones(10)
-    worth[[0, 9]] = float("nan")
-    kept = Given(worth, budget=5, sinks=1, window=1, period=1).choose([list(range(10))], [10])
+def test_a_nan_score_is_an_error_only_for_a_competing_entry() -> None:
+    """NaN scores of sinks and window are ignored; without a window, position 9 competes and its NaN is an error."""
+    scores_by_position = torch.ones(10)
+    scores_by_position[[0, 9]] = float("nan")
+    kept = Given(scores_by_position, budget=5, sinks=1, window=1, period=1).choose([list(range(10))], [10])
     assert slots(kept) == [[[0, 1, 2, 3, 9]]]
     with pytest.raises(FloatingPointError):
-        Given(worth, budget=5, sinks=1, period=1).choose([list(range(10))], [10])
+        Given(scores_by_position, budget=5, sinks=1, period=1).choose([list(range(10))], [10])
 
 
 def test_tova_keeps_the_same_tokens_in_every_kv_head() -> None:
-    for record in run_policy("tova", period=8)[2].records:
+    (*_, tova), (*_, morphkv) = (run_policy(name, period=8) for name in ("tova", "morphkv"))
+    for record in tova.records:
         assert torch.equal(record[0], record[1])
-    different = [not torch.equal(r[0], r[1]) for r in run_policy("morphkv", period=8)[2].records]
+    different = [not torch.equal(record[0], record[1]) for record in morphkv.records]
     assert any(different), "control: other methods choose per kv head"
 
 
-def test_streaming_keeps_the_first_and_the_last() -> None:
+def test_streaming_keeps_the_sinks_and_the_most_recent_tokens() -> None:
     _, batch, fed = run_policy("streaming", sinks=3, period=1)
     for record, prompt, total in zip(fed.records, batch.prompts, batch.totals, strict=True):
         for q in range(prompt, total):
-            seen = [t for t in range(q + 1) if int(record[0, t]) > q]
-            # 12 entries are kept after query q - 1, and the entry of query q is added
-            assert seen == ([*range(3), *range(q - 9, q + 1)] if q >= 13 else list(range(q + 1)))
+            visible = [t for t in range(q + 1) if int(record[0, t]) > q]
+            # 12 entries (3 sinks, 9 recent tokens) are kept after query q - 1, and the entry of query q is added
+            assert visible == ([*range(3), *range(q - 9, q + 1)] if q >= 13 else list(range(q + 1)))
 
 
-def test_h2o_protects_half_of_the_budget_by_default() -> None:
+def test_h2o_window_is_half_of_the_budget_by_default() -> None:
     assert make_policy("h2o", budget=13).config.window == 6
     assert make_policy("h2o", budget=13, window=0).config.window == 0
 
@@ -508,30 +531,36 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "given_parameters"), VARIANTS)
-def test_parameters_make_the_same_policy_again(name: str, given_parameters: dict[str, Any]) -> None:
-    policy = make_policy(name, **small(name, **given_parameters))
+def test_a_policy_rebuilt_from_its_parameters_is_the_same(name: str, given_parameters: dict[str, Any]) -> None:
+    """A policy that is rebuilt from its parameters, from a recipe's block or from its settings has the same class,
+    parameters and fingerprint; parameters and fingerprint survive JSON."""
+    policy = make_policy(name, **small_parameters(name, **given_parameters))
     parameters = policy.parameters()
-    assert set(parameters) == set(takes(name))
+    assert set(parameters) == set(parameter_names(name))
     assert {key: parameters[key] for key in given_parameters} == given_parameters
     named, block = make_policy(name, **parameters), make_policy({"policy": name, **parameters})
-    for again in (named, block, make_policy(policy.config)):
-        assert type(again) is type(policy) and again.parameters() == parameters
-        assert fingerprint(again) == fingerprint(policy)
+    for rebuilt in (named, block, make_policy(policy.config)):
+        assert type(rebuilt) is type(policy)
+        assert rebuilt.parameters() == parameters
+        assert fingerprint(rebuilt) == fingerprint(policy)
     assert make_policy(policy) is policy
     line = fingerprint(policy)
-    assert "\n" not in line and json.loads(line) == {"policy": name, **parameters}
+    assert "\n" not in line
+    assert json.loads(line) == {"policy": name, **parameters}
     assert json.loads(json.dumps(parameters)) == parameters, "survives a JSON or YAML file"
-    assert name in repr(policy) and all(f"{key}={value}" in repr(policy) for key, value in parameters.items())
+    assert name in repr(policy)
+    assert all(f"{key}={value}" in repr(policy) for key, value in parameters.items())
 
 
-def test_the_fingerprint_tells_every_parameter_apart() -> None:
+def test_the_fingerprint_changes_with_every_parameter() -> None:
     base = make_policy("gkv", budget=64)
     for changed in ({"budget": 65}, {"sinks": 1}, {"window": 8}, {"period": 1}, {"form": "sum"}, {"alpha": 0.7}):
         assert fingerprint(make_policy("gkv", **{"budget": 64, **changed})) != fingerprint(base)
     assert fingerprint(make_policy("morphkv", budget=64)) != fingerprint(make_policy("snapkv", budget=64))
 
 
-def test_names_and_mappings() -> None:
+def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
+    """Keywords override a mapping's entries, an empty mapping means `full`, and the caller's mapping is not changed."""
     for name, cls in CONFIGS.items():
         assert cls.name == name
     assert make_policy({"policy": "streaming", "budget": 20}, budget=30).config.budget == 30
@@ -542,7 +571,7 @@ def test_names_and_mappings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "says"),
+    ("name", "parameters", "message"),
     [
         ("gvk", {"budget": 8}, r"unknown cache policy 'gvk' \(did you mean 'gkv'\?\); known: full, streaming, "),
         ("nonsense", {"budget": 8}, r"unknown cache policy 'nonsense'; known: "),
@@ -592,9 +621,9 @@ def test_names_and_mappings() -> None:
         ("cake", {"budget": 64, "gamma": True}, r"cake: gamma: expected a number >= 0, got true"),
     ],
 )
-def test_invalid_parameters_give_a_one_line_error(name: str, parameters: dict[str, Any], says: str) -> None:
+def test_invalid_parameters_give_a_one_line_error(name: str, parameters: dict[str, Any], message: str) -> None:
     for arguments, keywords in (((name,), parameters), (({"policy": name, **parameters},), {})):
-        with pytest.raises(ValueError, match=says) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             make_policy(*arguments, **keywords)
         assert "\n" not in str(caught.value)
 

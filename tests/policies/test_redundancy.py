@@ -40,6 +40,7 @@ def similar_keys(heads: int, count: int, dim: int, seed: int) -> tuple[torch.Ten
 
 @pytest.fixture
 def threads() -> Iterator[None]:
+    """Restore torch's number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -47,19 +48,23 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("tile", [1, 2**14])
 @pytest.mark.parametrize("thread_count", [1, 2, 4])
-def test_tiles_change_no_bit(tile: int, thread_count: int, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redundancy_in_tiles_equals_the_plain_computation_bit_for_bit(
+    tile: int, thread_count: int, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any tile size and number of threads, the tiled sum equals `plain`. Control: with the entries in reverse order
+    of position the result differs, since it leaves out each entry's most recent similar entry."""
     monkeypatch.setattr(redundancy, "SIMILARITIES", tile)
     torch.set_num_threads(thread_count)
-    seen = set()
+    tile_counts = set()
     for seed, (count, dim) in enumerate([(1, 8), (2, 32), (17, 8), (63, 64), (100, 80), (257, 128), (411, 32)]):
         keys, order = similar_keys(1 + seed % 3, count, dim, seed)
         tiled = total_similarity(keys, order)
         assert torch.equal(tiled, plain(keys, order)), (count, dim)
-        seen.add(len(similarity_tiles(count)))
+        tile_counts.add(len(similarity_tiles(count)))
         if count > 60:
-            assert tiled.max() > 1, "some are similar"
-            assert not torch.equal(tiled, plain(keys, order.flip(-1))), "control: the most recent is another"
-    assert max(seen) >= (12 if tile == 1 else 8)
+            assert tiled.max() > 1, "no keys are similar"
+            assert not torch.equal(tiled, plain(keys, order.flip(-1))), "control: reverse order of position"
+    assert max(tile_counts) >= (12 if tile == 1 else 8)
 
 
 def test_a_float32_sum_would_depend_on_its_order() -> None:
@@ -71,9 +76,12 @@ def test_a_float32_sum_would_depend_on_its_order() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 1024, 1025, 8192, 32768, 100_000])
 def test_tiles_cover_all_rows_and_are_bounded(count: int) -> None:
+    """The tiles of `count` rows cover each row once, have nearly equal sizes, and a tile holds at most twice
+    SIMILARITIES numbers, unless LEAST_ROWS rows already need more."""
     tiles = similarity_tiles(count)
     assert [row for first, last in tiles for row in range(first, last)] == list(range(count))
     rows = {last - first for first, last in tiles}
-    assert max(rows) - min(rows) <= 1 and min(rows) >= min(LEAST_ROWS, count)
+    assert max(rows) - min(rows) <= 1
+    assert min(rows) >= min(LEAST_ROWS, count)
     assert max(rows) * count <= max(2 * SIMILARITIES, (LEAST_ROWS + 1) * count)
     assert (len(tiles) == 1) == (count < 1100)

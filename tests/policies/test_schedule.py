@@ -16,10 +16,10 @@ SCHEDULES = [
     *(GrowingSchedule(budget, period, share) for budget in (1, 7) for period in (1, 2, 8) for share in (2, 3, 8)),
     NeverEvicts(),
 ]
-PROMPTS, FED = range(1, 40), 40
+PROMPTS, STEPS = range(1, 40), 40
 
 
-def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, bool, int]]:
+def count_by_the_rule(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, bool, int]]:
     """Count, by the rule, for each forward pass: (tokens seen, entries attended to, True if a compaction ran, entries
     held)."""
     rows, held, left = [], 0, None
@@ -38,55 +38,66 @@ def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, b
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_a_schedule_equals_counting_step_by_step(schedule: Schedule) -> None:
+    """For any prompt length, the schedule's times of compactions and numbers of entries (held, attended to, maximum)
+    equal those counted by the rule, one forward pass at a time."""
     for prompt in PROMPTS:
-        rows = counted(schedule, prompt, FED)
+        rows = count_by_the_rule(schedule, prompt, STEPS)
         due = schedule.next_due(prompt, 0)
-        decoding, most, before = 0, 0, 0
+        decoding, most_attended, left_before = 0, 0, 0
         for seen, attended, ran, held in rows:
             assert schedule.due(prompt, seen) == ran == (seen == due), (prompt, seen)
-            assert schedule.held(prompt, seen) == held and schedule.attended(prompt, seen) == attended
+            assert schedule.held(prompt, seen) == held
+            assert schedule.attended(prompt, seen) == attended
             due = schedule.next_due(prompt, seen) if ran else due
-            assert schedule.next_due(prompt, seen) == due > seen, "asked on the way, it is the same one"
+            assert schedule.next_due(prompt, seen) == due > seen, "the next compaction differs between two compactions"
             left = schedule.left(prompt, seen)
-            assert left >= before, "it fell"
-            most, before = max(most, attended), left
+            assert left >= left_before, "the number of kept entries fell"
+            most_attended, left_before = max(most_attended, attended), left
             decoding = max(decoding, attended) if seen > prompt else 0
-            assert most <= schedule.most_held(prompt, seen) <= seen
+            assert most_attended <= schedule.most_held(prompt, seen) <= seen
             assert decoding <= schedule.most_decoding(prompt, seen) <= seen
             if type(schedule) is not GrowingSchedule:  # with a constant number of kept entries, the bound is exact
-                assert most == schedule.most_held(prompt, seen)
+                assert most_attended == schedule.most_held(prompt, seen)
         if schedule.peak is not None:
             assert schedule.peak == max(a for s, a, _, _ in rows if s > max(prompt, schedule.peak))
             assert schedule.most_held(prompt, 10**6) == max(prompt, schedule.peak)
 
 
 def test_evicting_before_attending_never_exceeds_the_budget() -> None:
+    """Under a schedule that evicts before a query attends, a decoded query attends to at most the budget, 9 entries. A
+    prompt's queries attend to all tokens, and its entries beyond the budget are evicted at its end."""
     schedule = EvictsBeforeAttending(9)
     for prompt in PROMPTS:
         held, due = 0, schedule.next_due(prompt, 0)
-        for seen in range(1, prompt + FED):
+        for seen in range(1, prompt + STEPS):
             attended = held + 1 if seen <= prompt else min(held + 1, 9)
             held = min(attended, 9) if seen >= prompt else attended
-            assert schedule.attended(prompt, seen) == attended and schedule.held(prompt, seen) == held
+            assert schedule.attended(prompt, seen) == attended
+            assert schedule.held(prompt, seen) == held
             assert schedule.due(prompt, seen) == (attended > held) == (seen == due)
             assert schedule.next_due(prompt, seen) == (due if seen < due else NEVER)
             assert schedule.most_held(prompt, seen) == (min(seen, max(prompt, 9)))
-    assert schedule.peak == 9 and schedule.before_attending and not Schedule(9).before_attending
+    assert schedule.peak == 9
+    assert schedule.before_attending
+    assert not Schedule(9).before_attending
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, EvictsBeforeAttending(9)], ids=str)
 @pytest.mark.parametrize("name", ["due", "held", "attended", "most_held", "most_decoding"])
-def test_counting_tensors_equals_counting_ints(schedule: Schedule, name: str) -> None:
+def test_schedule_methods_give_the_same_for_tensors_and_ints(schedule: Schedule, name: str) -> None:
     count = getattr(schedule, name)
     grid = torch.cartesian_prod(torch.arange(1, 30), torch.arange(1, 60))
     prompt, seen = grid[grid[:, 1] >= grid[:, 0]].unbind(1)
-    wanted = torch.tensor([int(count(p, s)) for p, s in zip(prompt.tolist(), seen.tolist(), strict=True)])
-    assert torch.equal(torch.as_tensor(count(prompt, seen)).long().expand_as(wanted), wanted)
+    expected = torch.tensor([int(count(p, s)) for p, s in zip(prompt.tolist(), seen.tolist(), strict=True)])
+    assert torch.equal(torch.as_tensor(count(prompt, seen)).long().expand_as(expected), expected)
 
 
-def test_schedules_report_eviction_and_peak() -> None:
-    assert Schedule(8).evicts and not NeverEvicts().evicts
-    assert Schedule(8, 3).peak == 11 and NeverEvicts().peak is None and GrowingSchedule(8).peak is None
+def test_schedules_report_if_they_evict_and_their_peak() -> None:
+    assert Schedule(8).evicts
+    assert not NeverEvicts().evicts
+    assert Schedule(8, 3).peak == 11
+    assert NeverEvicts().peak is None
+    assert GrowingSchedule(8).peak is None
 
 
 def test_a_schedule_needs_no_torch() -> None:
