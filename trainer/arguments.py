@@ -1,7 +1,4 @@
-"""Builds the training arguments of TRL and transformers from our configurations.
-
-If TRL, transformers or PEFT refuse an option, their error becomes a UserError.
-"""
+"""Builds the training arguments of TRL and transformers from our configurations."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "ea
 
 @contextmanager
 def refusals(*further: type[Exception]) -> Iterator[None]:
-    """Turn an error by which a constructor of TRL, transformers or PEFT refuses an option into a UserError.
+    """Replace an error by which a constructor of TRL, transformers or PEFT refuses an option by a UserError.
 
-    The error's message names the option. Use this only around such constructors: anywhere else a ValueError is a bug.
+    Use this only around such constructors: anywhere else a ValueError is a bug.
 
     further : exceptions that mean a refusal, in addition to ValueError and NotImplementedError
     """
@@ -43,12 +40,10 @@ def refusals(*further: type[Exception]) -> Iterator[None]:
 def training_options(
     training: TrainingConfig, launch: LaunchConfig, *, output_dir: str, seed: int, dtype: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that transformers' and TRL's training arguments share.
-
-    If `launch` asks for DeepSpeed, this function also sets DeepSpeed up.
+    """Return the options that transformers' and TRL's training arguments share. If `launch` uses DeepSpeed, set it up.
 
     dtype : dtype of the computation
-    more : further options of TRL and transformers, name -> value; they override the options of the other parameters
+    more : further options of TRL and transformers, name -> value; they override all other options
     """
     deepspeed = deepspeed_config(launch)
     if deepspeed is not None:
@@ -71,10 +66,9 @@ def training_options(
 
 
 def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
-    """Return the dtype in which the weights are kept.
+    """Return the dtype in which the weights are kept: float32 (with autocast), or `dtype` with DeepSpeed or LoRA.
 
-    The result is float32 (with autocast) if all weights are trained without DeepSpeed, because AdamW on bfloat16
-    weights would lose small updates. With DeepSpeed or LoRA the result is `dtype`.
+    In the first case AdamW updates all weights, and would lose small updates of bfloat16 weights.
     """
     return dtype if launch.zero_stage or lora is not None else "float32"
 
@@ -85,7 +79,6 @@ def model_options(dtype: str) -> dict[str, Any]:
 
 
 def adapters(lora: LoraConfig | None) -> Any:
-    """Return the adapter configuration in PEFT's format, or None if `lora` is None."""
     if lora is None:
         return None
     import peft
@@ -97,7 +90,7 @@ def adapters(lora: LoraConfig | None) -> Any:
 
 
 def check_adapters(model: Any, config: Any = None) -> None:
-    """Raise UserError for PEFT adapters with which evictions cannot be replayed.
+    """Raise UserError if evictions cannot be replayed with some PEFT adapter.
 
     model : the model, which may already have adapters
     config : PEFT's configuration of the adapters to add; None means to check the adapters that the model already has
@@ -112,15 +105,11 @@ def check_adapters(model: Any, config: Any = None) -> None:
 
 @dataclass
 class ReplayedArguments:
-    """Mixin for training arguments, listed before the class of transformers or TRL.
-
-    For example: `class Mine(ReplayedArguments, TrainingArguments)`.
-
-    The subclass is a dataclass that adds our configurations as fields.
+    """Mixin for training arguments: `class X(ReplayedArguments, TrainingArguments)`, or another class of transformers
+    or TRL.
 
     kind : kind of recipe; it decides which options are refused (trainer/options.py)
-    attention_kernel : one of ATTENTION_KERNELS
-    match_gradient : through lets gradients flow through the fits of policy am; constant treats them as constants
+    match_gradient : through lets gradients flow through the fits of policy am; constant treats the fits as constants
     """
 
     kind: ClassVar[str]
@@ -150,6 +139,5 @@ class ReplayedArguments:
             args.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # torch's default is True
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as plain values, so that transformers can log them."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""Arranges sequences as the rows of a forward pass: padded or packed, with or without their eviction traces."""
+"""Arranges sequences as the rows of a forward pass, either padded or packed, and runs a model on them under a trace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Batch:
         attention_kernel: str = "gather",
         through: bool = True,
     ) -> Batch:
-        """Return the batch of these examples on `device`: one example per row, or several with `packing`."""
         rows = _packed(examples) if packing else [[example] for example in examples]
 
         def padded(of: Callable[[Example], Tensor]) -> Tensor:
@@ -73,16 +72,13 @@ class Batch:
         return [example for row in self.rows for example in row]
 
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Return the number of tokens in each row and the number of tokens in its prompt, int64 [B] each.
-
-        The rows must not be packed.
-        """
+        """Return the number of tokens in each row and in its prompt, int64 [B] each. The rows must not be packed."""
         rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
         lengths, prompts = torch.tensor(rows, device=self.ids.device).T
         return lengths, prompts
 
     def hidden(self, model: Any, *, replayed: bool) -> Tensor:
-        """Return the model's last hidden states at the positions that predict the targets: [N, hidden size].
+        """Return the model's last hidden states at the positions that predict the targets, [N, hidden size].
 
         replayed : True replays the traces; False gives each sequence a full cache
         """
@@ -96,17 +92,13 @@ class Batch:
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> Tensor:
-        """Run the model under `view`, and return its last hidden states at the positions that predict the targets.
-
-        The result has shape [N, hidden size].
-        """
+        """Return the last hidden states under `view` at the positions that predict the targets, [N, hidden size]."""
         inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
         out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)
         return out.last_hidden_state[self.where]
 
 
 def trace_of(example: Example) -> EvictionTrace:
-    """Return the trace of an example that an engine has sampled or simulated."""
     assert example.trace is not None, "the example has no trace to replay: no engine has sampled or simulated it"
     return example.trace
 
@@ -114,7 +106,7 @@ def trace_of(example: Example) -> EvictionTrace:
 def _packed(examples: Sequence[Example]) -> list[list[Example]]:
     """Pack the sequences into rows that are at most as long as the longest sequence.
 
-    The sequences are taken from the longest to the shortest, and each goes into the first row that has room for it.
+    Longer sequences are placed first, and each goes into the first row with enough free tokens.
     """
     width = max(example.length for example in examples)
     rows: list[list[Example]] = []

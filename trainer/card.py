@@ -1,4 +1,4 @@
-"""The model card of a trained model: the README.md of its directory, which the Hugging Face Hub displays."""
+"""The model card of a trained model: the README.md in the model's directory, which the Hugging Face Hub displays."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retri
 
 
 def evaluation_of(task: str | None, model: str) -> str | None:
-    """Return the arguments of `sparse-rl eval` for a model trained on `task`, or None if the task is unknown.
-
-    model : quoted name or directory
-    """
+    """Return the arguments of `sparse-rl eval` for a model trained on `task`, or None if EVALUATIONS lacks the task."""
     return EVALUATIONS[task].format(model) if task in EVALUATIONS else None
 
 
@@ -41,9 +38,7 @@ def model_card(
     """Return the card as Markdown, preceded by the metadata that the Hub reads.
 
     recipe : the resolved recipe
-    policy : cache policy saved in the directory; None means a full cache
-    place : directory of the model
-    chat : True if the model's tokenizer has a chat template
+    policy : cache policy saved in the directory `place` of the model; None means a full cache
     hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]

@@ -34,10 +34,7 @@ LOADED = (".pt", ".pth", ".bin", ".safetensors")  # files that a library may loa
 
 
 def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
-    """Return the size and SHA-256 of the files of a folder, as relative name -> {size, sha256}.
-
-    share : the part of the sorted files to hash; by default all files
-    """
+    """Return the sizes and SHA-256 of the part `share` of the sorted files in a folder."""
 
     def entry(name: str) -> dict[str, Any]:
         return {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
@@ -48,10 +45,7 @@ def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **about: Any) -> None:
-    """Write manifest.json, which holds `about`, the entries of the files, and a checksum over both.
-
-    about : description of the checkpoint, such as its step and recipe
-    """
+    """Write manifest.json: the checkpoint's description `about`, its files, and a checksum over both."""
     content = {"format_version": FORMAT_VERSION, **about, "files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
 
@@ -71,14 +65,13 @@ def publish(made: Path, place: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder inside `_partial`, and `_partial` itself once it is empty."""
+    """Remove a folder inside `_partial`, and then `_partial` if it is empty."""
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
 
 
 def _sync(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,10 +80,9 @@ def _sync(path: Path) -> None:
 
 
 def disk_is_full(error: Exception, folder: Path) -> bool:
-    """True if a write failed because the disk is full.
+    """Return True if a write failed because the disk is full.
 
-    The decision uses the chained errors and the free space at the folder, because torch does not report the cause of a
-    failed write, and safetensors reports it only as text.
+    torch does not report the cause of a failed write, and safetensors reports it only as text.
     """
     chain: BaseException | None = error
     full = shutil.disk_usage(folder).free < FULL
@@ -101,10 +93,7 @@ def disk_is_full(error: Exception, folder: Path) -> bool:
 
 
 def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
-    """Return the error to raise after a failed write. It names the cause and the newest complete checkpoint.
-
-    what : the thing that could not be written
-    """
+    """Return the error to raise after a failed write of `what`, with the cause and the newest complete checkpoint."""
     full = disk_is_full(error, folder)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
     newest = newest_whole(folder)
@@ -119,7 +108,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
@@ -129,12 +117,11 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the latest step, or None if there is no complete checkpoint."""
     return next(reversed(whole_checkpoints(folder)), None)
 
 
 def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
-    """Remove the oldest complete checkpoints until `limit` remain. Never removes the checkpoint `best`."""
+    """Remove the oldest complete checkpoints until `limit` remain, but never the checkpoint `best`."""
     whole = [path for path in whole_checkpoints(folder) if best is None or path != Path(best)]
     for old in whole[:-limit] if limit else ():
         doomed = folder / PARTIAL / old.name
@@ -144,15 +131,12 @@ def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove the half-written checkpoints that a killed run has left in the run directory `folder`."""
+    """Remove the half-written checkpoints that a killed run has left."""
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps than `step`, because a run resumed at `step` will write them again.
-
-    Returns the new paths.
-    """
+    """Rename the checkpoints after `step`, which a run resumed at `step` writes again, and return the new paths."""
     later = {path: path.with_name(f"later-{path.name}") for path in checkpoints(folder) if step_of(path) > step}
     for path, aside in later.items():
         shutil.rmtree(aside, ignore_errors=True)
@@ -161,7 +145,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises UserError if it is missing or damaged, or has another format."""
+    """Return the manifest of a checkpoint. Raise UserError if it is missing or damaged, or has another format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
@@ -186,18 +170,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _missing(content: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names in `kinds` whose value in `content` is missing or has the wrong type. kinds : name -> type"""
+    """Return the names in `kinds` (name -> type) whose value in `content` is missing or has the wrong type."""
     return [name for name, kind in kinds.items() if not isinstance(content.get(name, ...), kind)]
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """True if dicts and lists are nested more than `levels` deep."""
+    """Return True if dicts and lists are nested more than `levels` deep."""
     within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels == 0 or any(_deeper(entry, levels - 1) for entry in within)
 
 
 def damage(folder: Path, contents: bool = True) -> str | None:
-    """Describe the first problem found in a checkpoint, with the name of the file, or return None if it is complete.
+    """Return a description of a checkpoint's first problem. None means that the checkpoint is complete.
 
     contents : True also compares the checksum of every file, not only its size
     """
@@ -210,7 +194,6 @@ def damage(folder: Path, contents: bool = True) -> str | None:
 
 
 def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
-    """Yield the problems of a checkpoint's files. files : manifest entry of each file"""
     for name, recorded in files.items():
         file = folder / name
         if not file.is_file():
@@ -228,7 +211,6 @@ def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bo
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,6 +1,6 @@
-"""The settings that all trainings share: TrainingConfig, and blocks that several kinds of recipe use. Imports no torch.
+"""The settings that several kinds of training share. Imports no torch.
 
-The settings of a component are in its own config.py: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
+The settings of one component are in its own config.py: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class TrainingConfig(Configuration):
 class ReplayConfig(Configuration):
     """Attention in training under evictions.
 
-    attention_kernel : kernel that computes attention. gather collects, for each chunk of queries, the keys that any of
-        these queries sees; flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are not
-        empty, with keys in natural order or sorted by eviction; sdpa builds a [tokens, tokens] mask for each layer;
-        dense is the reference. auto tries flex_sorted, then flex, and takes the first that a check on this machine
-        finds exact; if neither is exact, auto takes gather
-    match_gradient : gradient of the fitted biases and values under the policy am. through lets it flow to the keys,
-        values and queries from which they were fitted; constant treats the fitted biases and values as constants
+    attention_kernel : kernel that computes attention. gather collects, for each chunk of queries, the keys that any
+        query of the chunk sees. flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are
+        not empty, with keys in natural order or sorted by eviction. sdpa builds a [tokens, tokens] mask for each layer.
+        dense is the reference. auto takes the first of flex_sorted and flex that a check on this machine finds exact,
+        else gather
+    match_gradient : gradient of the biases and values that policy am fits. through lets the gradient flow to the keys,
+        values and queries of the fit; constant treats the fitted biases and values as constants
     """
 
     attention_kernel: Literal["auto", AttentionKernel] = "auto"
@@ -87,7 +87,7 @@ class ReplayConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Configuration):
-    """Low-rank adapters. They have no dropout, because dropout could not be replayed."""
+    """Low-rank adapters, without dropout: dropout could not be replayed."""
 
     r: PositiveInt = 16
     alpha: PositiveInt = 32
@@ -108,7 +108,7 @@ MOST_PROCESSES = 256  # per machine; no machine has more GPUs
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
-    """Settings of the processes on all machines, and the ZeRO stage of DeepSpeed (zero_stage 0 means no DeepSpeed)."""
+    """Settings of the processes on all machines, and DeepSpeed's ZeRO stage (zero_stage 0 means no DeepSpeed)."""
 
     processes: PositiveInt = 1
     zero_stage: Literal[0, 1, 2, 3] = 0

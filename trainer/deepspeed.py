@@ -16,8 +16,7 @@ from trainer.config import LaunchConfig
 def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration, or None if `launch` uses no DeepSpeed.
 
-    The configuration has no optimizer block, because DeepSpeed would then compile its own Adam. The training uses
-    torch's AdamW instead.
+    The configuration has no optimizer block, with which DeepSpeed would compile its own Adam in place of torch's AdamW.
     """
     if not launch.zero_stage:
         return None
@@ -42,9 +41,9 @@ def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
 
 
 def prepare_deepspeed() -> None:
-    """Set DeepSpeed up on a machine without a GPU: use gloo, and compile no C++ extension.
+    """Set up DeepSpeed on a machine without a GPU: use gloo, and compile no C++ extension.
 
-    Call this before the training arguments are made. It does nothing on a machine with a GPU.
+    Call this before the training arguments are made.
     """
     if torch.cuda.is_available():
         return
@@ -59,7 +58,7 @@ def prepare_deepspeed() -> None:
 
 @contextmanager
 def outside_deepspeed(args: Any) -> Iterator[None]:
-    """Make models that are loaded in this block whole, instead of partitioned by ZeRO-3."""
+    """Load models in this block whole, instead of partitioned by ZeRO-3."""
     from transformers.integrations import deepspeed
 
     deepspeed.unset_hf_deepspeed_config()
@@ -71,7 +70,7 @@ def outside_deepspeed(args: Any) -> Iterator[None]:
 
 
 def deepspeed_classes() -> list[Any]:
-    """Return the classes that torch may unpickle from DeepSpeed's files, or [] if DeepSpeed is not in use."""
+    """Return the classes that torch may unpickle from DeepSpeed's files."""
     if "deepspeed" not in sys.modules:
         return []
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

@@ -1,4 +1,4 @@
-"""Turns the rows of a dataset into token sequences for training: prompts, with or without completions, and texts."""
+"""Turns the rows of a dataset into token sequences for training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("sparse_rl")
 class Example:
     """One training sequence, as token ids.
 
-    completion : tokens that the student learns; empty if the student is to sample them
+    completion : tokens that the student learns; empty if the student will sample them
     trace : eviction trace of prompt + completion; None before an engine has sampled or simulated the sequence
     """
 
@@ -29,30 +29,22 @@ class Example:
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Example:
-        """Return the tokens and the trace of a rollout as an example."""
         return cls(rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
     @property
     def length(self) -> int:
-        """Number of tokens in prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
 
 def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None) -> list[Example]:
-    """Return the prompts as examples without completions.
-
-    data : rows with a prompt
-    thinking : value that is passed to the chat template, to turn thinking on or off
-    """
+    """Return the prompts as examples without completions. thinking : value for the chat template's thinking switch"""
     return [Example(prompt_ids(prompt, tokenizer, thinking), []) for prompt in data["prompt"]]
 
 
 def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) -> Any:
-    """Return the rows whose completion gets a reward of at least `least`, and log the number of these rows.
+    """Return the rows whose completion has a reward of at least `least`, and log their number.
 
-    where : recipe key of the data, for errors
-
-    Raises UserError if the reward raises.
+    Raises UserError, for the recipe key `where`, if the reward raises an exception.
     """
     kept: list[int] = []
     for start in range(0, len(data), 256):
@@ -83,8 +75,7 @@ def completed_examples(
     """Return prompts with their completions as examples, and log the numbers of truncated and dropped sequences.
 
     max_length : maximum number of tokens in prompt and completion
-    max_completion_length : maximum number of tokens in the completion
-    truncate : True truncates an overlong completion if the prompt leaves room for a token; False drops the sequence
+    truncate : True truncates an overlong completion if at least one token of it fits; False drops the sequence
     where : recipe key of the data, for errors
 
     Raises UserError if no sequence is left.
@@ -112,8 +103,8 @@ def text_examples(
 ) -> list[Example]:
     """Return the texts of a dataset as examples of at most `max_length` tokens.
 
-    Longer texts are dropped, and their number is logged. Each remaining text is one example; with `packing`, the
-    remaining texts are instead joined and cut into examples of `max_length` tokens. Raises UserError if none is left.
+    Longer texts are dropped, and their number is logged. With `packing`, the remaining texts are joined and cut into
+    examples of `max_length` tokens; otherwise each text is one example. Raises UserError if no text is left.
     """
     texts = _tokenised(data, tokenizer, thinking, where)
     kept = [text for text in texts if text.prompt and text.length <= max_length]

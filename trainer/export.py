@@ -1,4 +1,4 @@
-"""Ends a training: writes the final model (complete or not at all), pushes it to the Hub, and closes the engine."""
+"""Ends a training: writes the final model, pushes it to the Hub, and closes the engine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ logger = logging.getLogger("sparse_rl")
 
 
 def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
-    """Write the final model and its card as a plain Hugging Face directory. With `push_to_hub`, push it to the Hub.
-
-    The directory is either complete or does not exist.
+    """Write the final model and its card as a Hugging Face directory, which is complete or absent; push it if asked.
 
     place : directory to write
     lora : True merges the adapter into the model, and also writes the adapter beside it
@@ -56,7 +54,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
 def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if lora:
-        trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else it pushes to the Hub
+        trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else save_model pushes to the Hub
         if trainer.is_world_process_zero():
             merged = model.merge_and_unload()
             if wrong := not_finite_weight(merged.named_parameters()):
@@ -84,7 +82,6 @@ def _card(trainer: Any, folder: Path, place: Path) -> str:
 
 
 def _push(trainer: Any, place: Path) -> None:
-    """Upload the final model, and no other files of the run."""
     name = trainer.hub_model_id
     try:
         HfApi().upload_folder(

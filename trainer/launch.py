@@ -1,8 +1,7 @@
-"""Starts the processes of a training from one command per machine.
+"""Starts the processes of a training: each machine runs the same command, with its own `machine_rank`.
 
 `sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process whose
-environment variable RANK is set launches no other processes. To train on several machines, run the same command on each
-machine, with a different `machine_rank`.
+environment variable RANK is set launches no other processes.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from trainer.config import LaunchConfig
 
 
 def launched() -> bool:
-    """True if a launcher has started this process, so that it must not launch others."""
+    """Return True if a launcher has started this process, which then must not launch others."""
     return "RANK" in os.environ
 
 
 def take_device() -> None:
-    """Make this process's GPU the current device. Without this call, "cuda" would mean GPU 0 in every process."""
+    """Make this process's GPU the current device. Otherwise "cuda" would mean GPU 0 in every process."""
     import torch
 
     if torch.cuda.is_available():
@@ -32,8 +31,8 @@ def take_device() -> None:
 def leave_group() -> None:
     """Destroy the process group at the end of a successful run.
 
-    Threads of a process group that still exists can crash the process as it exits, and the launcher then reports a
-    failed run. Do not call this after an error: other processes may still wait in the group.
+    Threads of a remaining process group can crash the process as it exits, and the launcher then reports a failed run.
+    Do not call this after an error: other processes may still wait in the group.
     """
     from torch import distributed
 
@@ -42,17 +41,14 @@ def leave_group() -> None:
 
 
 def needs_launch(asked: LaunchConfig) -> bool:
-    """True if a run needs the launcher, because it uses several processes or DeepSpeed, or can choose between GPUs."""
+    """Return True if a run uses several processes or DeepSpeed, or can choose between GPUs."""
     import torch
 
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
 def crowded(asked: LaunchConfig) -> str | None:
-    """Return a message if the run starts more processes than this machine has GPUs, else None.
-
-    On a machine without GPUs, the usable CPU cores are counted instead.
-    """
+    """Return a message if the run starts more processes than this machine has GPUs (or usable CPU cores), else None."""
     import torch
 
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
@@ -63,9 +59,9 @@ def crowded(asked: LaunchConfig) -> str | None:
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in each process of this machine. Returns the exit status (2 for a user error).
+    """Run `sparse-rl ARGUMENTS` in each process of this machine, and return the exit status (2 for a user error).
 
-    If the user interrupts the run, the launcher interrupts the processes, and this function raises KeyboardInterrupt.
+    If the user interrupts the run, the processes are interrupted too, and KeyboardInterrupt is raised.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,8 +1,7 @@
-"""A lock that allows one run at a time in a run directory, and is released when the writing process ends.
+"""A lock that allows one run at a time in a run directory.
 
 The lock is a POSIX record lock. The kernel, or the server of a shared file system (NFS, Lustre, GPFS), releases the
-lock even if the process crashes, and child processes do not inherit the lock. The lock file remains in the directory,
-and names the last process that held the lock.
+lock even if the process crashes, and child processes do not inherit it. The lock file remains in the directory.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ LOCK_FILE = "run.lock"
 
 @contextmanager
 def locked(output_dir: str) -> Iterator[None]:
-    """Hold the lock of the directory in this block. Creates the directory if it does not exist.
+    """Hold the lock of the directory in this block, or raise UserError if another run holds it.
 
-    Only the first process of a launch calls this, because only that process writes to the directory. Raises UserError
-    if another run holds the lock.
+    Only the first process of a launch calls this, because only that process writes to the directory.
     """
     with _open_locked(Path(output_dir)) as file:
         file.truncate(0)
@@ -44,7 +42,7 @@ def refuse_running(output_dir: str) -> None:
 
 
 def _open_locked(folder: Path) -> IO[str]:
-    """Return the open lock file, locked. Closing it releases the lock."""
+    """Return the open and locked lock file. Closing the file releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+")

@@ -1,7 +1,4 @@
-"""Estimates the bytes that a training needs for weights, gradients, optimizer state and activations.
-
-No weights are loaded for this.
-"""
+"""Estimates the memory of a training for weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -14,15 +11,14 @@ from trainer.config import LaunchConfig, LoraConfig
 
 
 def count_parameters(model: Any) -> int:
-    """Return the number of parameters of a model, counting tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
-    """Return the name and the module of every module that `lora.target_modules` selects, whatever its class.
+    """Return (name, module) of every module that `lora.target_modules` selects, of any class, by PEFT's rules.
 
-    The selection follows PEFT: `all-linear` selects all linear layers except the head, any other text is a regular
-    expression for full names, and a list holds the last parts of names.
+    `all-linear` selects all linear layers except the head, any other text is a regular expression for full names, and a
+    list holds the last parts of names.
     """
 
     def adapted(name: str, module: Any) -> bool:
@@ -36,10 +32,6 @@ def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
 
 
 def lora_parameters(model: Any, lora: LoraConfig) -> int:
-    """Return the number of parameters of the adapters.
-
-    An adapter of rank r has r * (inputs + outputs) parameters for every linear layer that it adapts.
-    """
     linear = [module for _, module in adapted_modules(model, lora) if isinstance(module, Linear)]
     return sum(lora.r * (module.in_features + module.out_features) for module in linear)
 
@@ -47,15 +39,16 @@ def lora_parameters(model: Any, lora: LoraConfig) -> int:
 def training_state(
     parameters: int, trainable: int, *, itemsize: int, adapters: bool, launch: LaunchConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the memory of one process for weights, gradients and AdamW's state.
+    """Return the memory of one process as {part: (bytes on the device, bytes in host memory)}.
 
-    The result maps each name to (bytes on the device, bytes in host memory).
+    The parts are weights, gradients and optimizer (AdamW's state).
 
     Without DeepSpeed, each weight has `itemsize` bytes, and AdamW keeps two float32 moments per trained parameter.
-    Adapters are float32, and the frozen weights are kept as well. With several processes, DDP's buckets hold the
-    gradients a second time. DeepSpeed keeps a float32 master copy of the weights and two moments, which it partitions
-    over the processes from stage 1 on. It partitions the gradients from stage 2 on, and the weights from stage 3 on
-    (table in the ZeRO paper).
+    Adapters are float32, beside the frozen weights. With several processes, DDP's buckets hold the gradients a second
+    time.
+
+    DeepSpeed keeps float32 master weights and two moments, partitioned over the processes from stage 1 on. It
+    partitions gradients from stage 2 on, and weights from stage 3 on (table in the ZeRO paper).
     """
     if not launch.zero_stage:
         weights = parameters * itemsize + (4 * trainable if adapters else 0)
@@ -78,9 +71,9 @@ def training_state(
 def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
     """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
-    Every layer keeps its input. In addition, a layer keeps for each token about 6 hidden vectors (norms, residuals),
-    two copies of queries, keys and values (RoPE), the attention output, and 4 intermediate vectors of the MLP. With
-    gradient checkpointing, only one layer at a time keeps these additional tensors; otherwise all layers do.
+    Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (norms, residuals), two copies of
+    queries, keys and values (RoPE), the attention output, and 4 intermediate vectors of the MLP. With gradient
+    checkpointing, only one layer at a time keeps these additional tensors.
 
     logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
         whose fused head holds only tiles of the logits

@@ -1,8 +1,7 @@
-"""Lets launched processes reuse results that the launcher has computed.
+"""Lets launched processes reuse results that the launcher has computed: tokenised datasets, hashed checkpoints.
 
-A dataset is read and tokenised, and a checkpoint is hashed, only once per machine. The launcher keeps the results in a
-folder that exists as long as the command runs, and passes the path of the folder to its processes in an environment
-variable. A process started by torchrun or accelerate launch has no such folder, and computes all results itself.
+The launcher keeps the results in a folder that exists as long as the command runs, and passes the folder's path in an
+environment variable. A process started by torchrun or accelerate launch has no such folder, and computes all results.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Make `once` compute each result only once in this block and in the processes launched from it."""
+    """Compute each result of `once` only once in this block and in the processes launched from it."""
     place = temporary_folder()
     if launched():  # the launcher's folder is used, which exists as long as this process
         yield
@@ -43,12 +42,7 @@ def remembered() -> Iterator[None]:
 
 
 def once(what: str, make: Callable[[], T]) -> T:
-    """Return the result that the launcher has stored under the name `what`, or call `make` and return its result.
-
-    The launcher stores each new result; a launched process does not.
-
-    what : name of the result
-    """
+    """Return the result that the launcher has stored under the name `what`; if there is none, return make()."""
     if FOLDER not in os.environ:
         return make()
     file = Path(os.environ[FOLDER]) / hashlib.sha256(what.encode()).hexdigest()
@@ -61,9 +55,9 @@ def once(what: str, make: Callable[[], T]) -> T:
 
 
 def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
-    """Return the dataset of `make`, or the dataset that an earlier call for `what` has saved on disk.
+    """Return the dataset of `make`, read from a copy on disk that all processes share.
 
-    All processes read the saved files, and therefore share the results of `map` that datasets caches beside them.
+    Therefore the processes also share the results of `map`, which datasets caches beside the copy.
     """
     import datasets
 
@@ -85,7 +79,7 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
 
 def leave_words(words: str) -> bool:
-    """Save a text that the launcher prints after its processes have ended. Returns False if there is no launcher."""
+    """Save a text that the launcher prints after its processes have ended. Return False if there is no launcher."""
     if FOLDER not in os.environ:
         return False
     with (Path(os.environ[FOLDER]) / LAST_WORDS).open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -94,6 +88,5 @@ def leave_words(words: str) -> bool:
 
 
 def left_words() -> str:
-    """Return the texts that the launched processes have saved with `leave_words`."""
     file = Path(os.environ[FOLDER]) / LAST_WORDS
     return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -95,7 +95,7 @@ def instead(option: str, kind: str) -> str | None:
 
 
 def check_options(given: Mapping[str, Any], kind: str) -> None:
-    """Raise UserError for the first option in `given` that a training of this kind refuses."""
+    """Raise UserError if a training of this kind refuses an option in `given`."""
     for option in given:
         if mend := instead(option, kind):
             raise UserError(f"not an option here: {mend}", option)

@@ -1,6 +1,6 @@
 """A transformers Trainer whose runs resume exactly, as if they had never stopped.
 
-Use it as `class Mine(Resumable)`, or in front of another trainer: `class Mine(Resumable, GRPOTrainer)`.
+Use it as `class X(Resumable)`, or in front of another trainer: `class X(Resumable, GRPOTrainer)`.
 
 transformers saves weights, optimizer, scheduler, random states, step and the position in the data. This module adds
 checkpoints that are complete or absent (trainer/checkpoint.py), and one file per process with the state that
@@ -58,7 +58,7 @@ torch.serialization.register_package(
 def reading(checkpoint: str | None) -> Iterator[None]:
     """Force weights_only for every torch.load in this block, and turn any failure into a one-line UserError.
 
-    checkpoint : the folder that is read, for errors; None makes the block do nothing
+    checkpoint : the folder that is read; None makes the block do nothing
     """
     if checkpoint is None:
         yield
@@ -92,7 +92,7 @@ def known_metric() -> Iterator[None]:
 class EpochSampler(Sampler):
     """TRL's sampler with an order that depends only on the seed and the epoch.
 
-    A run that resumes in a later epoch therefore visits the data in the same order as an uninterrupted run.
+    So a run that resumes in a later epoch visits the data in the same order as an uninterrupted run.
     """
 
     def __init__(self, sampler: RepeatSampler) -> None:
@@ -111,10 +111,7 @@ class EpochSampler(Sampler):
 
 
 class Resumable(Scored):
-    """A Trainer whose runs resume exactly.
-
-    recipe : the recipe as plain data, for the checkpoint's manifest; None if the run has no recipe
-    """
+    """A Trainer whose runs resume exactly. recipe : the recipe as plain data, for the checkpoint's manifest"""
 
     recipe: dict[str, Any] | None = None
     _writing = False
@@ -128,16 +125,14 @@ class Resumable(Scored):
         self.add_callback(_AtStart(self))
 
     def sampling_seed(self, generation: int | None) -> int:
-        """Return a sampling seed that differs between generations and between ranks.
+        """Return a sampling seed for generation number `generation`; None means validation.
 
-        Two ranks may sample the same prompt, and must then sample different completions.
-
-        generation : number of the generation; None for validation
+        Two ranks may sample the same prompt, so their seeds differ.
         """
         number = self.args.seed if generation is None else (self.args.seed + 1) * 1_000_003 + generation
         return number * self.accelerator.num_processes + self.accelerator.process_index
 
-    # ---- options that are read late ------------------------------------------------------------------------------
+    # ---- options that are checked only here -----------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any) -> Any:
         with refusals(TypeError, ImportError):
@@ -162,7 +157,7 @@ class Resumable(Scored):
     # ---- finite numbers only --------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the values, and then raise NotFiniteError if the logged loss or gradient norm is NaN or infinite."""
+        """Log the values, and then raise NotFiniteError if the logged loss or gradient norm is not finite."""
         skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
         wrong = not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")})
         super().log(logs, *args, **kwargs)
@@ -181,7 +176,7 @@ class Resumable(Scored):
 
     @contextmanager
     def refused_at_this_step(self) -> Iterator[None]:
-        """Add the step and the newest complete checkpoint to a NotFiniteError that an engine raises in this block."""
+        """Add the step and the newest complete checkpoint to a NotFiniteError of an engine."""
         try:
             yield
         except NotFiniteError as error:
@@ -216,7 +211,7 @@ class Resumable(Scored):
         return state
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that `extra_state` returned. Called after transformers has restored everything else."""
+        """Restore the state from `extra_state`. Called after transformers has restored everything else."""
         self._ended = state["ended"]
         self._tr_loss = state["loss"].to(self.args.device)
         self._total_loss_scalar, self._globalstep_last_logged = state["loss_total"], state["logged_step"]
@@ -249,14 +244,11 @@ class Resumable(Scored):
             self.accelerator.wait_for_everyone()
 
     def _save_more(self, run: Path, partial: Path) -> None:
-        """Add the state that transformers would lose to a checkpoint, and rename the checkpoint to its final name.
-
-        made : folder in which transformers has written the checkpoint
-        """
+        """Add the state that transformers would lose to the checkpoint in `partial`, and publish the checkpoint."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         torch.save(self.extra_state(), partial / STATE_FILE.format(rank=rank))
         best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent.name == PARTIAL:  # this checkpoint, recorded with its temporary path
+        if best is not None and Path(best).parent.name == PARTIAL:  # this checkpoint, under its temporary path
             self.state.best_model_checkpoint = str(run / partial.name)
             if self.args.should_save:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
@@ -273,7 +265,7 @@ class Resumable(Scored):
     # ---- a hub ----------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository to which the final model is pushed (trainer/export.py), before training starts."""
+        """Create the repository for the final model (trainer/export.py) before training starts."""
         try:
             super().init_hf_repo(token)
         except HUB_ERRORS as error:
@@ -282,7 +274,7 @@ class Resumable(Scored):
             raise UserError(f"the Hub did not create the repository ({line}); {mend}", "push_to_hub") from error
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Write no card beside the checkpoints: only the final model has one (trainer/card.py)."""
+        """Write no card beside the checkpoints: only the final model has a card (trainer/card.py)."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
@@ -291,7 +283,7 @@ class Resumable(Scored):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn about missing and unexpected weights, except tied ones, of which a checkpoint holds only one copy."""
+        """Warn about missing and unexpected weights, but not about tied weights: a checkpoint holds them only once."""
         model: Any = self.model
         weights, missing = dict(model.named_parameters(remove_duplicate=False)), set(load_result.missing_keys)
         loaded = {id(weight) for name, weight in weights.items() if name not in missing}
@@ -309,9 +301,8 @@ class Resumable(Scored):
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(
-            self.args, max_steps
-        )  # else the checkpoint's intervals of logging and saving would apply
+        # Without this call, the checkpoint's intervals of logging and saving would apply.
+        self.state.compute_steps(self.args, max_steps)
         return places
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,6 @@
 """Chooses the checkpoint that a run resumes, compares the recipes, and refuses folders that a new run must not use.
 
-Runs are described by plain data (the resolved recipe). This module imports no large packages, so that mistakes are
-reported at once.
+A recipe is plain data here. This module imports no large packages, so that a mistake is reported immediately.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ MOST_NAMED = 20  # maximum number of differing keys that one error lists
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version for Python and the packages that a run depends on, and the machine type."""
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -40,7 +38,7 @@ def versions() -> dict[str, str]:
 def refuse_used(output_dir: str) -> None:
     """Raise UserError if a new run in output_dir would overwrite a complete checkpoint, or the model of a finished run.
 
-    Other files of a killed run may be overwritten: it can be started again in the same folder.
+    A killed run without a complete checkpoint may be started again in the same folder.
     """
     folder = Path(output_dir)
     if any(_damage(path) is None for path in reversed(checkpoints(folder))):
@@ -68,9 +66,9 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
     resume : a checkpoint's directory, or "newest" for the newest complete checkpoint in output_dir
     resolved : the recipe as plain data, with max_steps and, if it has one, refresh_every
 
-    Every file of the checkpoint is compared with the manifest. Damaged checkpoints that are skipped are logged with the
-    reason. Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the recipe
-    differs from the checkpoint's in a key that may not change, or if output_dir holds a different run.
+    Every file of the checkpoint is compared with the manifest. Damaged checkpoints are skipped and logged. Raises
+    UserError if there is no complete checkpoint, if the given directory is damaged, if the recipe differs from the
+    checkpoint's in a key that may not change, or if output_dir holds a different run.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
@@ -91,7 +89,7 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
             raise UserError(f"{folder} is not a complete checkpoint: {why}", "--resume")
     check_same(resolved, read_manifest(folder), folder, may_change)
     if folder.resolve().parent != Path(output_dir).resolve():
-        refuse_used(output_dir)  # this run continues a run of another folder, so output_dir must not hold a run
+        refuse_used(output_dir)  # the resumed run is in another folder, so output_dir must not hold a run
     return folder
 
 
@@ -101,12 +99,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Path, may_change: MayChange) -> None:
-    """Raise UserError if this run cannot continue the checkpoint exactly. The error lists the differences.
-
-    resolved : this run's recipe as plain data
-    manifest : the manifest of the checkpoint
-    folder : the checkpoint's directory, for errors
-    """
+    """Raise UserError, with the differences, if this run cannot continue the checkpoint in `folder` exactly."""
     if 0 < resolved["max_steps"] < manifest["step"]:
         raise UserError(f"is {resolved['max_steps']}, but {folder} is already at step {manifest['step']}", "max_steps")
     refresh = resolved.get("refresh_every") or 0
@@ -142,7 +135,6 @@ def _show(value: Any) -> str:
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one mapping with dotted keys."""
     flattened: dict[str, Any] = {}
     for key, value in mapping.items():
         nested = isinstance(value, dict) and value

@@ -25,10 +25,7 @@ COMPLETIONS_PER_STEP = 4
 
 
 def prepare(output_dir: str, recipe: str) -> Path:
-    """Create the directory, write recipe.yaml and environment.json into it, and return its path.
-
-    recipe : text of recipe.yaml
-    """
+    """Create the directory, write recipe.yaml (with the text `recipe`) and environment.json, and return its path."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +37,10 @@ def prepare(output_dir: str, recipe: str) -> Path:
 
 
 def wandb_offline_without_key(folder: Path) -> bool:
-    """Make W&B write into the run directory, and switch it to offline mode if no user is logged in to its server.
+    """Make W&B write into the run directory, and in offline mode if no user is logged in to its server.
 
-    Offline mode is logged as a warning. Returns False, with a warning, if W&B cannot even run offline, because it
-    cannot read its settings.
+    Returns False if W&B cannot even run offline, because it cannot read its settings. Both cases are logged as
+    warnings.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
     if os.environ.get("WANDB_MODE"):
@@ -69,9 +66,9 @@ def wandb_offline_without_key(folder: Path) -> bool:
 def _server_without_login() -> str | None:
     """Return the W&B server to which nobody is logged in, or None if a user is logged in or no server is used.
 
-    W&B itself looks up the server and the key. W&B must be silent here, because it would contact the server to print
-    the user's name. It is torn down afterwards, because it would ignore a WANDB_MODE that is set later. WANDB_SILENT
-    also silences a line about the settings file, which W&B prints before it reads the setting `silent`.
+    W&B itself looks up the server and the key. Without `silent`, W&B would contact the server to print the user's name.
+    WANDB_SILENT also silences a line about the settings file, which W&B prints before it reads `silent`. W&B is torn
+    down afterwards, because it would ignore a WANDB_MODE that is set later.
     """
     import wandb
 
@@ -88,17 +85,15 @@ def _server_without_login() -> str | None:
 
 
 def check_world(processes: int) -> None:
-    """Raise UserError if the number of started processes differs from `processes`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != processes:
         raise UserError(f"is {processes}, but {world} processes were started", "launch.processes")
 
 
 class RunLog(TrainerCallback):
-    """Writes metrics.jsonl, with one line for each call of `log`. The line includes the step.
+    """Writes metrics.jsonl: one line, with the step, for each call of `log`.
 
-    A resumed run first removes the lines after its checkpoint's step and the summary of the earlier run, and then
-    appends its own lines.
+    A resumed run first removes the lines after its checkpoint's step, and the summary of the earlier run.
     """
 
     name = METRICS_FILE
@@ -122,7 +117,7 @@ class RunLog(TrainerCallback):
 
 
 class CompletionLog(RunLog):
-    """Writes the first few sampled completions of each step to completions.jsonl, with their advantages and rewards.
+    """Writes the first few sampled completions of each step, with advantages and rewards, to completions.jsonl.
 
     A reward is null if the reward function returned None.
     """

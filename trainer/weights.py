@@ -1,7 +1,7 @@
 """Gives the trainer's weights to an engine, either as the live module or as a copy.
 
-A copy uses the weight names of a Hugging Face checkpoint. This module also saves and restores the weights of a
-reference model that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
+The weights of a copy are named as in a Hugging Face checkpoint. This module also saves and restores a reference model
+that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of every weight, one at a time.
 
-    A head that is tied to the embedding is yielded once, under the embedding's name. Under ZeRO-3 each weight is
-    gathered while it is yielded, in which every process takes part: exhaust the iterator on all processes. The product
-    of a LoRA adapter is added to a copy of the adapted weight, so that the frozen weight does not change.
+    A head that is tied to the embedding is yielded once, under the embedding's name. Under ZeRO-3 all processes gather
+    each weight together: exhaust the iterator on all processes. The product of a LoRA adapter is added to a copy of the
+    adapted weight, so that the frozen weight does not change.
     """
     module = accelerator.unwrap_model(model)
     for name, weight in module.named_parameters():
@@ -67,8 +67,7 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
 def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
     """Return name -> weight (on the CPU) on the first process, and an empty dict on the other processes.
 
-    Every process must call this function and `load_reference`, because under ZeRO-3 each process holds a part of every
-    weight.
+    Every process must call this function and `load_reference`: under ZeRO-3 each process holds a part of every weight.
     """
     kept: dict[str, Tensor] = {}
     for name, weight in named_weights(model, accelerator):
@@ -79,7 +78,7 @@ def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> None:
-    """Load weights into the models of all processes. kept : the weights from `reference_state`, on the first process"""
+    """Load the weights `kept` of the first process into the models of all processes."""
     for name, weight in accelerator.unwrap_model(model).named_parameters():
         with gathered(weight, accelerator, writer=0):
             if accelerator.is_main_process:
@@ -89,7 +88,7 @@ def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> Non
 
 
 def partitioned(accelerator: Any) -> bool:
-    """True under ZeRO-3, in which each process holds only a part of every weight."""
+    """Return True under ZeRO-3, where each process holds only a part of every weight."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
@@ -97,7 +96,7 @@ def partitioned(accelerator: Any) -> bool:
 def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = None) -> Any:
     """Return a context manager that makes a weight whole on every process. Without ZeRO-3 it does nothing.
 
-    writer : rank whose changes are sent to all processes under ZeRO-3; None if the weight is only read
+    writer : rank whose changes are sent to all processes; None if the weight is only read
     """
     if not partitioned(accelerator):
         return nullcontext()
@@ -108,7 +107,6 @@ def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = 
 
 @torch.no_grad()
 def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> Tensor:
-    """Return the weight plus the products of its active LoRA adapters."""
     if not name.endswith(".base_layer.weight"):
         return weight.detach()
     adapted = module.get_submodule(name.removesuffix(".base_layer.weight"))

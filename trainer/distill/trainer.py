@@ -1,10 +1,9 @@
 """Distillation under recorded evictions (G-KV appendix C).
 
-A student with a small cache learns the token distributions of a teacher with a full cache. The completions come from a
-dataset (the teacher's outputs, filtered by a reward) or from the student. For the completions of a dataset, an engine
-simulates the evictions: it decodes the given tokens with the starting model under the policy, and records the trace. If
-the completions come from the student, they are sampled under eviction, which also records a trace. In both cases the
-student is trained under the recorded trace.
+A student with a small cache learns the token distributions of a teacher with a full cache, under a recorded trace. The
+completions come from a dataset (the teacher's outputs, filtered by a reward) or from the student. In the first case an
+engine simulates the evictions: it decodes the given tokens with the starting model under the policy, and records the
+trace. In the second case sampling under eviction records the trace.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ from trainer.weights import give_weights, live_weights
 
 @dataclass
 class DistillArguments(TaughtArguments):
-    """Arguments of a DistillTrainer.
-
-    distill : settings of distillation
-    scorers : settings for training the scorers of a learned policy; None keeps the scorers fixed
-    """
+    """Arguments of a DistillTrainer. scorers : settings for training the policy's scorers; None keeps them fixed"""
 
     kind: ClassVar[str] = "distill"
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -44,7 +39,7 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and two more:
+    Its parameters are those of TaughtTrainer (model, teacher, args, examples, validation), and:
 
     engine : engine that records the evictions; the student is trained under its policy
     sleep : True frees the engine's memory while the student is trained, if the engine supports this
@@ -75,7 +70,6 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
-        """Return examples with traces: either simulate the evictions of `examples`, or sample completions."""
         prompts = [example.prompt for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
@@ -87,7 +81,7 @@ class DistillTrainer(TaughtTrainer):
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Return the number of completion tokens of all processes, and add the retention to the logged sums."""
+        """Return the completion tokens of all processes, and add the retention to the logged sums."""
         tokens = sum(len(example.completion) for example in examples)
         retention = sum(example.trace.retention() for example in examples if example.trace is not None)
         local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
@@ -101,7 +95,7 @@ class DistillTrainer(TaughtTrainer):
     def _engine_weights(self) -> Iterator[Engine]:
         """Yield the engine with up-to-date weights.
 
-        If the engine shares the student's module, or if the student samples, these are the student's current weights.
+        These are the student's current weights if the engine shares the student's module or if the student samples.
         Otherwise they are the starting model's until the first refresh, and then the student's at the last refresh.
         """
         every = 1 if self._sampling is not None else self.args.distill.refresh_every
@@ -135,7 +129,6 @@ class DistillTrainer(TaughtTrainer):
         return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
 
     def _measured(self) -> dict[str, float]:
-        """Return the metrics since the last log, with the boundary loss if scorers are trained."""
         scorer_metrics = (
             {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
         )

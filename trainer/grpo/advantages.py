@@ -9,14 +9,13 @@ from torch import Tensor
 
 
 def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Return a mask that is True for each group whose rows differ in reward: bool [groups].
+    """Return a mask that is True for each group whose rows differ in reward, bool [groups].
 
     rewards : rewards of all ranks, float [rows, functions]; NaN if a reward function returned None
     weights : weight of each reward function, float [functions]
     size : number of rows in a group
 
-    The mask is computed from the rewards, not from the advantages: the mean of equal rewards may be rounded, and then
-    the advantages are not exactly 0.
+    The mask is not computed from the advantages: the mean of equal rewards may be rounded, and then no advantage is 0.
     """
     total = (rewards * weights.to(rewards.device)).nansum(1)
     scored = ~rewards.isnan().all(1)
@@ -28,9 +27,7 @@ def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
 def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int, drop: bool) -> Tensor:
     """Return a rank's advantages, float [rows], set to exactly 0 in groups without reward variance.
 
-    advantages : the rank's advantages from TRL, float [rows]
-    varied : mask of the groups with reward variance, of all ranks, bool [groups]
-    size : number of rows in a group
+    varied : result of `varied_groups`, for the groups of all ranks
     drop : True also excludes the groups without reward variance from the loss's mean over rows
     """
     start = rank * len(advantages)

@@ -1,7 +1,4 @@
-"""Builds the arguments of a SparseGRPOTrainer from our configuration, and refuses unsupported parameters and features.
-
-The arguments are a subclass of TRL's GRPOConfig.
-"""
+"""Builds the arguments of a SparseGRPOTrainer, a subclass of TRL's GRPOConfig, and refuses unsupported features."""
 
 from __future__ import annotations
 
@@ -21,11 +18,8 @@ from trainer.scored.config import ScorersConfig
 
 @dataclass
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
-    """TRL's GRPOConfig with our configuration as additional fields.
+    """TRL's GRPOConfig with our configuration as additional fields. Use `grpo_arguments` to build it.
 
-    Build it with `grpo_arguments`, which sets TRL's fields to the values of `sparse`.
-
-    sparse : our settings; the trainer reads from here the settings that TRL does not have
     scorers : settings for training the scorers of a learned policy; None keeps the scorers fixed
     """
 
@@ -44,10 +38,9 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 def grpo_arguments(
     sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> SparseGRPOArguments:
-    """Return the arguments of a SparseGRPOTrainer.
+    """Return the arguments of a SparseGRPOTrainer, with TRL's fields set to the values of `sparse`.
 
-    options : further options of TRL and transformers (see trainer.arguments.training_options), and values for the
-        fields that SparseGRPOArguments adds
+    options : options of TRL and transformers (trainer.arguments.training_options), and fields of SparseGRPOArguments
 
     Raises UserError for an option that this project, TRL or transformers refuses.
     """
@@ -59,10 +52,7 @@ def grpo_arguments(
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Raise UserError if SparseGRPOTrainer does not support one of its parameters. Called before a model is loaded.
-
-    given : parameters of GRPOTrainer, name -> value
-    """
+    """Raise UserError if SparseGRPOTrainer does not support one of the parameters `given` to GRPOTrainer."""
     if not isinstance(args := given.get("args"), SparseGRPOArguments):
         wrong = f"must be made by grpo_arguments (trainer/grpo/arguments.py), got {type(args).__name__}"
         raise UserError(wrong, "args")
@@ -73,7 +63,7 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_made(trainer: Any) -> None:
-    """Raise UserError if TRL has enabled an unsupported feature by itself, because of the model or the launch."""
+    """Raise UserError if TRL has enabled an unsupported feature because of the model or the launch."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; use a lower stage"
         raise UserError(wrong)

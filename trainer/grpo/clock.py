@@ -13,9 +13,9 @@ PARTS = ("sync", "generate", "rewards", "logprobs")
 
 
 class StepClock:
-    """Counts the seconds of each part of a step, and the sampled tokens, since the last log.
+    """Counts the sampled tokens and the seconds of each part of a step since the last log.
 
-    The time that is in none of PARTS is reported as the update.
+    The time outside of PARTS is reported as the update.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,6 @@ class StepClock:
         }
 
     def restart(self) -> None:
-        """Set the counted seconds and tokens to 0."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.start, self.tokens = now(), 0
 

@@ -18,10 +18,7 @@ from trainer.scored.loss import ScorerLoss
 
 
 class ReplayedForward:
-    """Computes log-probs of rows that TRL has padded: prompts on the left, completions on the right.
-
-    The traces are passed to the model's forward as an attention view, in the keyword argument `kv_view`.
-    """
+    """Computes log-probs of rows that TRL has padded: prompts on the left, completions on the right."""
 
     def __init__(self, accelerator: Any, args: SparseGRPOArguments, scorer_loss: ScorerLoss | None) -> None:
         self.accelerator, self.args, self.scorer_loss = accelerator, args, scorer_loss
@@ -30,7 +27,7 @@ class ReplayedForward:
     def __call__(
         self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """Return the model's output and the auxiliary losses (None if there are no such losses).
+        """Return the model's output, and the auxiliary losses or None.
 
         The output holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens.
 

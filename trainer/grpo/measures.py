@@ -1,7 +1,4 @@
-"""Records metrics of rollouts and batches over all processes, in addition to TRL's metrics.
-
-panel.py computes the metrics from tensors.
-"""
+"""Records metrics of rollouts and batches over all processes, in addition to TRL's. panel.py has the formulas."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from trainer.grpo.rows import Learned
 class Measures:
     """Records metrics for a trainer, in the trainer's current mode (train or eval), and applies the replay guard.
 
-    gaps : mode -> one tensor for each batch since the last log, float [2, tokens], with the `gap` and the `ratio` of
-        each token, as panel.replay_panel takes them
+    gaps : mode -> one tensor for each batch since the last log, float [2, tokens]: `gap` and `ratio` of
+        panel.replay_panel
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -31,9 +28,7 @@ class Measures:
         self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
 
     def batch(self, batch: dict[str, Any], scored: Tensor) -> None:
-        """Add a batch to the mismatch panel and apply the replay guard.
-
-        Call this before the first weight update after the batch was sampled.
+        """Add a batch to the mismatch panel and apply the replay guard, before the first weight update after sampling.
 
         batch : TRL's batch
         scored : the trainer's log-probs of the completion tokens, float [rows, completion width]
@@ -51,7 +46,7 @@ class Measures:
             trainer.probed_engine.check(pair[0])
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Record the retention at the end of the sequences, their peak cache bytes, and the bytes of a full cache."""
+        """Record the final retention of the sequences, their peak cache bytes, and the bytes of a full cache."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         layers, kv_heads, head_dim = cache_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
@@ -73,7 +68,7 @@ class Measures:
             self._note(name, value)
 
     def learned(self, learned: Learned) -> None:
-        """Record the loss of the scorers (boundary loss) or of the method, and the recall.
+        """Record the loss of the scorers or of the method, and the recall.
 
         The recall is the kept share of the tokens that the training target of the scorers would keep.
         """

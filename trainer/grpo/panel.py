@@ -1,16 +1,7 @@
-"""The mismatch panel: metrics of the difference between the trainer's and the sampler's log-probs, before any clipping.
+"""The mismatch panel: metrics of d = log p_trainer - log p_sampler of the sampled tokens, before any clipping.
 
-With d = log p_trainer - log p_sampler of a sampled token, the metrics are
-
-    replay/gap_mean, replay/gap_max    mean and maximum of |d|; if replay is exact, only floating-point noise
-    replay/k3                          E[exp(d) - 1 - d], an unbiased estimate of KL(sampler || trainer) (Schulman's k3)
-    ratio/mean, p5, p95, max           mean, percentiles and maximum of the importance ratio exp(d), to show heavy tails
-    ratio/clipped                      share of tokens above the importance clip
-
-A further metric, sync/probe_gap, is the mean |d| on a probe: texts that are too short for an eviction. It distinguishes
-stale weights from a wrong trace. It is measured whenever an engine with its own copy of the weights gets new weights.
-
-This module works on tensors and rollouts, not on trainers; measures.py gathers the values over processes.
+docs/metrics.md describes the metrics replay/*, ratio/* and sync/probe_gap. This module works on tensors and rollouts,
+not on trainers; measures.py gathers the values over processes.
 """
 
 from __future__ import annotations
@@ -36,20 +27,16 @@ from trainer.scored.loss import decisions_agree
 
 
 class Tolerance(NamedTuple):
-    """The two numbers from which the replay guard computes its limit on the mean |d| of a batch.
-
-    d is log p_trainer - log p_sampler of a token. The limit is the larger of `floor` and `factor` times the probe's
-    mean |d|. The probe measures the floating-point noise on texts without evictions.
+    """The numbers from which the replay guard computes its limit on the mean |d| of a batch (d: see the module).
 
     floor : minimum of the limit; in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
-    factor : multiple of the probe's mean |d|
+    factor : multiple of the mean |d| of the probe, which measures floating-point noise
     """
 
     floor: float
     factor: float
 
     def limit(self, probe: float) -> float:
-        """Return the limit on the mean |d| of a batch. probe : mean |d| measured on the probe"""
         return max(self.factor * probe, self.floor)
 
 
@@ -65,11 +52,11 @@ class ReplayGapError(StoppedError):
 
 
 def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
-    """Return the mismatch metrics replay/* and ratio/* of a number of sampled tokens.
+    """Return the mismatch metrics replay/* and ratio/* of N sampled tokens.
 
-    gap : log p_trainer - log p_sampler of each token, with the sampler's distribution before top-p and top-k, float [N]
-    ratio : this log-probability difference with the sampler's distribution after top-p and top-k, float [N]
-    clip : importance clip, the ratio above which tokens count in ratio/clipped
+    gap : d of each token, with the sampler's distribution before top-p and top-k, float [N]
+    ratio : d of each token, with the sampler's distribution after top-p and top-k, float [N]
+    clip : importance ratio above which tokens count in ratio/clipped
     """
     if not gap.numel():
         return {}
@@ -78,7 +65,7 @@ def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
     panel = {
         "replay/gap_mean": gap.abs().mean(),
         "replay/gap_max": gap.abs().max(),
-        "replay/k3": (gap.expm1() - gap).mean(),
+        "replay/k3": (gap.expm1() - gap).mean(),  # Schulman's unbiased estimate of KL(sampler || trainer)
         "ratio/mean": weights.mean(),
         "ratio/p5": ordered[round(0.05 * (len(ordered) - 1))],
         "ratio/p95": ordered[round(0.95 * (len(ordered) - 1))],
@@ -92,8 +79,7 @@ def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> di
     """Return diagnostic metrics of one sequence under the policies kvpop and am, or {} under other policies.
 
     kvpop : cache/decisions_agree, the share of evictions on which the scorers of engine and trainer agree. In half
-        precision some decisions differ by rounding, which is harmless because training replays the recorded evictions;
-        trainer.weights.give_weights checks bit by bit that the scorers' weights are equal
+        precision some decisions differ by rounding, which is harmless because training replays the recorded evictions
     am : the metrics of `match_panel`
     """
     if isinstance(policy, KVpop):
@@ -124,8 +110,7 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the panels of all processes into one panel.
 
-    A combined metric is the mean over the panels that contain the metric, or the maximum if its name ends in `_max`. If
-    one of the values is NaN, the combined metric is NaN.
+    A metric is combined by its mean, or by its maximum if its name ends in `_max`. NaN in a value makes the result NaN.
     """
     names = dict.fromkeys(name for panel in panels for name in panel)
     gathered = {name: [panel[name] for panel in panels if name in panel] for name in names}
@@ -134,10 +119,9 @@ def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
-    """Return, for each sequence, the peak number of cache entries per layer and kv head.
+    """Return the peak number of cache entries of each sequence, as a mean over layers and kv heads.
 
-    During prefill the cache holds the whole prompt. If the numbers differ between layers or kv heads, the result is
-    their mean.
+    During prefill the cache holds the whole prompt.
     """
     if policy.schedule.counts_vary:
         peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
@@ -146,10 +130,8 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
 
 
 def cache_sums(rollouts: Sequence[Rollout], policy: Policy) -> list[float]:
-    """Return five sums over the rollouts, in this order.
-
-    The sums are: the final retention, the peak number of cache entries, the number of tokens fed to the model, the
-    number of rollouts, and the number of sampled tokens.
+    """Return five sums over the rollouts: final retention, peak number of cache entries, tokens fed to the model,
+    rollouts, and sampled tokens.
     """
     fed = sum(len(r.trace) - 1 for r in rollouts)
     sampled = sum(len(r.completion_ids) for r in rollouts)
@@ -185,7 +167,7 @@ def check_gap(gap: Tensor, limit: float) -> None:
 def check_sync(gap: float, limit: float) -> None:
     """Raise ReplayGapError if the gap after a weight sync is above `limit`, and NotFiniteError if it is not finite.
 
-    gap : mean |log p_trainer - log p_engine| on the probe, texts without evictions
+    gap : mean |log p_trainer - log p_engine| on the probe
     """
     _check_finite("weight sync", gap)
     if gap > limit:

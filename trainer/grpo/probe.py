@@ -22,13 +22,11 @@ DROPPED = 2  # sleep level at which an engine discards its weights instead of mo
 
 
 class ProbedEngine:
-    """An engine that samples with the trainer's weights.
-
-    The engine uses either the trainer's live module or its own copy of the weights, which is updated after every step.
+    """An engine that samples with the trainer's weights, from the live module or from a copy updated after each step.
 
     sleep : True frees the engine's memory while it does not sample, if the engine supports this
-    limit : limit on the mean |log p_trainer - log p_sampler| of a batch and of a probe; the first probe sets the limit,
-        which is None before
+    limit : limit on the mean |log p_trainer - log p_sampler| of a batch and of a probe; None before the first probe,
+        which sets the limit
     synced : step whose weights the engine's copy has; None if the engine has no copy, or before the first sync
     probed : step at which the weights were last probed
     """
@@ -65,7 +63,7 @@ class ProbedEngine:
     def _wake_with_weights(self, due: bool) -> None:
         """Wake the engine, and update its weights if `due` is True or if the engine has slept.
 
-        The memory of the cache, which is larger, is allocated after the weights are updated.
+        The cache needs more memory than the weights, so its memory is allocated last.
         """
         if self.sleeper is not None:
             self.sleeper.wake_up(["weights"])
@@ -77,8 +75,7 @@ class ProbedEngine:
     def _probe(self) -> None:
         """Compare the log-probs of engine and trainer on texts that the engine samples without any eviction.
 
-        The first probe sets the limit on the mean |log p_trainer - log p_engine|. The limit applies to all later
-        batches and probes.
+        The first probe sets the limit for all later batches and probes.
         """
         trainer, args = self.trainer, self.trainer.args
         defaults = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
@@ -109,8 +106,7 @@ class ProbedEngine:
     def _probe_prompts(self) -> tuple[list[list[int]], int]:
         """Return the probe's prompts, and the number of tokens that can be sampled after each without an eviction.
 
-        A prompt that leaves too little room loses its first tokens. Its end is kept, so that the sampled tokens are
-        similar to those of training.
+        A long prompt keeps its end, so that the sampled tokens are similar to those of training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)

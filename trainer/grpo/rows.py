@@ -1,7 +1,4 @@
-"""Keeps the data of a batch's rows that TRL does not know, such as traces, from sampling to the loss.
-
-The same data is stored in checkpoints.
-"""
+"""Keeps the data of a batch's rows that TRL does not pass on, such as traces, from sampling to the loss."""
 
 from __future__ import annotations
 
@@ -33,16 +30,14 @@ class Rows:
     """The rows that TRL currently works on, with the data that TRL's methods do not pass to one another.
 
     TRL's methods for sampling, scoring and rewards take and return only tokens; TRL then makes the batch, a dict, from
-    their results. Until the batch exists, and again while the batch is scored for a loss, this object keeps the other
-    data; every generation and every loss makes a new object. In the batch, traces are a list, which TRL shuffles and
-    splits like tensors.
+    their results. This object keeps the other data until the batch exists, and while a loss is computed. Every
+    generation and every loss makes a new object. In the batch, traces are a list, which TRL shuffles and splits like
+    tensors.
 
-    traces : trace of each row, for its forward pass
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     logprobs : the trainer's log-probs from the last forward pass, float [rows, completion width], detached
-    learned : losses of scorers or of a method from the last forward pass; TRL computes a loss in one forward pass, so
-        these losses cover all rows
+    learned : auxiliary losses from the last forward pass; a loss needs only one pass, so they cover all rows
     """
 
     traces: Sequence[EvictionTrace]
@@ -57,11 +52,10 @@ class Rows:
 
 
 def packed(batch: dict[str, Any]) -> dict[str, Any]:
-    """Convert a batch to plain data and tensors for a checkpoint. `unpacked` reverses this."""
+    """Convert a batch to plain data and tensors for a checkpoint."""
     return {**batch, "traces": [trace.to_state() for trace in batch["traces"]]}
 
 
 def unpacked(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Restore a batch from the data that `packed` has returned, with its tensors on `device`."""
     tensors = {name: value.to(device) for name, value in state.items() if name != "traces"}
     return {**tensors, "traces": [EvictionTrace.from_state(trace) for trace in state["traces"]]}

@@ -16,7 +16,7 @@ KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
 
 
 def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
-    """Replace the advantages that TRL has written for the last rows with `advantages`, gathered from all processes."""
+    """Replace the advantages that TRL has written for the last rows by `advantages` of all processes."""
     column = logs["advantages"]
     before = list(column)[: -len(advantages)]
     column.clear()
@@ -24,10 +24,7 @@ def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
-    """Convert the values of a column that a reward function logs to plain data for a checkpoint.
-
-    Raises UserError if a value cannot be converted.
-    """
+    """Convert the values that a reward function logs in a column to plain data, or raise UserError."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -42,7 +39,6 @@ def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
 
 
 def table_state(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the table for a checkpoint. `load_table` restores it."""
     return {
         name: {inner: list(values) for inner, values in logs[name].items()}
         if isinstance(logs[name], dict)
@@ -52,7 +48,6 @@ def table_state(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_table(logs: dict[str, Any], state: dict[str, Any]) -> None:
-    """Restore the state that `table_state` returned."""
     for name, kept in state.items():
         if isinstance(kept, dict):
             for inner, values in kept.items():

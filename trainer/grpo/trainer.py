@@ -53,7 +53,7 @@ class RewardError(UserError):
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    It takes the parameters of GRPOTrainer, with `args` made by `grpo_arguments`, and three more:
+    Its parameters are those of GRPOTrainer, with `args` from `grpo_arguments`, and:
 
     make_engine : function that takes the live transformers model and returns the engine, which may sample from that
         model; called once, before training allocates memory
@@ -101,7 +101,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        """Return TRL's data sampler, with an order that a resumed run reproduces."""
         return EpochSampler(cast(Any, super()._get_train_sampler(dataset)))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
@@ -110,10 +109,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, and return the token ids and the log-probs of the completions.
-
-        TRL repeats each prompt once per completion.
-        """
+        """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
         self._generations += self.mode == "train"
         sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),

@@ -16,7 +16,7 @@ from trainer.losses.config import DistillationLossConfig
 class KVpopTrainingConfig(TrainingConfig):
     """TrainingConfig with the papers' optimizer settings as defaults.
 
-    learning_rate is the learning rate of the model. KVpopConfig has the learning rate of the scorers.
+    learning_rate is the learning rate of the model; KVpopConfig has the learning rate of the scorers.
     """
 
     learning_rate: Positive = 8e-5
@@ -38,9 +38,7 @@ class KVpopLossConfig(DistillationLossConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GatesConfig(Configuration):
-    """Settings for the training of DMS's gates (trainer/kvpop/gates.py).
-
-    The papers do not give these values; all defaults are our choice.
+    """Settings for the training of DMS's gates (trainer/kvpop/gates.py). The papers do not give these values.
 
     temperature : temperature of the Gumbel-sigmoid (tau)
     weight : weight of the loss that is added if too few gates are open

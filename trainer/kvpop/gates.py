@@ -1,15 +1,15 @@
-"""The retrofit of DMS: trains the gates that decide which tokens are dropped.
+"""The retrofit of DMS: trains the gates that decide which tokens are evicted.
 
-The model's losses teach the gates to drop the right tokens, and a target ratio sets the number of tokens to drop. The
-student runs under soft gates (sparse_rl/methods/dms/view.py). The loss of a micro-batch with N completion tokens is
+The student runs under soft gates (sparse_rl/methods/dms/view.py). KL and CE teach the gates to evict the right tokens,
+and a target share sets the number of evicted tokens. The loss of a micro-batch with N completion tokens is
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + weight * max(0, target - mean alpha),       target = 1 - 1 / CR,
 
-where tau is the temperature of the distillation, CE the cross-entropy, and alpha the openness of a gate; an open gate
-drops its token. The mean of alpha is over all tokens, layers and kv heads. The target compression ratio CR rises
-linearly from 1 to `compression` over `anneal_steps`. The last term is one-sided: it is 0 if more gates are open than
-the target asks for; the additional open gates increase only KL and CE. Validation uses hard gates, as decoding does.
+where tau is the temperature of the distillation, CE the cross-entropy, and alpha in [0, 1] the value of a gate; an open
+gate (1) evicts its token. The mean of alpha is over all tokens, layers and kv heads. The target compression ratio CR
+rises linearly from 1 to `compression` over `anneal_steps`. The last term is 0 if more gates are open than the target
+asks for; only KL and CE limit these additional open gates. Validation uses hard gates, as decoding does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class GateTrainer(KVpopTrainer):
     summed: tuple[str, ...] = ("kl", "ce", "ratio", "open", "retention", "sequences")
 
     def compression(self) -> float:
-        """Return the target compression ratio of the current step."""
         done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))
         return 1 + (self.policy.config.compression - 1) * done
 
@@ -53,7 +52,6 @@ class GateTrainer(KVpopTrainer):
         return self.args.kvpop.gates.weight * ratio, ratio, share * count
 
     def _measured(self) -> dict[str, float]:
-        """Return the metrics since the last log, with the share of open gates and its shortfall below the target."""
         sums = self._sums
         gate_metrics = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
         return {**super(KVpopTrainer, self)._measured(), **gate_metrics}

@@ -1,7 +1,7 @@
 """The retrofit of KVpop (algorithm 1): trains a model to work with a small cache, and its scorers to select tokens.
 
-The student runs under the mask that its own scorers induce, over the whole text: a query sees the sinks, the window and
-the k tokens with the highest ranks. If `cache.prefill` is dense, a query of the prompt sees all tokens before it. The
+The student runs under the mask of its own scorers over the whole text: a query sees the sinks, the window and the k
+other tokens with the highest scores. If `cache.prefill` is dense, a query of the prompt sees all tokens before it. The
 loss of a micro-batch with N completion tokens is
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
@@ -9,8 +9,7 @@ loss of a micro-batch with N completion tokens is
 
 where tau is the temperature of the distillation and CE the cross-entropy. The scorers get detached keys and values, and
 a mask has no gradient. Therefore the model learns only from KL and CE, and the scorers and their decay factor gamma
-learn only from the boundary loss. The teacher attends to all tokens. There are two learning rates: the model's is set
-as in every training, and the scorers' has a warm-up and a cosine decay.
+learn only from the boundary loss.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class KVpopArguments(TaughtArguments):
 
 
 class KVpopTrainer(TaughtTrainer):
-    """Trains a model together with its scorers. If the model has no scorers, attaches new ones.
+    """Trains a model together with its scorers. New scorers are attached to a model without scorers.
 
-    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and one more:
+    Its parameters are those of TaughtTrainer (model, teacher, args, examples, validation), and:
 
     policy : learned cache policy, which defines the scorers
     """
@@ -72,9 +71,8 @@ class KVpopTrainer(TaughtTrainer):
         if not hasattr(model, SCORERS):
             set_seed(args.seed)
             attach_scorers(model, policy)
-        scorers = getattr(model, SCORERS).to(
-            model.dtype
-        )  # ZeRO-3 needs a single dtype; scorers compute in float32 anyway
+        # ZeRO-3 needs a single dtype; scorers compute in float32 anyway.
+        scorers = getattr(model, SCORERS).to(model.dtype)
         if not args.kvpop.train_base:
             model.requires_grad_(False)
             scorers.requires_grad_(True)
@@ -99,7 +97,6 @@ class KVpopTrainer(TaughtTrainer):
         return loss + own, kl, ce, *(x.detach().to(count) for x in measured), count
 
     def _view(self, student: Any, batch: Batch) -> Any:
-        """Return the attention view for the student, in which the student's scorers decide the evictions."""
         learns = any(True for _ in base_of(student).cache_scorers.parameters())
         width, kernel = batch.ids.shape[1], self.args.attention_kernel
         measure = not student.training
@@ -113,7 +110,7 @@ class KVpopTrainer(TaughtTrainer):
         return self.args.kvpop.boundary_weight * boundary, boundary, held, total
 
     def _measured(self) -> dict[str, float]:
-        """Return the metrics since the last log, with the boundary loss and the recall.
+        """Return the metrics since the last log.
 
         The recall is the kept share of the tokens that the training target of the scorers would keep.
         """
@@ -122,11 +119,7 @@ class KVpopTrainer(TaughtTrainer):
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the schedule of the learning rates.
-
-        The model's rate follows `lr_scheduler_type`, as in every training; the scorers' rate has a warm-up and a cosine
-        decay.
-        """
+        """Create the schedule: `lr_scheduler_type` for the model, warm-up and cosine decay for the scorers."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             base: Any = super().create_scheduler(num_training_steps, optimizer)
@@ -140,10 +133,7 @@ class KVpopTrainer(TaughtTrainer):
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:
-    """Return the learning rate at a step as a share of the peak rate.
-
-    The share rises linearly to 1 over `warmup` steps, and then follows a cosine down to `low` at step `steps`.
-    """
+    """Return the learning rate as a share of the peak rate: linear up to step `warmup`, then a cosine down to `low`."""
     if step < warmup:
         return step / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,17 +1,18 @@
 """Computes the loss of trainings with a teacher: the divergence from the teacher, and the cross-entropy.
 
-Let p and s be the distributions of teacher and student over the vocabulary at temperature tau (softmax of the logits
-divided by tau), v a token of the vocabulary, and b the setting `jsd_beta`. The divergence per token is one of
+Let p and s be the distributions of teacher and student at temperature tau (softmax of the logits divided by tau), and b
+the setting `jsd_beta`. The divergence per token is one of
 
-    forward   KL(p || s) = sum_v p_v (log p_v - log s_v)
+    forward   KL(p || s)
     reverse   KL(s || p)
     jsd       b KL(p || m) + (1 - b) KL(s || m),  m = b p + (1 - b) s           generalised JSD (GKD eq. 3)
 
 The loss is kl_weight * tau^2 times the divergence, plus ce_weight times the cross-entropy of the completion tokens at
-temperature 1. The factor tau^2 keeps the gradient from shrinking as tau grows (G-KV appendix C; Hinton et al. 2015). If
-only the teacher's k most probable tokens are available, both distributions are reduced to k + 1 outcomes, and the last
-outcome is "any other token". The KL over these outcomes is a lower bound of the KL over the whole vocabulary. With
-`renormalise`, the other tokens are instead left out of both distributions.
+temperature 1. The factor tau^2 keeps the gradient from shrinking as tau grows (G-KV appendix C; Hinton et al. 2015).
+
+If only the teacher's k most probable tokens are available, the last of k + 1 outcomes is "any other token". The KL over
+these outcomes is a lower bound of the KL over the vocabulary. With `renormalise`, the other tokens are left out
+instead.
 
 A float32 tensor of shape [tokens, vocabulary] never exists in memory: the student's head runs over `chunk` positions at
 a time, and runs again in the backward pass.
@@ -59,22 +60,17 @@ class TopK:
     ) -> TopK:
         """Return the `count` most probable tokens for hidden states of shape [N, hidden size].
 
-        The logits of at most `chunk` positions are in memory at a time.
-
-        head : function from hidden states [positions, hidden size] to logits [positions, vocabulary]
+        The logits of at most `chunk` positions are in memory at a time. head : function from hidden states to logits
         """
         starts = range(0, len(hidden), chunk)
         return cls.joined([cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts])
 
     @classmethod
     def joined(cls, parts: Sequence[TopK]) -> TopK:
-        """Concatenate `parts` along the positions."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "tail")))
 
 
 class DistillationLoss:
-    """Computes the sum of the loss over the completion tokens of a batch."""
-
     def __init__(self, config: DistillationLossConfig) -> None:
         self.config = config
 
@@ -114,9 +110,7 @@ class DistillationLoss:
         return loss, kl.detach(), ce.detach()
 
     def per_token(self, logits: Tensor, teacher: Tensor | TopK) -> Tensor:
-        """Return the divergence of the student from the teacher at each position, float32 [N].
-
-        The factor tau^2 is not included.
+        """Return the divergence at each position, float32 [N], without the factor tau^2.
 
         logits : the student's logits, [N, vocabulary]
         teacher : the teacher's logits, [N, vocabulary], or its most probable tokens
@@ -142,21 +136,14 @@ class DistillationLoss:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) at each position, [N]. An outcome with probability 0 under p adds 0.
-
-    p, q : log-probs of the K outcomes, [N, K]
-    """
+    """Return KL(p || q) of log-probs p, q [N, K] at each position, [N]. An outcome of probability 0 under p adds 0."""
     impossible = p == float("-inf")
     difference = (p - q).masked_fill(impossible, 0.0)
     return (p.exp() * difference).sum(-1)
 
 
 def _rest(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probability of all tokens outside `ids` together, [N]; -inf if there are no such tokens.
-
-    logprobs : log-probs of all tokens, [N, vocabulary]
-    ids : token ids to leave out, int [N, K]
-    """
+    """Return the log-probability [N] of all tokens outside `ids` [N, K]; -inf if there are no such tokens."""
     if ids.shape[-1] == logprobs.shape[-1]:
         return logprobs.new_full(logprobs.shape[:1], float("-inf"))
     return logprobs.scatter(-1, ids, float("-inf")).logsumexp(-1)

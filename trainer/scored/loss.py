@@ -1,4 +1,4 @@
-"""Computes the boundary loss of the scorers during a forward pass, from which other losses may be computed too."""
+"""Computes the boundary loss of the scorers during a forward pass, whose output may serve other losses too."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from trainer.examples import Example
 
 
 class ScorerLoss:
-    """Computes the training target and the boundary loss of the scorers of one policy.
-
-    The classes TargetConfig and BoundaryConfig describe the settings.
-    """
+    """Computes the training target and the boundary loss of one policy's scorers."""
 
     def __init__(self, policy: KVpopPolicyConfig, target: TargetConfig, boundary: BoundaryConfig) -> None:
         self.policy, self.target, self.boundary = policy, FutureTarget(target), BoundaryLoss(boundary)
@@ -42,14 +39,13 @@ class ScorerLoss:
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
-        """Return the attention view of one forward pass. The view computes the scorers' loss during that pass.
+        """Return the attention view of one forward pass, which computes the scorers' loss during that pass.
 
         student : model that carries the scorers
         lengths : number of tokens of each row, int64 [rows]; rows are right-padded to `width`
         prompts : number of tokens of each row's prompt, int64 [rows]
-        kernel : attention kernel
-        traces : traces from an engine, one per row, under which attention runs; None means that attention runs under
-            the scorers' own decisions
+        traces : traces from an engine, one per row, under which attention runs; None means that the scorers' own
+            decisions apply
         learn : True computes the boundary loss
         measure : True counts the kept tokens among those that the training target would keep
         """
@@ -71,11 +67,11 @@ class ScorerLoss:
 
 @torch.no_grad()
 def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float | None:
-    """Return the share of evictions on which an engine and the model's own scorers agree, from 0 to 1.
+    """Return the share of evictions, from 0 to 1, on which an engine and the model's own scorers agree.
 
-    The scorers decide again on the tokens of the rollouts, and their evictions are compared with the recorded ones. The
-    two agree if the same token leaves the cache at the same step (evict_at) in the same layer and kv head. The share is
-    relative to all tokens that the engine or the scorers evict. Returns None if neither evicts a token.
+    The scorers decide again on the tokens of the rollouts. They agree with the engine on a token of a layer and kv head
+    if both evict it at the same step (evict_at). The share is relative to all tokens that the engine or the scorers
+    evict; None means that neither evicts a token.
     """
     same = either = 0
     for rollout in rollouts:

@@ -1,6 +1,6 @@
-"""Supports training a model that carries the scorers of a learned policy: saves the scorers, and checks the engine's.
+"""Base of all trainers: saves a learned policy's scorers with the model, trains them, and checks the engine's copy.
 
-transformers does not know scorers, so they are written beside each saved model. The engine's scorers are compared with
+transformers cannot save scorers, so they are written beside each saved model. The engine's scorers are compared with
 the trainer's, because the replay gap does not reveal stale scorers: recorded evictions are replayed in any case.
 """
 
@@ -26,9 +26,9 @@ from trainer.scored.loss import ScorerLoss
 class Scored(Trainer):
     """A Trainer for models that may carry scorers, in the module list `cache_scorers`.
 
-    learned_policy : policy to which the scorers belong; None if the model has no scorers
+    learned_policy : policy of the scorers; None if the model has no scorers
     scorer_learning_rate : learning rate of the scorers; None if the scorers are not trained
-    scorer_loss : boundary loss of the scorers; None if the boundary loss is not used
+    scorer_loss : boundary loss of the scorers; None if it is not used
     """
 
     learned_policy: Policy | None = None
@@ -36,11 +36,7 @@ class Scored(Trainer):
     scorer_loss: ScorerLoss | None = None
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Make the trainer save the scorers of the engine's policy, if it has scorers, with the model.
-
-        policy : the engine's policy
-        learn : settings for training the scorers; None keeps them fixed
-        """
+        """Save the scorers of the engine's policy, if any, with the model; also train them if `learn` is given."""
         self.learned_policy = policy if policy.layered_parameters else None
         if learn is not None:
             self.scorer_learning_rate = learn.learning_rate
@@ -73,7 +69,6 @@ class Scored(Trainer):
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model without its scorers, which transformers does not know, and save the scorers beside it."""
         if self.learned_policy is None:
             super()._save(output_dir, state_dict)
             return
@@ -90,7 +85,7 @@ class Scored(Trainer):
 
 
 def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
-    """Return the model. If the policy is learned, first attach the frozen scorers that `directory` contains.
+    """Return the model. If the policy is learned, first attach the scorers that `directory` contains, frozen.
 
     Raises UserError if the directory contains no scorers, or scorers of another policy.
     """
@@ -102,10 +97,7 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
 
 
 def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
-    """Raise StoppedError if an engine's scorers differ from the trainer's.
-
-    weights : the trainer's scorers, name in a checkpoint -> tensor
-    """
+    """Raise StoppedError if an engine's scorers differ from the scorers in the trainer's `weights`."""
     prefix = f"{SCORERS}."
     scorers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     held = engine.scorer_digests() if scorers else {}

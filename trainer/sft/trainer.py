@@ -1,7 +1,4 @@
-"""Supervised fine-tuning with a full cache, based on TRL's SFTTrainer.
-
-It is used for cold starts and for the first stage of the quickstart.
-"""
+"""Supervised fine-tuning with a full cache, based on TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ def make_trainer(
 ) -> ResumableSFTTrainer:
     """Return a trainer for rows with a prompt and a completion.
 
-    model : a directory or Hub name, or the model itself
-    config : our settings, such as `completion_only_loss`
-    options : options of TRL and transformers
-    lora : PEFT's configuration, or None
+    options : options of TRL and transformers; they override `config`
     problems : rows with prompt and answer on which `stop_at_accuracy` is measured
     """
     check_options(options, "sft")
@@ -68,10 +62,7 @@ def make_trainer(
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Stops the training when the accuracy on `problems` with a full cache reaches `target`.
-
-    The accuracy is measured every `every` steps.
-    """
+    """Stops the training when the accuracy on `problems` with a full cache reaches `target`."""
 
     def __init__(self, target: float, every: int, trainer: ResumableSFTTrainer, tokenizer: Any, problems: Any) -> None:
         self.target, self.every, self.problems = target, every, problems
@@ -79,9 +70,8 @@ class StopAtAccuracy(TrainerCallback):
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if (
-            state.global_step >= self.every
-        ):  # a resumed run whose first check has already switched the model's attention
+        # In a resumed run, the first check would already have switched the model's attention.
+        if state.global_step >= self.every:
             adopt(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,5 +1,1 @@
-"""Training with a dense teacher, which attends to all tokens.
-
-config.py   settings (no torch);  trainer.py  base trainer of distillation and KVpop's retrofit
-cache.py    a teacher's log-probs on disk
-"""
+"""Training with a dense teacher, which attends to all tokens: the base trainer, and a teacher's log-probs on disk."""

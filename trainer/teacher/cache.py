@@ -1,7 +1,7 @@
 """Stores a teacher's log-probs for a dataset on disk, so that distillation needs no teacher in memory.
 
-For each completion token, the cache holds the log-probs of the K most probable tokens at one temperature, and the
-probability of all other tokens together. The cache is a folder with these files:
+The cache holds, for each completion token, the K most probable tokens at one temperature. It is a folder with these
+files:
 
     teacher.json             the TeacherFacts, and for each shard: size, checksum, and the key and length of each row
     shard-00000.safetensors  ids int32 [N, K], logprobs [N, K], tail float32 [N] for the N completion tokens of its rows
@@ -46,13 +46,10 @@ class TeacherCacheError(UserError):
 
 @dataclass(frozen=True)
 class TeacherFacts:
-    """The facts that determine the log-probs in a teacher cache.
-
-    If two caches have equal facts, they hold equal log-probs for equal rows.
+    """The facts that determine the log-probs in a teacher cache: equal facts mean equal log-probs for equal rows.
 
     source : directory or Hub name from which the teacher was loaded
     teacher : fingerprint of the teacher's weights
-    dtype : dtype of the log-probs on disk
     """
 
     source: str
@@ -71,13 +68,12 @@ class _Shard:
 
 
 def row_key(example: Example) -> str:
-    """Return the key of a row: a hash of its tokens and of the position where the completion begins."""
+    """Return a hash of a row's tokens and of the position where the completion begins."""
     tokens = f"{','.join(map(str, example.prompt))},{','.join(map(str, example.completion))}"
     return hashlib.blake2b(f"{len(example.prompt)}|{tokens}".encode(), digest_size=12).hexdigest()
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Return a hash of the names and bytes of all weights, 24 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=12)
     for name, weight in model.named_parameters():
         digest.update(name.encode())
@@ -90,8 +86,7 @@ class TeacherCache:
 
     expected : required values of fields of TeacherFacts, name -> value
 
-    Raises TeacherCacheError if the cache does not exist or is unfinished, if its facts differ from `expected`, if a
-    shard (named in the message) is missing, truncated or altered, or if a row is missing.
+    Raises TeacherCacheError if the cache is absent, unfinished or damaged, differs from `expected`, or lacks a row.
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
@@ -155,9 +150,8 @@ def write_teacher_cache(
 ) -> int:
     """Write the teacher's most probable tokens for the examples to a teacher cache.
 
-    Returns the number of complete shards that already existed, and were kept.
-
-    Raises TeacherCacheError if the folder holds a cache with other facts.
+    Returns the number of complete shards that already existed, and were kept. Raises TeacherCacheError if the folder
+    holds a cache with other facts.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +187,6 @@ def write_teacher_cache(
 def _shard_tensors(
     teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
 ) -> dict[str, Tensor]:
-    """Return the tensors of a shard (ids, logprobs and tail) by name."""
     device = next(teacher.parameters()).device
     head = base_of(teacher).get_output_embeddings()
     batches: list[TopK] = []

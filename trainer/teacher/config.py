@@ -10,7 +10,7 @@ from sparse_rl.config import Configuration, PathText
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(Configuration):
-    """Settings of the teacher for training on the token distributions of a dense teacher.
+    """Settings of the dense teacher whose token distributions the student learns.
 
     teacher : model with the student's vocabulary; None means the starting model itself
     teacher_cache : folder of log-probs that `sparse-rl teacher` writes and training reads; if it is set, training does

@@ -1,10 +1,10 @@
 """Training on the token distributions of a dense teacher: the base of distillation and KVpop's retrofit.
 
 The teacher attends to all tokens. It is either a model in memory or a teacher cache (cache.py). The loss of an update
-is the following sum over the N completion tokens of all processes, where tau is the temperature of the distillation and
-CE the cross-entropy:
+is a sum over the N completion tokens of all processes, where tau is the temperature of the distillation and CE the
+cross-entropy (losses/distillation.py):
 
-    loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE  (losses/distillation.py)
+    loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE
 
 Subclasses define the student's attention in `_losses`, and the training examples in `_prepared`.
 """
@@ -49,8 +49,6 @@ class TaughtTrainer(Resumable):
     """Trains a student, `model`, to match a teacher.
 
     teacher : model with the student's vocabulary, or a teacher cache; the teacher is never trained
-    examples : training examples
-    validation : held-out examples, or None
     """
 
     args: TaughtArguments
@@ -75,7 +73,7 @@ class TaughtTrainer(Resumable):
         self.loss = DistillationLoss(args.loss)
         self._redirect = _ForwardRedirection()
         self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
-        self._weight = 1.0  # weight of a batch in the sums; 0 if a process repeats a batch because others have one more
+        self._weight = 1.0  # weight of a batch in the sums; 0 if a process only repeats a batch, as in `evaluate`
 
     def _prepare_teacher(self, teacher: Any) -> Any:
         teacher.requires_grad_(False).eval()
@@ -88,10 +86,7 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return the micro-batches of one update as lists of examples, and the number of completion tokens.
-
-        The number is summed over all processes.
-        """
+        """Return one update's micro-batches as lists of examples, and the completion tokens of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -104,7 +99,6 @@ class TaughtTrainer(Resumable):
         return list(examples)
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Return the number of completion tokens in the examples of all processes."""
         local = torch.tensor([sum(len(example.completion) for example in examples)], device=self.accelerator.device)
         return self.accelerator.gather(local * int(self._weight)).sum()
 
@@ -130,9 +124,7 @@ class TaughtTrainer(Resumable):
     def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of loss, divergence and cross-entropy over the completion tokens, and the token count.
 
-        Call this under autocast, if the training uses autocast.
-
-        hidden : the student's last hidden states at the positions that predict the completion tokens
+        Call this under autocast, if the training uses autocast. hidden : as in DistillationLoss
         """
         teacher_outputs = self._teacher_outputs(batch)
         sums = self.loss(hidden, base_of(student).get_output_embeddings(), teacher_outputs, batch.targets)
@@ -173,9 +165,8 @@ class TaughtTrainer(Resumable):
             batches = list(DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list))
             ranks = self.accelerator.num_processes
             for index in range(self.accelerator.process_index, -(-len(batches) // ranks) * ranks, ranks):
-                self._weight = float(
-                    index < len(batches)
-                )  # a process without a batch repeats one, and does not count it
+                # A process without a batch repeats the last batch with weight 0.
+                self._weight = float(index < len(batches))
                 examples = self._prepared(batches[min(index, len(batches) - 1)])
                 self._count(examples)
                 self.compute_loss(self.model_wrapped, examples)
