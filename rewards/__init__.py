@@ -1,4 +1,4 @@
-r"""Rewards are functions that score completions. This package does not depend on engine, trainer or recipe.
+"""Rewards are functions that score completions. This package does not depend on engine, trainer or recipe.
 
     functions, weights = make_rewards(["math", {"name": "format", "weight": 0.2, "style": "think"}])
 
@@ -8,20 +8,19 @@ A reward is called as TRL calls it, `fn(completions, **columns) -> list[float | 
   "content"). `rewards.text.completion_text` reads both.
 - `columns` holds the columns of the dataset (`answer`, ...), with one entry per completion, and values from TRL:
   `prompts`, `completion_ids` (token ids), `trainer_state`, `log_metric(name, value)` and `log_extra(name, values)`.
-- None means that a completion cannot be scored. The completion is then left out of this reward, and not punished.
+- None means that a completion cannot be scored. This reward then leaves the completion out, without punishment.
 
 Adding a reward here
 --------------------
 1. Write one file with one class, and name the file after the property that the reward scores. `__init__` has
-   keyword-only parameters; if a parameter is wrong, it raises a ValueError with the name of the parameter.
-   `__call__(self, completions, **columns)` declares each column that it needs as an argument of its own, and checks it
-   with `rewards.text.require_column`.
+   keyword-only parameters, and raises a ValueError with the name of a wrong parameter. `__call__(self, completions,
+   **columns)` declares each column that it needs as an argument, and checks it with `rewards.text.require_column`.
 2. Set the class attribute `__name__`: the name in recipes and in metrics. Instances must survive pickling.
 3. Add one line to REWARDS below, and add tests to `tests/rewards/`, which also tests every entry on adversarial texts.
 
-A reward of your own needs no change in this package. A recipe may name a function, or a class like the ones here, in a
-file ("mine.py:function") or by a dotted path ("my_package.module:function"). A dotted path is looked up in the working
-directory and on the Python path (own.py). The parameters in the recipe are passed as keyword arguments.
+A reward of your own needs no change in this package. A recipe may name a function, or a class like those in this
+package, in a file ("mine.py:function") or by a dotted path ("my_package.module:function"), which is looked up in the
+working directory and on the Python path (own.py). The parameters in the recipe are passed as keyword arguments.
 """
 
 import functools
@@ -56,12 +55,11 @@ REWARDS: dict[str, type] = {
 
 
 def make_rewards(specs: Sequence[str | Mapping[str, Any]]) -> tuple[list[Reward], list[float]]:
-    """Build the rewards that a recipe lists.
+    """Build the rewards that a recipe lists, and return the functions and their weights, in the order of `specs`.
 
-    A spec is a name from REWARDS, a dotted path, or a mapping {"name": a name or path, "weight": 1.0, parameters}.
-    Returns the functions and their weights, in the order of `specs`. Raises ValueError with a one-line message if a
-    spec is wrong. If a built-in reward is listed twice, the second one gets the name NAME_2, so that the metrics have
-    different names.
+    A spec is a name from REWARDS, a dotted path, or a mapping {"name": a name or path, "weight": 1.0, parameters}. If a
+    built-in reward is listed twice, the second one gets the name NAME_2, so that the metrics have different names.
+    Raises ValueError with a one-line message if a spec is wrong.
     """
     if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
         raise ValueError(f"rewards must be a list of names or mappings, not {specs!r}")

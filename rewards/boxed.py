@@ -7,10 +7,9 @@ from rewards.text import completion_text, gold_text, last_boxed, require_column
 
 
 class BoxedReward:
-    r"""Scores 1.0 if the content of the last ``\boxed{...}`` equals the gold answer, else 0.0.
+    r"""Scores 1.0 if the content of the last ``\boxed{...}``, without outer white space, is the gold answer, else 0.0.
 
-    Both are stripped of surrounding white space, and nothing is parsed. A box that is never closed scores 0.0. If there
-    is no gold answer (None or empty), the reward is None.
+    A box that is never closed scores 0.0. If there is no gold answer (None or empty), the reward is None.
     """
 
     __name__ = "boxed"

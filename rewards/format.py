@@ -1,4 +1,4 @@
-r"""The reward `format` checks if a completion has the required format. It does not check if the answer is right."""
+"""The reward `format` checks if a completion has the required format. It does not check if the answer is right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ class FormatReward:
     style : ``boxed`` requires exactly one ``\boxed{...}``, closed and not empty, in the answer part, which is the text
         after the last ``</think>``, or the whole text if there is no ``</think>``. A ``<think>`` that is not closed
         scores 0.0. A ``</think>`` without ``<think>`` is allowed, because many chat templates write the opening tag
-        into the prompt. Boxes in the thoughts are allowed. ``think`` is TRL's `think_format_reward`: the text must
-        start with ``<think>`` and contain the closing tag
+        into the prompt. ``think`` is TRL's `think_format_reward`: the text must start with ``<think>`` and contain the
+        closing tag
     """
 
     __name__ = "format"
@@ -35,7 +35,7 @@ class FormatReward:
 
 
 def one_final_box(text: str) -> bool:
-    """True if the answer part of the text has exactly one box, closed and not empty."""
+    """Return True if the answer part of the text has exactly one box, closed and not empty."""
     _, _, answer = text.rpartition("</think>")
     one_box = sum(1 for _ in BOX.finditer(answer)) == 1
     return "<think>" not in answer and one_box and bool((last_boxed(answer) or "").strip())

@@ -1,10 +1,9 @@
 r"""The reward `math` checks if the final answer has the same value as the gold answer, according to math-verify.
 
-The answer of a completion is the content of its last ``\boxed{...}``. If there is no box, it is the answer that
-math-verify finds at the end of the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the
-main thread. Therefore math-verify runs in worker processes (`math_pool.py`), which are killed if a comparison exceeds
-its time limit. Known errors of math-verify are corrected in `math_spelling.py` and `math_guards.py`, and are listed in
-docs/rewards.md.
+The answer of a completion is the content of its last ``\boxed{...}``, or else the answer that math-verify finds at the
+end of the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the main thread. Therefore
+math-verify runs in worker processes (`math_pool.py`), which are killed if a comparison exceeds its time limit. Known
+errors of math-verify are corrected in `math_spelling.py` and `math_guards.py`, and are listed in docs/rewards.md.
 """
 
 import logging
@@ -23,19 +22,15 @@ CACHE_LIMIT = 100_000  # maximum number of gold answers in the cache
 
 
 class MathReward:
-    """Scores 1.0 if the answer equals the gold answer, and 0.0 if not.
-
-    The reward is None if the gold answer cannot be parsed.
+    """Scores 1.0 if the answer equals the gold answer, else 0.0. Scores None if the gold answer cannot be parsed.
 
     timeout : seconds of processor time for one comparison; a comparison that takes longer scores 0.0. Comparisons that
-        need more than half a second are run again after all others; each worker then has twice `timeout` for its share
-        of them
+        need more than half a second are run again after all others, and share 2 * `timeout` seconds per worker
     workers : maximum number of worker processes, of about 100 MB each; they start on first use
     require_boxed : True scores 0.0 if there is no box; False then looks for an answer in the text
 
-    If `log_metric` is passed, each call logs two metrics: `rewards/unparseable_gold`, the number of completions with
-    reward None, and `rewards/math_timeout`, the number of completions that scored 0.0 because the comparison took too
-    long.
+    If `log_metric` is passed, each call logs `rewards/unparseable_gold`, the number of completions with reward None,
+    and `rewards/math_timeout`, the number of completions that scored 0.0 because the comparison took too long.
     """
 
     __name__ = "math"
@@ -77,10 +72,7 @@ class MathReward:
         return rewards
 
     def _answer(self, text: str) -> tuple[str, str] | None:
-        """Return the part of a completion that the worker reads, as ("box" or "text", string).
-
-        Returns None if there is no answer.
-        """
+        """Return the answer in a completion as ("box" or "text", string). None means that there is no answer."""
         if BOX.search(text):
             box = (last_boxed(text) or "").strip()
             return ("box", box) if 0 < len(box) <= ANSWER_LIMIT else None
@@ -88,10 +80,7 @@ class MathReward:
         return ("text", tail) if tail and not self.require_boxed else None
 
     def _golds(self, answer: Sequence[Any]) -> list[str | None]:
-        """Return the gold answers as bare text, with None for each gold answer that cannot be parsed.
-
-        The first time that a gold answer cannot be parsed, a warning is logged.
-        """
+        """Return the gold answers as bare text, or None for a gold answer that cannot be parsed, with a warning."""
         texts = [gold_text(gold) for gold in answer]
         if len(self._parseable) > CACHE_LIMIT:
             self._parseable = {}

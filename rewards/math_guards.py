@@ -1,10 +1,9 @@
-r"""Guards against errors of math-verify: removes parts that math-verify misreads, and rejects wrong answers it accepts.
+"""Guards against errors of math-verify: removes parts that math-verify misreads, and rejects wrong answers it accepts.
 
 `read` normalises an answer (`math_spelling.py`) and separates the unit and the base of the number, which math-verify
 does not handle. `refused` finds answers that math-verify would accept although they differ from the gold answer. A
 comment beside each guard shows an example. docs/rewards.md describes the guards, and the tables in tests/rewards hold
-hundreds of accepted and rejected examples. This module does not depend on processes or rewards, and does not import
-math-verify: `math_worker.py` compares the values.
+hundreds of accepted and rejected examples. `math_worker.py` calls math-verify.
 """
 
 import re
@@ -61,7 +60,7 @@ class Reading(NamedTuple):
 
 
 def read(answer: str, *, keep_name: bool = True) -> Reading | None:
-    """Normalise an answer and separate its unit and base. Returns None if words next to a number change its value.
+    """Normalise an answer and separate its unit and base. None means that words next to a number change its value.
 
     keep_name : False removes the name of a variable in front of the value, so that x=5 becomes 5
     """
@@ -129,11 +128,10 @@ def _one_name(tokens: list[str]) -> str:
 
 
 def word(answer: str) -> str | None:
-    r"""Return the answer in lower case if it is a word or the letter of a choice, and None if it is mathematics.
+    r"""Return the answer in lower case if it is a word or the letter of a choice. None means that it is mathematics.
 
-    math-verify reads a word as a product of its letters, and such a product equals that of every anagram. This function
-    takes a string of letters for a word if it has at least four letters, or if it is in \text, in capitals, or contains
-    a vowel that is rarely the name of a variable; xy, for example, is mathematics.
+    math-verify reads a word as a product of its letters, so that anagrams are equal. Letters are a word if there are at
+    least four, or if they are in \text, in capitals, or contain a vowel that is rarely the name of a variable.
     """
     plain = bare(answer)
     text = re.fullmatch(r"\\text\s*\{([^{}\\]*)\}", plain)
@@ -149,7 +147,7 @@ def word(answer: str) -> str | None:
 
 
 def same_word(gold: str, answer: str) -> bool:
-    """True if the answer is the word `gold`.
+    """Return True if the answer is the word `gold`.
 
     If `gold` is the letter of a choice, the answer may omit the parentheses, and the text of the choice may follow.
     """
@@ -160,7 +158,7 @@ def same_word(gold: str, answer: str) -> bool:
 
 
 def refused(gold: Reading, response: Reading) -> bool:
-    r"""True if the two answers differ in something that math-verify does not check."""
+    """Return True if the two answers differ in something that math-verify does not check."""
     units = {gold.unit, response.unit}
     value = response.latex if "=" in gold.latex else response.latex.rpartition("=")[2]  # f'(2) = 15
     return bool(
@@ -199,10 +197,10 @@ def _shapes_differ(gold: str, response: str) -> bool:
 
 
 def _shape(latex: str) -> tuple[str, int, list[str]]:
-    r"""Return the shape of an answer: (outer brackets, number of list elements, brackets that hold a list).
+    r"""Return the shape of an answer: (outer brackets, number of list elements, pairs of brackets that hold a list).
 
-    The outer brackets surround the whole answer: () or (] and so on, {} for \{ \}, or "" if there are none. The third
-    element lists each pair of brackets, except {}, that holds a list.
+    The outer brackets surround the whole answer: () or (] and so on, {} for \{ \}, or "" if there are none. The pairs
+    are sorted, without {}.
     """
     opened, commas, pairs = list[re.Match[str]](), [0], list[str]()
     latex = latex.rpartition("=")[2].strip()
@@ -226,9 +224,9 @@ def _shape(latex: str) -> tuple[str, int, list[str]]:
 def values(gold: Reading, response: Reading) -> list[str]:
     r"""Return the possible values of the answer as LaTeX. One of them must equal the gold answer.
 
-    The result is the answer itself, unless only one of the two has a percent sign. If the answer has the sign and the
-    gold answer is at least 1, % counts as a unit: 18\% equals 18, but 1800\% does not. For any other gold answer, %
-    means hundredths: 25\% equals 1/4. If the gold answer has the sign, 12.5 and 0.125 both equal 12.5\%.
+    A percent sign matters only if exactly one of the two answers has it. If only the answer has the sign and the gold
+    answer is at least 1, % counts as a unit: 18\% equals 18, but 1800\% does not. For any other gold answer, % means
+    hundredths: 25\% equals 1/4. If only the gold answer has the sign, 12.5 and 0.125 both equal 12.5\%.
     """
     if "%" not in (gold.unit, response.unit) or gold.unit == response.unit:
         return [response.latex]
@@ -263,10 +261,7 @@ _TAKEN_BACK = re.compile(  # No, it is 19
 
 
 def claimed(text: str) -> str:
-    """Return the text without the numbers that it denies, questions or takes back.
-
-    For example, "The answer is not 18." loses its number.
-    """
+    """Return the text without the numbers that it denies, questions or takes back: "The answer is not 18." loses 18."""
     text = _DENIED_MENTION.sub(" ", re.sub(*IMAGINARY, text))
     taken_back = list(_TAKEN_BACK.finditer(text))
     return "The answer is " + text[taken_back[-1].end() :] if taken_back else text

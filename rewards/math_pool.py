@@ -1,7 +1,7 @@
 """Keeps a pool of math workers alive between calls, and limits the time of each request and of a whole call.
 
-This module implements the protocol of `math_worker.py` and does not depend on rewards. The pool may be called from any
-thread, from daemonic processes and after a fork; a forked process starts its own workers.
+The pool may be called from any thread, from daemonic processes and after a fork; a forked process starts its own
+workers. The protocol is described in `math_worker.py`.
 """
 
 import json
@@ -60,10 +60,10 @@ class Worker:
             raise
 
     def ask(self, request: dict[str, Any], limit: float) -> bool | None:
-        """Send a request, and return the worker's answer.
+        """Return the worker's answer to a request. None means that it took more than `limit` seconds of processor time.
 
-        Returns None if the request took more than `limit` seconds of processor time. Raises TimeoutError if the worker
-        does not answer within STALL * limit + GRACE seconds, and WorkerDied if the worker died.
+        Raises TimeoutError if the worker does not answer within STALL * limit + GRACE seconds, and WorkerDied if it
+        died.
         """
         message = json.dumps({**request, "limit": limit}).encode() + b"\n"
         self.socket.settimeout(STALL * limit + GRACE)
@@ -99,11 +99,9 @@ def _kill_all(workers: list[Worker]) -> None:
 class MathPool:
     """A pool of at most `size` workers, which are started when they are needed.
 
-    `map` returns True or False for each request, or None if the request exceeded its limit or if workers died twice
-    while handling it. In the first pass, each request may take QUICK seconds of processor time. Requests that need more
-    are run again in a second pass. There, the workers together have `size` * 2 * `timeout` seconds, which the slow
-    requests share equally, with at most `timeout` seconds each. Therefore requests that would run forever neither delay
-    a call for long nor affect other requests.
+    In a first pass, each request may take QUICK seconds of processor time. Slower requests run again in a second pass,
+    where they share `size` * 2 * `timeout` seconds equally, with at most `timeout` seconds each. Therefore requests
+    that would run forever neither delay a call for long nor affect other requests.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -122,7 +120,7 @@ class MathPool:
         self._slots = threading.BoundedSemaphore(self.size)
 
     def map(self, requests: list[dict[str, Any]]) -> list[bool | None]:
-        """Have the workers answer all requests, and return the answers in the order of the requests."""
+        """Return True, False or None for each request. None: it exceeded its limit, or workers died twice."""
         if self._pid != os.getpid():  # after a fork: the workers belong to the parent, and locks may be held
             self._start_afresh()
             _kill_all(self._idle)

@@ -1,4 +1,4 @@
-r"""Normalises an answer to the LaTeX that math-verify understands. Gold answers are normalised in the same way.
+"""Normalises an answer to the LaTeX that math-verify understands. Gold answers are normalised in the same way.
 
 Unicode characters become LaTeX; styles, sizes and introductory words are removed; numbers are written plainly; sets
 defined by a condition, inequalities joined by "or" and named coordinates become intervals and tuples. Units and
@@ -190,7 +190,6 @@ def choice(answer: str) -> tuple[str, str]:
 
 
 def spelt(answer: str) -> str:
-    """Normalise an answer to LaTeX for math-verify."""
     latex = bare(answer)
     rest = choice(latex)[1]
     if re.match(r"[\d\\.-]|\{?\d", rest):
@@ -218,7 +217,7 @@ def _coordinates(latex: str) -> str:
 def _union(latex: str) -> str:
     r"""Turn inequalities joined by "or", which math-verify takes for a list, into a union of intervals.
 
-    For example, x<2 or 3<x\le4 becomes (-\infty,2) \cup (3,4]. Any other answer is returned unchanged.
+    For example, x<2 or 3<x\le4 becomes (-\infty,2) \cup (3,4].
     """
     if not _RELATION.search(latex) or not _UNITED.search(latex):
         return latex
@@ -253,7 +252,6 @@ def number_of(latex: str) -> Fraction | None:
 
 
 def latex_of(value: Fraction) -> str:
-    """Write a value as LaTeX: a whole number, or a fraction."""
     if value.denominator == 1:
         return str(value.numerator)
     return rf"{'-' if value < 0 else ''}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"

@@ -1,11 +1,11 @@
-r"""The process that runs math-verify. It reads requests as JSON, one per line, and writes one JSON reply per line.
+"""The process that runs math-verify. It reads requests as JSON, one per line, and writes one JSON reply per line.
 
     {"op": "gold",  "gold": G, "limit": seconds}                       -> {"ok": true if G can be parsed}
     {"op": "score", "gold": G, "answer": [kind, A], "limit": seconds}  -> {"ok": true if A equals G}
 
 G is the gold answer and A the answer to score. The kind of A is "box" if A is a bare answer, or "text" if A is prose
-from which math-verify extracts the answer. {"ok": null} means that the request took longer than its limit. The limit is
-in seconds of processor time, so that a busy machine does not change a result. This module does not depend on rewards.
+from which math-verify extracts the answer. {"ok": null} means that the request took longer than its limit, in seconds
+of processor time: a busy machine does not change a result.
 
 A child of this process does the work. If a request takes too long, an alarm ends the child. The default action of the
 alarm works even inside one long C call (10^10^10), in which a Python signal handler would not run. The next child
@@ -31,15 +31,14 @@ _COMMANDS = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|operatorname|begin|
 
 
 def is_prose(text: str) -> bool:
-    """True if two words stand side by side outside of LaTeX commands: a sentence, not an expression like xy + yz."""
+    """Return True if two words stand side by side outside of LaTeX commands: a sentence, not an expression like xy +
+    yz.
+    """
     return bool(_TWO_WORDS.search(_COMMANDS.sub("|", text)))
 
 
 def parse(source: str) -> list:
-    """Parse a text with math-verify.
-
-    Returns the expressions, in some cases followed by their source string, or [] if there is no expression.
-    """
+    """Parse a text with math-verify. Return the expressions, which their source string may follow, or []."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -51,13 +50,11 @@ def parse(source: str) -> list:
 
 
 def parse_box(latex: str) -> list:
-    """Parse LaTeX as the content of a box. Returns [] if math-verify finds no expression."""
     return parse(rf"\boxed{{{latex}}}")
 
 
 @lru_cache(maxsize=512)
 def read_gold(box: str) -> Reading:
-    """Normalise a gold answer, and separate its unit and base."""
     if "####" in box:  # raw solutions of GSM8K
         box = box.rsplit("####", 1)[1].strip()
     if word(box) is not None and not box.startswith("\\"):
@@ -67,7 +64,7 @@ def read_gold(box: str) -> Reading:
 
 @lru_cache(maxsize=512)
 def parse_gold(latex: str) -> list:
-    """Parse a normalised gold answer. Returns [] if it contains no expression that can be compared by value."""
+    """Parse a normalised gold answer. Return [] if it contains no expression that can be compared by value."""
     if is_prose(latex) and not re.search(r"\d", latex):
         return []
     parsed = parse_box(latex)
@@ -76,7 +73,7 @@ def parse_gold(latex: str) -> list:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """True if two bare answers are equal."""
+    """Return True if two bare answers are equal."""
     if NUMBER.fullmatch(gold) and NUMBER.fullmatch(answer):  # the most frequent case, which needs no parsing
         return same_value(gold, answer)
     gold_word = word(gold)
@@ -91,7 +88,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def same_value(gold: str, response: str) -> bool:
-    """True if two normalised answers have the same value."""
+    """Return True if two normalised answers have the same value."""
     exact, number = number_of(gold), number_of(response)
     if exact is not None and number is not None and "frac" not in gold + response:
         # math-verify rounds all decimals to six places, so .0000671 would equal .0000672
@@ -129,7 +126,6 @@ def limit_memory() -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the input ends. If a request takes too long, an alarm ends this process."""
     limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in iter(requests.readline, b""):
@@ -141,7 +137,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Run one child at a time. If the alarm ends the child, start the next; if the child exits, exit too."""
+    """Run one child at a time. If the alarm ends the child, start the next child; if the child exits, exit too."""
     # Output of libraries must not mix with the replies. The streams are unbuffered, so that a child that is killed has
     # not read requests that the next child must answer.
     requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)

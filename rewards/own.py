@@ -15,9 +15,9 @@ def own_reward(name: str) -> Any:
     """Load the object that a path names.
 
     `mine.py:reward` is loaded from the file mine.py. `mine:reward` or `package.mine:reward` is loaded from the working
-    directory if it contains this module, else from an installed module. A dot may replace the colon. Every error of the
-    user's module is raised unchanged. If the file or object does not exist, FileNotFoundError, AttributeError or
-    ImportError is raised.
+    directory if it contains this module, else from an installed module. A dot may replace the colon. Errors of the
+    user's module are raised unchanged; a missing file or object raises FileNotFoundError, AttributeError or
+    ImportError.
     """
     module, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if module.endswith(".py"):

@@ -1,6 +1,6 @@
 """The reward `short_answer` checks if the first line of a completion is one of the true answers, each a few words long.
 
-The rules are from WikiSalad, the evaluation in LuKA. Its "exact match" is called `match: contained` here. Answers are
+The rules are from WikiSalad, the evaluation in LuKA, whose "exact match" is `match: contained` here. Answers are
 normalised as in SQuAD's official evaluation.
 """
 
@@ -20,9 +20,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def short_answer(completion: str) -> str:
-    """Return the first line of a completion, or the first sentence of that line.
+    """Return the first line of a completion.
 
-    The sentence is returned if the line has more than 100 characters and the sentence more than 10.
+    If the line has more than LONG_LINE characters, and its first sentence more than SHORT_SENTENCE, return that
+    sentence.
     """
     line = completion.lstrip().partition("\n")[0].rstrip()
     end = _SENTENCE_END.search(line) if len(line) > LONG_LINE else None

@@ -1,6 +1,6 @@
 r"""Reads the text of a completion and the last ``\boxed{...}`` in it, and checks the inputs of a reward.
 
-This module does not interpret mathematics and does not score. Every function takes time linear in the text's length.
+Every function takes time linear in the text's length.
 """
 
 import re
@@ -15,7 +15,7 @@ def completion_text(completion: Any) -> str:
     """Return the text of one completion, which is a string or a conversation.
 
     The text of a conversation is its last assistant message. The content of a message may be a string, None (a tool
-    call without text) or a list of blocks; the texts of the blocks are joined.
+    call without text) or a list of blocks, whose texts are joined.
     """
     if isinstance(completion, str):
         return completion
@@ -27,7 +27,7 @@ def completion_text(completion: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``. Returns None if there is no box or if its braces never close."""
+    r"""Return the content of the last ``\boxed{...}``. None means that there is no box, or that it never closes."""
     start = text.rfind("\\boxed")
     while start >= 0:
         opening = BOX.match(text, start)
@@ -38,10 +38,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def until_closed(text: str, start: int) -> str | None:
-    """Return the text from `start` up to the brace that closes the brace opened before `start`.
-
-    Returns None if the brace is never closed.
-    """
+    """Return the text from `start` up to the brace that closes the brace before `start`, or None if none does."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -53,7 +50,7 @@ def until_closed(text: str, start: int) -> str | None:
 def gold_text(gold: Any) -> str | None:
     r"""Return a gold answer as bare text: a number becomes a string, and a ``\boxed{...}`` is replaced by its content.
 
-    Returns None if there is no answer to compare with: a missing value, an empty text, or a box that is never closed.
+    None means that there is no answer: a missing value, an empty text, or a box that is never closed.
     """
     if gold is None:
         return None
@@ -65,10 +62,9 @@ def gold_text(gold: Any) -> str | None:
 def require_column(
     reward: str, column: str, values: Sequence | None, completions: Sequence, present: Iterable[str]
 ) -> Sequence:
-    """Return the values of a column. Raises ValueError if the column is missing or lacks one value per completion.
+    """Return the values of a column, or raise ValueError if the column is missing or lacks one value per completion.
 
-    reward, column : names of the reward and of the column, for errors
-    present : names of the other columns of the data
+    present : names of the other columns of the data, for the error
     """
     if values is None:
         raise ValueError(
@@ -81,10 +77,7 @@ def require_column(
 
 
 def require_whole(name: str, value: Any, least: int, most: int | None = None, limit: str = "") -> int:
-    """Return `value`, or raise ValueError if it is not a whole number from `least` to `most`.
-
-    limit : name of the upper bound, for errors
-    """
+    """Return `value`, or raise ValueError if it is not a whole number from `least` to `most`, a bound named `limit`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f">= {least}" if most is None else f"from {least} to {limit} ({most})"
         raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
