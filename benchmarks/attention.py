@@ -1,16 +1,16 @@
-"""Replay attention: what a layer must visit, hold and wait for, and on a GPU whether it is exact and how fast it is.
+"""Replay attention: the tiles that a layer visits and the memory that it holds; on a GPU also exactness and speed.
 
-What limits it is the number of 128 x 128 tiles that hold a visible pair. With a budget B the pairs are about S * B, but
-evictions scatter, so the tiles of keys in natural order are many more; keys sorted in segments come near. Measured:
+The cost is the number of 128 x 128 tiles with a visible pair. A budget B leaves about S * B visible pairs, but
+evictions scatter them over many more tiles. Sorting the keys in segments brings the number close to the ideal. Measured
+are:
 
-    tiles       the share visited: ideal (visible pairs), natural, sorted; of `gather`, which has no tiles, the share of
-                the pairs that it computes; and what one layer holds beside q, k and v
-    building    the lists from evict_at against torch's create_block_mask (one 16k x 8 heads: seconds and gigabytes)
-    speed       forward and backward of flex_sorted against flex in natural order (the same direct lists, so that only
-                the tiles differ), flex with create_block_mask, and dense causal SDPA (flash); on a CPU, where compiled
-                FlexAttention has no backward, the forward alone
-    parity      on a GPU: output, gradients and LSE at production shapes, see sparse_rl/attention/parity.py
-    target      of KVpop's scorers, one layer of 8B: tiles visited; on a GPU milliseconds and whether it is exact
+    tiles       the share of visited tiles: ideal (visible pairs), natural, sorted; for `gather`, which has no tiles,
+                the share of computed pairs; and the memory of one layer beside q, k and v
+    building    the lists of tiles from evict_at, against torch's create_block_mask
+    speed       flex_sorted, flex in natural order (with the same direct lists), flex with create_block_mask, and dense
+                causal SDPA (flash): forward and backward; on a CPU, where FlexAttention has no backward, forward
+    parity      on a GPU: output, gradients and log-sum-exp at production shapes (sparse_rl/attention/parity.py)
+    target      the target of KVpop's scorers, one layer of an 8B model: visited tiles; on a GPU speed and exactness
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py     # writes benchmarks/results/attention.json; a GPU: 8 minutes
 """
@@ -55,11 +55,11 @@ SPEED = {  # (S, B); heads, kv heads, head dim; dtype
 PARITY = [(4096, 28, 4), (4096, 32, 8), (16384, 28, 4), (16384, 32, 8)]
 TARGET = (16384, 2048, (32, 8, 128))  # S, B, shape
 BUILD = (16384, 8)
-MASK_BYTES = 4e9  # create_block_mask is not run on more pairs than this
+MASK_BYTES = 4e9  # create_block_mask is not run for more pairs
 
 
 def evictions(kind: str, length: int, budget: int, heads: int, device: str) -> torch.Tensor:
-    """evict_at int32 [heads, S] of the running best by uniform scores, or by scores that favour recent tokens."""
+    """Return evict_at int32 [heads, S] of a running best by scores that are uniform, or that favour recent tokens."""
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0))
     if kind == "recency":
         scores = scores + torch.arange(length) / budget
@@ -80,7 +80,7 @@ def tiles_row(kind: str, length: int, budget: int, device: str) -> dict[str, Any
 
 
 def building(device: str, runs: int) -> dict[str, Any]:
-    """Milliseconds to make one layer's lists; create_block_mask's are the same."""
+    """Return the milliseconds to build one layer's lists of tiles, after checking them against create_block_mask."""
     length, heads = BUILD
     evict_at = evictions("uniform", length, 2048, heads, device)
 
@@ -93,7 +93,7 @@ def building(device: str, runs: int) -> dict[str, Any]:
     tiles = make_tiles(evict_at, length)
     start = time.perf_counter()
     theirs = torch_mask()
-    seconds = time.perf_counter() - start  # once: a minute on a CPU
+    seconds = time.perf_counter() - start  # a single run: it takes a minute on a CPU
     assert torch.equal(tiles.partial_count, theirs.kv_num_blocks) and torch.equal(tiles.partial, theirs.kv_indices)
     assert torch.equal(tiles.full_count, theirs.full_kv_num_blocks)
     return {
@@ -105,7 +105,7 @@ def building(device: str, runs: int) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], Any], runs: int, device: str) -> float:
-    """The median of milliseconds, after one run to warm up."""
+    """Return the median of milliseconds over `runs` runs, after a warm-up."""
     timings = []
     for _ in range(runs + 1):
         if device == "cuda":
@@ -148,7 +148,7 @@ def attentions(
 
 
 def with_torch_mask(evict_at: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
-    """Return attend(q, k, v): FlexAttention with create_block_mask, as one writes it. evict_at : [1, Hkv, S]"""
+    """Return attend(q, k, v): plain FlexAttention with create_block_mask. evict_at : [1, Hkv, S]"""
     kv_heads, length = evict_at.shape[1:]
     compiled = torch.compile(flex_attention, dynamic=False)
 
@@ -165,7 +165,7 @@ def with_torch_mask(evict_at: torch.Tensor, scaling: float) -> Callable[..., tor
 
 
 def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
-    """Milliseconds of one layer, one sequence, uniform scores; a GPU's forward and backward, a CPU's forward."""
+    """Return the milliseconds of one layer on one sequence: forward and backward on a GPU, forward on a CPU."""
     _, (heads, kv_heads, dim), dtype = SPEED[device]
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (
@@ -210,7 +210,7 @@ def parity_row(length: int, heads: int, kv_heads: int, kernel: str) -> dict[str,
 
 
 def target(device: str, runs: int) -> dict[str, Any]:
-    """Of one layer and one sequence: the log-sum-exp of the queries, and the mass that flows into the keys."""
+    """Return the cost of the scorers' target: the log-sum-exp of the queries, and the attention mass of the keys."""
     length, budget, (heads, kv_heads, dim) = TARGET
     evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
     place = torch.arange(length, dtype=torch.int32, device=device)[None]

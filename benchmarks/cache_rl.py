@@ -1,19 +1,12 @@
-"""GRPO under a cache that is more than eviction, on small tasks: does it pay, and is what is replayed exact?
+"""GRPO under caches that do more than evict, on small tasks: the gain in accuracy, and the replay gap.
 
-    learned     KVpop, on the quickstart's task. Per seed the shipped model is retrofitted with scorers for some steps,
-                under a budget that leaves it room to learn; from there GRPO with scorers frozen, in both engines, and
-                with scorers that learn on. The control: StreamingLLM+, the same retrofit without a scorer
-    few_notes   the same question where what a window loses is rarely said again: 12 labels, few notes (kvpop.py)
-    looked_up   the same where facts stand between words that say nothing, and all are asked for (data/retrieval.py)
-    matched     Attention Matching, from the shipped model, in both engines; with gradients through what compactions
-                fit, and with these as constants. Others have its period, or 1, where they hold their peak always
-    paged       clustered attention, from the shipped model: GRPO with the recorded pages replayed, and trained under
-                full attention on samples of the same kind. Others have as many entries as it reads on average, or at
-                most; and, before RL alone, as many as it holds, which is all
+The questions are described in docs/benchmarks.md: `learned`, `few_notes` and `looked_up` (KVpop), `matched` (Attention
+Matching) and `paged` (clustered attention). The control of KVpop is StreamingLLM+, the same retrofit without a scorer.
+Streaming and G-KV start from the model before the retrofit. All caches of a question have the same number of entries at
+their peak, except those of `paged` and those with `always`, `most` or `held` in their name. Accuracy is measured before
+and after GRPO, under the policy's own cache; errors are over seeds.
 
-Streaming and G-KV go on from the model that nothing was retrofitted to, with as many entries at their peak, or as
-`paged` says. Accuracy is measured before and after, each under its own cache. Errors are over seeds. A second call goes
-on where the first one stopped; a call with other seeds adds them to the file.
+A second call continues where the first stopped; a call with other seeds adds them to the file.
 
     python benchmarks/cache_rl.py learned     # on two cores; writes benchmarks/results/cache_rl_learned.json
     python benchmarks/cache_rl.py looked_up --seeds 0 1 2 3 4
@@ -60,16 +53,17 @@ AGAINST_WINDOW: dict[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """The runs that answer a question.
+    """The settings of one question.
 
-    runs : row -> its cache, and what it changes in the recipe, NO_RL: nothing is trained
-    peak : entries of a kv head, of every cache at its peak
-    steps : of GRPO
-    synthetic : the task, with split, size and seed to come
-    retrofit : steps of it, and what it changes in the recipe
-    control : the row that the others are compared with
-    longest : tokens of a completion
-    reward : of GRPO, by whose mean it is judged
+    runs : row of the table -> its cache, and the keys that it changes in the recipe; NO_RL means that nothing is
+        trained
+    peak : entries per kv head that every cache holds at its peak
+    steps : number of GRPO steps
+    synthetic : the task, without split, size and seed
+    retrofit : number of steps of the retrofit, and the keys that it changes in the recipe
+    control : row with which the other rows are compared
+    longest : maximum number of tokens of a completion
+    reward : reward of GRPO, whose mean is also the accuracy
     """
 
     runs: dict[str, tuple[str, str | None]]
@@ -82,7 +76,7 @@ class Question:
     reward: str = "boxed"
 
 
-SLOW = "learning_rate=4e-4"  # 1/12.5 of the scorers', as in kvpop.py
+SLOW = "learning_rate=4e-4"  # 1/12.5 of the scorers' rate, as in kvpop.py
 QUESTIONS = {
     "learned": Question(
         {
@@ -127,21 +121,21 @@ QUESTIONS = {
     ),
 }  # fmt: skip
 CLUSTERED = "{policy: clustered, page: 8, window: 6, sinks: 1, open_pages: 2}"
-MOST_READ, HELD = 48, 170  # of CLUSTERED, in 18 tokens of prompt and 152 of completion
+MOST_READ, HELD = 48, 170  # entries under CLUSTERED, for 18 tokens of prompt and 152 of completion
 
 
 def caches(name: str) -> dict[str, str]:
-    """Each holds `peak` entries at its peak, where its name or the policy does not say otherwise."""
+    """Return the caches by name."""
     peak, period = QUESTIONS[name].peak, 16 if name == "matched" else 1
     budget = peak - period
-    more = {
+    baselines = {
         f"{policy}-{size}": f"{{policy: {policy}, budget: {entries - 1}, sinks: 1, period: 1{window}}}"
         for policy, window in (("streaming", ""), ("gkv", ", window: 8"))
         for size, entries in (("most", MOST_READ), ("held", HELD), ("always", peak))
     }
     learned = f"policy: kvpop, budget: {peak}, sinks: 1, window: {peak // 2}"
     return {
-        **more,
+        **baselines,
         "clustered": CLUSTERED,
         "kvpop": f"{{{learned}, scorer: mlp}}",
         "recency": f"{{{learned}, scorer: recency}}",
@@ -156,8 +150,6 @@ def key(row: dict[str, Any]) -> tuple[int, str]:
 
 
 class Seed(StagedSeed):
-    """All runs of a seed."""
-
     def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
         super().__init__(seed, stages, options.runs / options.question)
         self.options, self.question, self.caches = options, QUESTIONS[options.question], caches(options.question)
@@ -166,7 +158,7 @@ class Seed(StagedSeed):
         return f"{{{self.question.synthetic}, size: {size}, split: {split}, seed: {seed}}}"
 
     def taught(self) -> str:
-        """The model from which all start."""
+        """Return the directory of the model from which all runs start, after training it if necessary."""
         if self.options.question == "few_notes":
             taught = kvpop.Taught(self.seed, self.stages, notes=0.1)
             taught.teach()
@@ -233,21 +225,20 @@ class Seed(StagedSeed):
 
 
 def mean_read(row: dict[str, Any], lengths: Sequence[int]) -> float:
-    """Entries of a kv head that a query of decoding reads, over all queries of an evaluation.
-
-    All prompts of a task have as many tokens.
-    """
+    """Return the mean number of entries per kv head that a decoding query reads. Prompts of a task are equally long."""
     prompt = row["longest_prompt"]
     queries = torch.cat([torch.arange(prompt, prompt + length - 1) for length in lengths])
     return read_and_held({"policy": row["policy"], **row["parameters"]}, prompt, queries)[0].mean().item()
 
 
 def table(question: str, rows: Rows) -> Table:
-    """A row for each run: before and after of each seed, and the means of what rose."""
+    """Return a table with a row for each run: accuracies of each seed before and after, and mean improvements."""
     asked, seeds = QUESTIONS[question], sorted({row["seed"] for row in rows})
     named = {(row["run"], row["seed"]): row for row in rows}
-    made = Table(title=f"{question}: accuracy under the own cache, before → after GRPO; ± standard error over seeds")
-    made.add_column("run")
+    rendered = Table(
+        title=f"{question}: accuracy under the own cache, before → after GRPO; ± standard error over seeds"
+    )
+    rendered.add_column("run")
     for name in (
         *(f"seed {seed}" for seed in seeds),
         "after",
@@ -257,7 +248,7 @@ def table(question: str, rows: Rows) -> Table:
         "agree",
         "read",
     ):
-        made.add_column(name, justify="right")
+        rendered.add_column(name, justify="right")
     for run in (name for name in asked.runs if (name, seeds[0]) in named):
         of_seeds = [named[run, seed] for seed in seeds if (run, seed) in named]
         before_after = [
@@ -277,22 +268,24 @@ def table(question: str, rows: Rows) -> Table:
                 f"{max(row['gap_max'] for row in of_seeds):.1e}",
                 f"{min(agree):.4f}" if all(agree := [row["decisions_agree"] for row in of_seeds]) else "",
             ]
-        made.add_row(
+        rendered.add_row(
             run,
             *before_after,
             *[""] * (len(seeds) - len(of_seeds)),
             *cells,
             *(f"{row['read_before']:.1f}" for row in of_seeds[:1] if "read_before" in row),
         )
-    return made
+    return rendered
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("question", choices=QUESTIONS)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only what the file has is shown")
-    parser.add_argument("--rows", nargs="+", help="the others stay as --out has them")
-    parser.add_argument("--steps", type=int, help="of GRPO")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="no seed: only the rows of the file are shown"
+    )
+    parser.add_argument("--rows", nargs="+", help="rows to measure; the others stay in the file")
+    parser.add_argument("--steps", type=int, help="number of GRPO steps")
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--runs", type=Path, default=Path("runs/cache_rl"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")

@@ -1,13 +1,11 @@
-"""Cartridges (arXiv 2506.06266) beside Attention Matching: what is left of a context, by gradient descent on it.
+"""Cartridges (arXiv 2506.06266) compared with Attention Matching: a compacted context, trained by gradient descent.
 
-Texts are sampled behind a context (self-study), others than those that are judged. As many entries per kv head as a
-compaction leaves are trained by Adam, through the model's forward, until the model says behind them what it says behind
-the whole context: KL(full cache || entries) per token. They start as the context's first tokens, or as what Attention
-Matching left, whose biases are trained with keys and values. What is fixed in benchmarks/one_shot.py is fixed here, and
-the contexts and what judges them are the same.
+Texts are sampled after a context (self-study), other texts than those that are judged. A cartridge has as many entries
+per kv head as a compaction leaves, which start as the first tokens of the context or as the result of Attention
+Matching. Adam minimises KL(full cache || cartridge) per token of the sampled texts, through the model's forward pass.
+Fixed entries, contexts and judged texts are as in benchmarks/one_shot.py.
 
-The learning rate of each start is the best of some on contexts that are not judged. Seconds are CPU seconds of this
-process for one context, from its tokens to the entries; those of Cartridges have their texts in them.
+The learning rate of each start is the best of RATES on other contexts. Seconds are CPU seconds for one context.
 
     OMP_NUM_THREADS=1 python benchmarks/cartridges.py MODEL     # writes benchmarks/results/cartridges.json
 """
@@ -39,7 +37,7 @@ from sparse_rl.methods.eviction.cache import at_slots
 
 KEPT = (12, 24, 48)
 STEPS = (0, 10, 30, 100, 300)
-TEXTS, BATCH = 128, 4  # of self-study, sampled behind each context; of a step
+TEXTS, BATCH = 128, 4  # texts of self-study that are sampled after each context; texts in a step
 RATES = (0.01, 0.03, 0.1, 0.3)
 TRIED_KEPT, TRIED_CONTEXTS, TRIED_STEPS = 24, 3, 300  # how a start's learning rate is chosen
 MATCHING: dict[str, dict[str, Any]] = {
@@ -47,13 +45,13 @@ MATCHING: dict[str, dict[str, Any]] = {
     "am, self-study and repeat": {"queries": BOTH},
     "am with omp, self-study and repeat": {"queries": BOTH, "select": "omp"},
 }
-AM = "am, self-study and repeat"  # what a cartridge starts from
+AM = "am, self-study and repeat"  # the row of MATCHING from which a cartridge starts
 
 
 class Prefix:
-    """A context's entries, all trained but the first `fixed`: keys and values, and where they were fitted biases.
+    """A context's entries, all trained except the first `fixed`: keys and values, and biases if they were fitted.
 
-    of_layer : what is trained of each layer: keys, values [1, Hkv, N - fixed, D] and bias [1, Hkv, N - fixed]
+    of_layer : the trained part of each layer: keys and values [1, Hkv, N - fixed, D], and bias [1, Hkv, N - fixed]
     """
 
     def __init__(self, start: Context, fixed: int) -> None:
@@ -67,7 +65,7 @@ class Prefix:
         return [x for layer in self.of_layer for x in layer if x.requires_grad]
 
     def context(self) -> Context:
-        """As it is now, its entries part of the graph."""
+        """Return the current context, with its entries in the autograd graph."""
         layers = []
         for layer, trained in zip(self.start.layers, self.of_layer, strict=True):
             now = [torch.cat([x[:, :, : self.fixed], y], dim=2) for x, y in zip(parts(layer), trained, strict=True)]
@@ -80,7 +78,7 @@ def parts(layer: LayerEntries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
-    """The first `kept` entries between `first` and `last`, behind those, as a compaction arranges them."""
+    """Return the fixed entries (`first` at the start, `last` at the end) and then the first `kept` other entries."""
     count = len(whole.tokens)
     stays = torch.tensor([*range(first), *range(count - last, count), *range(first, first + kept)])
     layers = []
@@ -92,7 +90,7 @@ def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
 
 
 def logprobs(model: Any, context: Context, texts: torch.Tensor) -> torch.Tensor:
-    """float32 [B, S, vocabulary] of what comes after each token of texts [B, S] behind a context."""
+    """Return the log-probs of the next token after each token of texts [B, S] after a context, float32 [B, S, V]."""
     cache = ContextCache(context)
     cache.begin_prefill([texts.shape[1]] * len(texts), texts.device)
     places = torch.arange(texts.shape[1])[None] + cache.past
@@ -101,16 +99,17 @@ def logprobs(model: Any, context: Context, texts: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """KL(full || own) per token, of log-probabilities [B, S, vocabulary]."""
+    """Return KL(full || own) per token, for log-probs [B, S, V]."""
     return (full.exp() * (full - own)).sum(-1).mean()
 
 
 def train(
     model: Any, prefix: Prefix, texts: torch.Tensor, full: torch.Tensor, rate: float, steps: Sequence[int], batch: int
 ) -> Iterator[tuple[int, float]]:
-    """Adam on the prefix; yields after each of these many steps (steps, CPU seconds so far).
+    """Train the prefix with Adam. Yield (step, CPU seconds so far) at each step in `steps`.
 
-    texts : [n, S], full : log-probabilities behind the whole context, [n, S, vocabulary]; a step takes `batch` of them
+    texts : int64 [n, S]; a step takes `batch` of them
+    full : log-probs after the whole context, [n, S, V]
     """
     generator, order = torch.Generator().manual_seed(0), torch.zeros(0, dtype=torch.long)
     adam, seconds = torch.optim.Adam(prefix.parameters(), lr=rate), 0.0
@@ -129,7 +128,7 @@ def train(
 
 
 class Trial:
-    """One context: its texts of self-study, and what is left of it by each method. Times in CPU seconds."""
+    """One context: its texts of self-study, and its compaction by each method. Times are CPU seconds."""
 
     def __init__(self, judge: Judge, number: int, seed: int) -> None:
         self.judge, self.number, self.tokens = judge, number, judge.contexts[number]
@@ -142,7 +141,7 @@ class Trial:
         self.seconds = time.process_time() - start
 
     def matched(self, name: str, kept: int) -> tuple[Context, float]:
-        """Of a row of MATCHING: what is left, and the seconds that it took."""
+        """Return the context compacted by a row of MATCHING, and the seconds of the compaction."""
         start = time.process_time()
         config = configured(kept, MATCHING[name])
         return self.judge.engine.compact(self.tokens, config, self.judge.beginnings), time.process_time() - start
@@ -150,12 +149,12 @@ class Trial:
     def trained(
         self, start: Context, seconds: float, rate: float, steps: Sequence[int]
     ) -> Iterator[tuple[int, float, float]]:
-        """(steps, KL, seconds) from a start that took `seconds`."""
+        """Yield (step, KL, seconds) of a cartridge, from a start that took `seconds`."""
         prefix = Prefix(start, FIRST + LAST)
-        for step, more in train(self.judge.model, prefix, self.texts, self.full, rate, steps, BATCH):
+        for step, spent in train(self.judge.model, prefix, self.texts, self.full, rate, steps, BATCH):
             with torch.no_grad():
                 loss = self.judge.loss(self.number, prefix.context())
-            yield step, loss, seconds + self.seconds + more
+            yield step, loss, seconds + self.seconds + spent
 
     def starts(self, kept: int, am: tuple[Context, float]) -> dict[str, tuple[Context, float]]:
         return {"from the first entries": (beginning(self.whole, kept, FIRST, LAST), 0.0), "from am": am}
@@ -165,7 +164,7 @@ Found = dict[tuple[str, int, int], list[tuple[float, float]]]  # (method, steps,
 
 
 def tried(judge: Judge, seed: int) -> list[dict[str, Any]]:
-    """The mean KL of each start at each learning rate."""
+    """Return the mean KL of each start at each learning rate."""
     trials = [Trial(judge, number, seed + number) for number in range(len(judge.contexts))]
     begun = [trial.starts(TRIED_KEPT, trial.matched(AM, TRIED_KEPT)) for trial in trials]
     rows = []
@@ -191,7 +190,6 @@ def measure(trial: Trial, rates: dict[str, float], found: Found) -> None:
 
 
 def summary(found: Found) -> list[dict[str, Any]]:
-    """A row for each method and number of steps: mean KL and its standard error over contexts, mean seconds."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for (method, steps, kept), values in found.items():
         losses, seconds = torch.tensor(values, dtype=torch.float64).T
@@ -227,9 +225,9 @@ def main() -> None:
     engine.model.requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     others = tried(Judge(engine, tokenizer, TRIED_CONTEXTS, options.seed + 100), options.seed + 2000)
-    rates = {row["start"]: row["rate"] for row in sorted(others, key=lambda row: -row["kl"])}  # the least is last
+    rates = {row["start"]: row["rate"] for row in sorted(others, key=lambda row: -row["kl"])}  # the lowest KL is last
     judge, losses = Judge(engine, tokenizer, options.contexts, options.seed), Found()
-    for number in range(options.contexts):  # what is known is written after each
+    for number in range(options.contexts):  # the results so far are written after each context
         measure(Trial(judge, number, options.seed + 1000 + number), rates, losses)
         if number:
             rows = summary(losses)

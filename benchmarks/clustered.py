@@ -1,13 +1,10 @@
-"""Clustered attention: what its replay costs, in CPU seconds of this process on one thread, the least of some runs.
+"""The cost of clustered attention, in CPU seconds of this process on one thread, the minimum over some runs.
 
-training    forward and backward of one attention layer over one sequence: the path that gathers what was read, the
-            masked reference, and plain causal attention over everything
-decoding    one step of one layer after a prompt of that length: a query that reads pages, and one that reads everything
-breakdown   where such a step spends its time (figure 3 of the paper): planning which tokens and summaries are read,
-            closing pages (every 16th step), choosing pages, gathering keys and values, the softmax and the weighted
-            sum, and the rest, which is the logits
+training    one attention layer, forward and backward: gathered entries, the masked reference, and a full cache
+decoding    one step of one layer: a query that reads pages, and a query that reads all entries
+breakdown   the parts of such a step (figure 3 of the paper); the rest, after PARTS, is the logits
 
-OMP_NUM_THREADS=1 python benchmarks/clustered.py     # writes benchmarks/results/clustered.json
+    OMP_NUM_THREADS=1 python benchmarks/clustered.py     # writes benchmarks/results/clustered.json
 """
 
 from __future__ import annotations
@@ -41,18 +38,17 @@ from sparse_rl.trace import NEVER
 HEADS, GROUP, DIM, PROMPT = 2, 2, 64, 256
 CACHE = {"policy": "clustered", "page": 16, "window": 128, "sinks": 4, "open_pages": 3}
 LENGTHS = {"training": (2048, 4096, 8192), "decoding": (4096, 8192, 32768)}
-STEPS = 64  # of which every 16th closes a page
+STEPS = 64  # every 16th step closes a page
 PARTS: dict[str, tuple[Any, str]] = {
-    "plan": (PagedCache, "begin_decode"),
-    "close": (PagedCache, "_close"),
+    "plan": (PagedCache, "begin_decode"),  # of the tokens and summaries to read
+    "close": (PagedCache, "_close"),  # a page, every 16th step
     "choose": (paged, "choose"),
-    "gather": (paged, "at_slots"),
-    "sum": (paged, "_weighed"),
+    "gather": (paged, "at_slots"),  # keys and values
+    "sum": (paged, "_weighed"),  # softmax and weighted sum
 }
 
 
 def recorded(length: int) -> dict[str, torch.Tensor]:
-    """A batch of one row and layer, whose queries open pages at random."""
     policy, generator = make_policy(CACHE), torch.Generator().manual_seed(0)
     assert isinstance(policy, Clustered)
     pages, query = policy.pages, torch.arange(length)
@@ -104,7 +100,7 @@ def stepping(cache: EvictingCache, length: int) -> Callable[[], None]:
 
 
 def decoding_row(length: int, runs: int) -> dict[str, Any]:
-    """The seconds of a step are the mean over many, one after another."""
+    """Return the seconds of a step, as a mean over STEPS consecutive steps."""
     row: dict[str, Any] = {"tokens": length}
     for name, cache in (("full", EvictingCache(make_policy("full"))), ("clustered", PagedCache(make_policy(CACHE)))):
         step = stepping(cache, length)
@@ -113,7 +109,7 @@ def decoding_row(length: int, runs: int) -> dict[str, Any]:
 
 
 def breakdown_row(length: int, runs: int) -> dict[str, Any]:
-    """Seconds of a step and of its parts, of the fastest run."""
+    """Return the seconds of a step and of its parts, from the fastest run."""
     rows: list[dict[str, float]] = []
     for _ in range(runs):
         spent = dict.fromkeys(("step", *PARTS), 0.0)
@@ -130,7 +126,7 @@ def breakdown_row(length: int, runs: int) -> dict[str, Any]:
 
 
 def clocked(spent: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its time added to `spent`; what one of these calls of another counts for the caller alone."""
+    """Return `function` with its time added to `spent`. Calls of other clocked functions inside count for it alone."""
 
     def timed(*given: Any) -> Any:
         before, start = dict(spent), time.process_time()

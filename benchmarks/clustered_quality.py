@@ -1,14 +1,11 @@
-"""Clustered attention without any training: how near it stays to a full cache, against the entries read and held.
+"""Clustered attention without training: its divergence from a full cache, against the entries read and held.
 
-A model samples texts with a full cache, and decodes them once more under each cache, teacher-forced. In the table:
+A model samples texts with a full cache, which are decoded again under each cache, teacher-forced. The columns are
+explained in docs/benchmarks.md. `read` counts the tokens of an opened page, but not its summary, which is read only to
+choose the page; `held` counts the summaries. `to streaming` is the KL minus the KL of streaming with as many entries
+read.
 
-read, held    entries per kv head, mean over the queries that are compared. Of an opened page its tokens count, and not
-              its summary, which is read to choose it; held: with the summaries
-KL            (full || cache) in nats per token, mean over the tokens, +- its standard error over the texts
-nll           by how much the text's own tokens become less likely, in nats per token
-to streaming  the KL, less that of streaming with as many entries read; +- the standard error of the texts' differences
-
-OMP_NUM_THREADS=1 python benchmarks/clustered_quality.py MODEL    # writes benchmarks/results/clustered_quality.json
+    OMP_NUM_THREADS=1 python benchmarks/clustered_quality.py MODEL    # writes benchmarks/results/clustered_quality.json
 
 Our numbers are of karpathy/tinyllamas' stories260K, in transformers' format: 5 layers of 8 query and 4 kv heads of 8.
 """
@@ -40,11 +37,10 @@ FULL = {"policy": "full"}
 PERIOD = 8
 LINED = {"policy": "lined", "compression": 8, "window": 32, "sinks": 1, "period": PERIOD}
 PAGED = {"policy": "clustered", "page": 16, "window": 32, "sinks": 1, "open_pages": 2}
-READS = {0: 59.5, 1: 74.5, 2: 89.5, 3: 104.5, 5: 134.5}  # open pages -> mean entries that PAGED so reads
+READS = {0: 59.5, 1: 74.5, 2: 89.5, 3: 104.5, 5: 134.5}  # open pages -> mean number of entries that PAGED reads
 
 
 def caches() -> dict[str, Mapping[str, Any]]:
-    """Row -> the recipe's block."""
     rows: dict[str, Mapping[str, Any]] = {}
     for policy, own in (("streaming", {"sinks": 1}), ("h2o", {"sinks": 1, "window": 32}), ("gkv", {"window": 16})):
         for read in READS.values():
@@ -68,13 +64,13 @@ def caches() -> dict[str, Mapping[str, Any]]:
 
 
 def layered(*parts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One layer, then three, then one."""
+    """Return a cache whose three parts have one, three and one layers."""
     return {"policy": "layered", "parts": [{"layers": n, "cache": c} for n, c in zip((1, 3, 1), parts, strict=True)]}
 
 
 @torch.no_grad()
 def decoded(model: str, cache: Mapping[str, Any], texts: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities that each query from FROM on gives to what follows it: float32 [B, LENGTH - FROM, V].
+    """Return the log-probs of the next token from each query of position >= FROM, float32 [B, LENGTH - FROM, V].
 
     texts : int64 [B, LENGTH + 1]
     """
@@ -90,7 +86,7 @@ def decoded(model: str, cache: Mapping[str, Any], texts: torch.Tensor) -> torch.
 
 
 def own_texts(model: str, seed: int, device: str) -> torch.Tensor:
-    """Texts that the model samples with a full cache: int64 [TEXTS, LENGTH + 1]."""
+    """Return texts that the model samples with a full cache, int64 [TEXTS, LENGTH + 1]."""
     engine = HFEngine(model, make_policy(FULL), device=device)
     start = engine.model.config.bos_token_id
     sampling = SamplingConfig(max_tokens=LENGTH, n=TEXTS, seed=seed, ignore_eos=True)
@@ -118,25 +114,25 @@ def measured(model: str, texts: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def error(values: torch.Tensor) -> float:
-    """The standard error of their mean."""
+    """Return the standard error of the mean."""
     return values.std().item() / len(values) ** 0.5
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Decoding a model's own text under several caches")
+    rendered = Table(title="Decoding a model's own text under several caches")
     for name in ("cache", "read", "held", "KL", "nll", "to streaming"):
-        made.add_column(name, justify="left" if name == "cache" else "right")
+        rendered.add_column(name, justify="left" if name == "cache" else "right")
     for row in rows:
         kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
         over = f"{row['to_streaming']:+.4f} ± {row['to_streaming_error']:.4f}" if "to_streaming" in row else ""
-        made.add_row(row["cache"], f"{row['read']:.1f}", f"{row['held']:.1f}", kl, f"{row['nll']:+.4f}", over)
-    return made
+        rendered.add_row(row["cache"], f"{row['read']:.1f}", f"{row['held']:.1f}", kl, f"{row['nll']:+.4f}", over)
+    return rendered
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="its directory")
-    parser.add_argument("--seed", type=int, default=7, help="of the texts")
+    parser.add_argument("model", help="directory of the model")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the texts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/clustered_quality.json"))
     options = parser.parse_args()

@@ -1,11 +1,10 @@
-"""The cost of compacting a long context once: CPU seconds of this process on one thread, of one layer that has the
-shape of Qwen2.5-0.5B's and random weights; and, by arithmetic alone, what an H200 would take for all 24.
+"""The cost of compacting a long context: CPU seconds of this process on one thread, and an estimate for an H200.
 
-stages      the prefill; the reference queries, for which the context is read once more behind itself; the compaction
-            of what these two made, by attention and by orthogonal matching pursuit, and the process's peak memory
-compaction  alone, of made-up keys: contexts of T tokens of which t stay; the exponents are a fit of seconds to T^a t^b
-arithmetic  operations and bytes of each stage, counted from the shapes, and the seconds at the stated shares of what
-            the device's maker says that it reaches: nothing here was run on one
+stages      prefill, reference queries (the context is read a second time) and compaction, in one layer of the shape of
+            Qwen2.5-0.5B's with random weights, and the process's peak memory
+compaction  the compaction alone, of random keys: T tokens, of which t are kept, and the fit of the seconds to T^a t^b
+arithmetic  operations, bytes and seconds of each stage on an H200 at the assumed shares of its nominal speed, for all
+            layers. Nothing was run on an H200
 
     OMP_NUM_THREADS=1 python benchmarks/context_stages.py     # writes benchmarks/results/context_stages.json
 """
@@ -37,11 +36,11 @@ from rollout.context.compact import Stages, Studied, study
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, LAYERS = 896, 4864, 14, 2, 64, 24
 RATIO, CHUNK = 0.05, 4096
-QUERIES = {"attention": 2048, "omp": 512}  # of a kv head: what a CPU can bear; the default is 50,000
-# TFLOP/s and TB/s, and the share of it that is taken for granted.
+QUERIES = {"attention": 2048, "omp": 512}  # for each kv head, few enough for a CPU; the default is 50,000
+# TFLOP/s and TB/s by the manufacturer, and the share that we assume is reached.
 H200 = {"bf16": (989, 0.4), "fp64": (67, 0.5), "memory": (4.8, 0.6)}
 
-LAUNCHES, LAUNCH = 15, 10e-6  # kernels of a step of the pursuit, one after another, and the seconds of each
+LAUNCHES, LAUNCH = 15, 10e-6  # sequential kernels in a step of the pursuit, and the seconds of each kernel
 
 
 def printed(title: str, rows: Rows) -> None:
@@ -71,7 +70,7 @@ def stage_row(engine: Any, tokens: int) -> dict[str, Any]:
 
 
 def made_up(tokens: int) -> Studied:
-    """Keys in clusters, as in a text; queries of the same."""
+    """Return random keys in clusters, as in a text, and queries near the same clusters."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(KV_HEADS, 64, DIM, generator=generator)
 
@@ -95,7 +94,7 @@ def compaction_row(select: str, tokens: int, ratio: float, runs: int) -> dict[st
 
 
 def exponents(rows: Rows) -> dict[str, float]:
-    """a and b of seconds = c T^a t^b, by least squares on logarithms."""
+    """Return a and b of seconds = c T^a t^b, fitted by least squares on logarithms."""
     x = torch.tensor([[1.0, math.log(row["T"]), math.log(row["t"])] for row in rows], dtype=torch.float64)
     y = torch.tensor([[math.log(row["seconds"])] for row in rows], dtype=torch.float64)
     _, a, b = torch.linalg.lstsq(x, y).solution[:, 0].tolist()
@@ -103,18 +102,19 @@ def exponents(rows: Rows) -> dict[str, float]:
 
 
 def arithmetic(tokens: int, queries: int) -> Rows:
-    """Of all layers, in bfloat16 but for the fits; `queries` of each kv head."""
+    """Return the costs of all layers, in bfloat16 except for the fits; `queries` is their number for each kv head."""
     weights = LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * DIM + 3 * INTERMEDIATE)
     seen = {"prefill": tokens**2 / 2, "queries (repeat)": 3 * tokens**2 / 2}  # pairs of tokens
     rows = []
     for stage, pairs in seen.items():
         per_head = LAYERS * Q_HEADS * pairs
-        # A mask is made, repeated for the heads of a group and read: 8 bytes of each pair and query head.
+        # The mask is built, repeated for the heads of a group, and read: 8 bytes for each pair and query head.
         rows.append(costed(stage, "bf16", 2 * weights * tokens + 4 * DIM * per_head, 8 * per_head))
     parts = math.ceil(tokens / CHUNK)
     part = tokens / parts
     left, heads = RATIO * part, LAYERS * KV_HEADS * parts
-    # Logits twice and the output once; of what stays, two Gram matrices. Some 28 passes over float64 logits.
+    # Two products for logits and one for the output; two Gram matrices of the kept entries; about 28 passes over
+    # float64 logits.
     fit = 6 * queries * part * DIM + 4 * queries * left**2
     rows.append(costed("compaction, attention", "fp64", heads * fit, heads * queries * part * 28 * 8))
     gram = 2 * queries * part**2
@@ -134,7 +134,7 @@ def costed(stage: str, kind: str, operations: float, moved: float) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of the contexts")
-    parser.add_argument("--runs", type=int, default=2, help="of each compaction of made-up keys")
+    parser.add_argument("--runs", type=int, default=2, help="runs of each compaction of random keys")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/context_stages.json"))
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The clock and the table that the benchmarks in CPU seconds share."""
+"""Timing in CPU seconds, and a table of timings, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.results import Rows
 
 
 def seconds(work: Callable[[], Any], runs: int) -> float:
-    """CPU seconds of this process, the least of some runs: other work on the machine counts little."""
+    """Return the minimum CPU seconds of this process over some runs. Other work on the machine hardly changes it."""
     times = []
     for _ in range(runs):
         start = time.process_time()
@@ -24,7 +24,7 @@ def seconds(work: Callable[[], Any], runs: int) -> float:
 
 
 def show(title: str, rows: Rows, keys: int) -> None:
-    """Print a table of rows, whose first `keys` columns say of what; the next is what the others are compared with."""
+    """Print a table. The first `keys` columns describe a row; the timings are also divided by the first timing."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="right")

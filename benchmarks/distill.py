@@ -1,7 +1,8 @@
-"""The cost of a distillation step: with a teacher in memory, over the vocabulary or its top k, and with its cache.
+"""The cost of a distillation step: with a teacher in memory, over the vocabulary or its top k, and with a teacher
+cache.
 
-The limit is arithmetic: a teacher of t times the student's parameters costs t forwards, where the student costs one and
-its backward two; reading k log-probs a token costs next to nothing. The evictions are simulated once, before the clock.
+A teacher with t times the student's parameters costs t forward passes, where the student costs one forward and two for
+the backward pass; reading k log-probs per token costs almost nothing. The evictions are simulated before the timing.
 
     OMP_NUM_THREADS=1 python benchmarks/distill.py      # writes benchmarks/results/distill.json
 """

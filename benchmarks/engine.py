@@ -1,8 +1,8 @@
-"""The cost of eviction in the reference engine: tokens/s with a full cache and under eviction, and compaction's share.
+"""The cost of eviction in the hf engine: tokens/s with a full cache and under eviction, and the share of compactions.
 
-The limit: a decode step reads every key and value that is held, so eviction reads less; what it adds is the policy's
-score and one gather per compaction, every `period` tokens. Runs are interleaved and medians are reported, because the
-machine may be noisy; judge by the ratios.
+A decode step reads all held keys and values, so eviction reads less. It adds the policy's score and one gather per
+compaction, every `period` tokens. Runs are interleaved and medians are reported, because the machine may be noisy:
+compare the ratios.
 
     python benchmarks/engine.py                 # writes benchmarks/results/engine.json
 """

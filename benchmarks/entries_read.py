@@ -1,4 +1,4 @@
-"""Number of entries that a decoding query reads and holds, for the benchmarks that compare caches by reads."""
+"""Numbers of entries that decoding queries read and hold, for the benchmarks that compare caches by them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from sparse_rl.policies import make_policy
 
 
 def read_and_held(cache: Mapping[str, Any], prompt: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries per kv head that each query reads, and that are held meanwhile, summaries of pages among them.
+    """Return the entries per kv head that each query reads, and those held at that time, float64 [Q] each.
 
-    cache : the recipe's block
-    queries : int64 [Q], >= prompt
-    returns : two float64 [Q]; of a policy of parts, the means over the layers
+    Summaries of pages count as entries. The policy `layered` gives means over its layers.
+
+    cache : the recipe's cache block
+    prompt : number of tokens of the prompt
+    queries : positions >= prompt, int64 [Q]
     """
     if cache["policy"] == "layered":
         parts = [(part["layers"], read_and_held(part["cache"], prompt, queries)) for part in cache["parts"]]

@@ -1,4 +1,4 @@
-"""The reward of retrieval where all facts are to be said: of benchmarks/cache_rl.py's question `looked_up`."""
+"""The reward for retrieval of all facts, in the part `looked_up` of benchmarks/cache_rl.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def facts_said(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    """The share of a document's facts that prompt and completion together say rightly, each by its first answer.
+    """Return the share of a document's facts that prompt and completion answer correctly, each by its first answer.
 
-    A document states `ba=7`. The prompt ends in a question, `ba?`; the completion answers it, and asks on: `7 du? 2`.
+    A document states a fact as `ba=7`. The prompt ends in a question, `ba?`. The completion answers the question, and
+    asks and answers further questions: `7 du? 2`.
     """
     return [_share(prompt.split(), completion.split()) for prompt, completion in zip(prompts, completions, strict=True)]
 

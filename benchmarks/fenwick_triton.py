@@ -1,4 +1,4 @@
-"""The peer of benchmarks/topk.py on a GPU: a Fenwick tree per row, token after token. Needs a GPU."""
+"""The competitor of running_topk on a GPU, for benchmarks/topk.py: a Fenwick tree per row, filled token by token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def _kernel(ranks, tree, cutoff, width, k, levels):  # type: ignore[no-untyped-d
 
 
 def fenwick(ranks: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [R, M] on a GPU -> int32 [R, M]: the rank of the k-th best of each prefix, -1 before there are k."""
+    """Return the rank of the k-th best token of each prefix, int32 [R, M], for ranks int64 [R, M] on a GPU.
+
+    The result is -1 for prefixes shorter than k.
+    """
     rows, width = ranks.shape
     tree = torch.zeros(rows, width + 1, dtype=torch.int32, device=ranks.device)
     cutoff = torch.full((rows, width), -1, dtype=torch.int32, device=ranks.device)

@@ -1,9 +1,10 @@
-"""The gap between sampler and replay, by dtype and policy, on two trained models: what BOUNDS of rollout/verify.py is.
+"""The gap between sampler and replay, by dtype and policy, on two trained models: the source of BOUNDS in
+rollout/verify.py.
 
     OMP_NUM_THREADS=1 python benchmarks/gap.py [--stories DIR]
 
-Beside the recorded evictions it replays those of one position later and earlier, which must be beyond the bound.
-Writes benchmarks/results/gap.json: of each row the largest and the mean gap, in nats.
+As a control, the recorded evictions are also replayed one position later and earlier; these gaps must exceed the bound.
+Writes benchmarks/results/gap.json, with the largest and the mean gap of each row, in nats.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def measure(path: str, dtype: str, exact: bool) -> list[dict[str, Any]]:
-    """A row for each cache: 64 problems of the quickstart, or 30 stories of 200 tokens."""
+    """Return a row for each cache, measured on 64 problems of the quickstart or on 30 stories of 200 tokens."""
     compute_exactly(exact)
     model, quickstart = load_model(path, dtype).eval(), path.endswith("quickstart/model")
     if quickstart:

@@ -1,20 +1,14 @@
-"""KVpop's retrofit on the longer running sum, by decoding: does what is learned beat the caches that do not learn?
+"""KVpop's retrofit on a longer running sum, measured by decoding: do learned evictions beat caches that do not learn?
 
-Per seed a model of 12 labels is taught the task with a full cache. Two budgets: the smallest at which streaming leaves
-it an accuracy of 0.25 to 0.5, on problems of a split of its own, and 1.25 times that. A seed that has no such budget is
-passed over, and said to be. From that model, as many steps each: StreamingLLM+ (the same retrofit without a scorer),
-the scorers, DMS, and distillation under G-KV. Streaming and G-KV also as they are, untrained. Every cache holds as many
-entries per kv head at its peak, but DMS, whose compression aims at as many on average at the end of a text of mean
-length; what it held is measured.
+docs/benchmarks.md describes the comparison. For each seed, a model of the task with 12 labels is trained with a full
+cache. The smaller budget is the smallest at which streaming has an accuracy of 0.25 to 0.5 on problems of a split of
+its own; the larger is 1.25 times that. A seed without such a budget is reported as passed over. All problems are the
+same for all caches, so differences are taken problem by problem.
 
-Accuracy: each model samples under its own cache. KL: each decodes held-out texts, and is compared with the model that
-was taught, with a full cache; beside it stands what that model itself reaches under the best evictions, which know the
-attention that each token will still receive (oracle). The same problems for all, so that differences are taken problem
-by problem. A note brings what has left the window back into it. The texts of training and of the KL have few; a model
-samples as many as it was taught (--taught-notes), and accuracy is also told by their number. The model's learning rate
-stands to the scorers' as in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
+The model's learning rate is 1/12.5 of the scorers', as in the papers: a tiny model that learns fast adapts to any mask.
+The oracle is the taught model under the best evictions, chosen with the attention that each token will still receive.
 
-Errors are over seeds. A second call goes on where the first one stopped; a call with other seeds adds them to the file.
+A second call continues where the first stopped; a call with other seeds adds them to the file.
 
     python benchmarks/kvpop.py         # 100 minutes on two cores; writes benchmarks/results/kvpop.json
     python benchmarks/kvpop.py --taught-notes 0.1 --budgets 1 --out benchmarks/results/kvpop_few_notes.json
@@ -59,13 +53,13 @@ from trainer.examples import Example
 from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss
 
-LABELS, NOTES, BUDGETS = 12, 0.1, (40, 44, 48, 52, 56, 60, 64)  # a text is of some 130 tokens
+LABELS, NOTES, BUDGETS = 12, 0.1, (40, 44, 48, 52, 56, 60, 64)  # a text has about 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3
 TASK = "tasks.running_sum.synthetic"
-UNTRAINED = Lock()  # of torch's global generator, which an untrained model is drawn from
-NOTES_IN_TEXT = {"0-1": 1, "2-3": 3, "4-": 999}  # at most
+UNTRAINED = Lock()  # guards torch's global generator, from which an untrained model is drawn
+NOTES_IN_TEXT = {"0-1": 1, "2-3": 3, "4-": 999}  # label -> maximum number of notes
 BASELINES = ("StreamingLLM+", "G-KV, distilled")
-ARMS: dict[str, str | None] = {  # name -> the recipe that it is trained by
+ARMS: dict[str, str | None] = {  # name -> recipe of its training; None means no training
     "streaming": None,
     "G-KV": None,
     "StreamingLLM+": "kvpop",
@@ -86,15 +80,15 @@ def in_order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def caches(budget: int, length: float, shape: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
-    """Each arm's cache, for a model of `shape` (layers, kv heads, head dim).
+    """Return the cache of each arm, for a model of `shape` (layers, kv heads, head dim).
 
-    `budget` entries at its peak, of which a scorer's state takes as many as its bytes are worth. DMS holds as many on
-    average at the end of a text of `length` tokens.
+    A cache holds `budget` entries at its peak, minus the entries whose bytes a scorer's state takes. DMS aims at
+    `budget` on average at the end of a text of `length` tokens.
     """
     window = budget // 2
     learned = {"policy": "kvpop", "sinks": 1, "window": window, "budget": budget}
     at_peak = {"sinks": 1, "budget": budget - 1, "period": 1}
-    compression = (length - window) / (budget - window)  # of the tokens that have left the window, which alone may go
+    compression = (length - window) / (budget - window)  # only tokens that have left the window can be evicted
     state = state_bytes(make_policy({**learned, "scorer": "mlstm"}), 0, *shape)
     stateful = {**learned, "state_entries": -(-state // cache_bytes(1, *shape, itemsize=4))}
     return {
@@ -111,7 +105,7 @@ def caches(budget: int, length: float, shape: tuple[int, int, int]) -> dict[str,
 
 @torch.no_grad()
 def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence[Example]) -> list[float]:
-    """KL(teacher || student) per token of each row's completion, under what decoding it under the cache evicts."""
+    """Return KL(teacher || student) per token of each row's completion, decoded under the evictions of the cache."""
     student = load_model(model)
     engine = make_engine("hf", model=student, policy=cache, max_batch=64, progress=False)
     sums = torch.zeros(len(rows), dtype=torch.float64)
@@ -129,7 +123,7 @@ def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence
 
 
 def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
-    """Of the completions with few, some and many notes: right ones, and all."""
+    """Return the numbers of correct and of all completions, by their number of notes."""
     counts = dict.fromkeys(NOTES_IN_TEXT, (0, 0))
     for line in lines:
         notes = line["completion"].count("[")
@@ -141,7 +135,7 @@ def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Example]) -> list[float]:
-    """KL(teacher || teacher under the best evictions) per token of each row's completion, at the cache's sizes."""
+    """Return KL(teacher || teacher under the best evictions) per token of each row, at the cache's sizes."""
     policy, results = make_policy(cache).config, []
     assert isinstance(policy, KVpopPolicyConfig)
     for row in rows:
@@ -155,17 +149,14 @@ def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Examp
 
 
 class Taught(StagedSeed):
-    """The model that is taught the task with a full cache.
-
-    notes : the probability of one before each line
-    """
+    """The model that is taught the task with a full cache. notes : probability of a note before each line"""
 
     def __init__(self, seed: int, stages: Stages, notes: float) -> None:
         super().__init__(seed, stages, Path(f"runs/kvpop/notes-{notes}"))
         self.notes, self.start = notes, self.folder / "sft" / "model"
 
     def teach(self) -> None:
-        """The task, with a full cache, by a model of 0.2M parameters."""
+        """Train a model of 0.2M parameters on the task, with a full cache."""
         with UNTRAINED:
             if not (untrained := self.folder / "untrained").exists():
                 save_untrained(untrained, self.seed, hidden=96, intermediate=192)
@@ -175,22 +166,20 @@ class Taught(StagedSeed):
 
 
 class Seed(Taught):
-    """All of a seed: the model that is taught, what is trained from it, and how good each is."""
-
     def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
         super().__init__(seed, stages, options.taught_notes)
         self.options = options
 
     def evaluate(self, label: str, place: Path, model: Path, split: str, size: int, *keys: str) -> list[dict[str, Any]]:
-        """The rows of an evaluation of sampling with the hf engine."""
+        """Return the rows of an evaluation that samples with the hf engine."""
         self.stage(label, place, "eval", "quickstart/eval", f"model={model}", "rollout.engine=hf",
                    f"{TASK}.split={split}", f"{TASK}.n={LABELS}", f"{TASK}.size={size}", "max_completion_length=280",
                    *keys)  # fmt: skip
         return json.loads((place / "eval.json").read_text())["rows"]
 
     def calibrate(self) -> dict[int, float]:
-        """Streaming's accuracy at each budget, on problems of a split of its own."""
-        budgets = ",".join(str(budget - 1) for budget in BUDGETS)  # at period 1 its peak is one more
+        """Return streaming's accuracy at each budget, on problems of a split of its own."""
+        budgets = ",".join(str(budget - 1) for budget in BUDGETS)  # at period 1 the peak is one more
         rows = self.evaluate("calibrating", self.folder / "calibration", self.start, "calibration", 256,
                              "cache={policy: streaming, sinks: 1, budget: 39, period: 1}",
                              f"sweep.budget=[{budgets}]", "sweep.policy=[streaming]")  # fmt: skip
@@ -204,7 +193,7 @@ class Seed(Taught):
         return taught_examples(prepare_training(recipe, here=False))[0]
 
     def train(self, arm: str, place: Path, cache: dict[str, Any]) -> Path:
-        """The arm's model; where it is not trained, the one that was taught."""
+        """Return the directory of the arm's model. An arm without training has the taught model."""
         recipe, steps = ARMS[arm], self.options.steps
         if recipe is None:
             return self.start
@@ -213,7 +202,7 @@ class Seed(Taught):
             f"data.synthetic.note_probability={NOTES}", f"cache={json.dumps(cache)}", "per_device_train_batch_size=32",
             f"max_steps={steps}", f"learning_rate={self.options.learning_rate}", "validation=null",
         ]  # fmt: skip
-        if recipe == "distill":  # as the retrofit
+        if recipe == "distill":  # with the settings of the retrofit
             keys += ["lr_scheduler_type=cosine", "weight_decay=1e-4", "max_completion_length=280", "rollout.engine=hf"]
         else:
             keys += ["max_length=320"]
@@ -223,7 +212,7 @@ class Seed(Taught):
         return place / "model"
 
     def run(self) -> list[dict[str, Any]]:
-        """A row per budget and arm; of a seed that is passed over one, with the accuracy at each budget."""
+        """Return a row per budget and arm, or one row with the accuracy at each budget if the seed is passed over."""
         self.teach()
         accuracy = self.calibrate()
         smaller = next((budget for budget in BUDGETS if AIM[0] <= accuracy[budget] <= AIM[1]), None)
@@ -270,7 +259,7 @@ class Seed(Taught):
 
 
 def summarized(rows: Rows) -> Rows:
-    """Per size and arm: each seed, means over seeds with their errors, and differences to each baseline."""
+    """Return for each size and arm: the seeds, means with their errors, and differences to each baseline."""
     at = {key(row): row for row in rows}
     groups = []
     for size, arm in dict.fromkeys((row["size"], row["arm"]) for row in rows):
@@ -303,7 +292,7 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
         per_seed = " ".join(f"{value:.{digits}f}" for value in values["per_seed"])
         return f"{values['mean'][0]:.{digits}f} ± {values['mean'][1]:.{digits}f} ({per_seed})"
 
-    made = []
+    printed = []
     for size in dict.fromkeys(one["size"] for one in summary):
         named = " ".join(map(str, next(one["seeds"] for one in summary if one["size"] == size)))
         table = Table(title=f"The {size} budget: mean over seeds ± its standard error (seeds {named})")
@@ -321,18 +310,31 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
                 ", ".join(map(str, one["peak_entries"])), ", ".join(f"{x:.1f}" for x in one["mean_peak_entries"]),
                 str(max(one["state_bytes"])),
             )  # fmt: skip
-        made.append(table)
-    return made
+        printed.append(table)
+    return printed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only what the file has is shown")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="no seed: only the rows of the file are shown"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=512)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the others stay as --out has them")
-    parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: the smaller alone")
-    parser.add_argument("--taught-notes", type=float, default=0.3, help="before each line, while the task is taught")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=list(ARMS),
+        help="arms to run; the rows of the others stay in the file",
+    )
+    parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: only the smaller budget")
+    parser.add_argument(
+        "--taught-notes",
+        type=float,
+        default=0.3,
+        help="probability of a note before each line, while the task is taught",
+    )
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     parser.add_argument("--markdown", action="store_true")

@@ -1,13 +1,12 @@
 """The cost of Attention Matching: CPU seconds of this process, on one thread, the minimum of several runs.
 
-layer       forward and backward of one attention layer over a whole sequence: compactions made again, segment by
-            segment, with gradients and as constants; beside it the same evictions replayed without biases and fits,
-            under a mask and over gathered keys, as training on a CPU has them under other caches
-compaction  of one layer and some sequences: by attention, by orthogonal matching pursuit, and G-KV's
-pursuit     orthogonal matching pursuit with a Cholesky factor that grows, and the paper's algorithm, which solves a
-            least squares from scratch in each step; they choose the same, in the same order
+layer       one attention layer over a sequence, forward and backward: compactions repeated segment by segment, with
+            gradients or as constants; and the evictions alone, without biases and fits, by a mask or by gathered keys
+compaction  one layer of ROWS sequences: by attention, by orthogonal matching pursuit, and G-KV's
+pursuit     our orthogonal matching pursuit, with a growing Cholesky factor, against the paper's, which solves a least
+            squares problem from scratch in each step; both choose the same entries in the same order
 
-OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/matching.json
+    OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/matching.json
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PURSUITS = [(512, 64, 256), (1024, 128, 512), (2048, 256, 512)]  # entries, chos
 
 
 def recorded(policy: Any, length: int) -> dict[str, torch.Tensor]:
-    """A batch of one row and layer, with evictions drawn at random among what competes."""
+    """Return a batch of one row and layer, with random evictions among the entries that compete."""
     generator = torch.Generator().manual_seed(0)
     further = policy.further(64, length)
     evict_at = torch.full((1, 1, HEADS, length), NEVER, dtype=torch.int32)
@@ -85,9 +84,9 @@ def entries(
     """
     heads, group, dim = shape
     generator = torch.Generator(device).manual_seed(0)
-    made = {"generator": generator, "device": device}
-    keys, values = (torch.randn(rows, heads, held, dim, **made).to(dtype) for _ in range(2))
-    queries = torch.randn(rows, heads * group, policy.last_queries, dim, **made).to(dtype)
+    options = {"generator": generator, "device": device}
+    keys, values = (torch.randn(rows, heads, held, dim, **options).to(dtype) for _ in range(2))
+    queries = torch.randn(rows, heads * group, policy.last_queries, dim, **options).to(dtype)
     lengths = torch.full((rows,), held, device=device)
     memory = policy.entry_memory.items()
     state = {name: torch.full((rows, heads, held), start, device=device) for name, start in memory}
@@ -104,7 +103,7 @@ def compaction_row(budget: int, period: int, runs: int) -> dict[str, Any]:
         "am, 32 tokens of queries": make_policy("am", **shared, reference_queries=32),
         "am, 128": make_policy("am", **shared, reference_queries=128),
     }
-    if budget < 1024:  # minutes
+    if budget < 1024:  # otherwise it takes minutes
         policies["am, omp, 128"] = make_policy("am", **shared, reference_queries=128, select="omp")
     given = {name: entries(policy, budget + period) for name, policy in policies.items()}
     timings = {n: seconds(lambda n=n: policies[n].compact(0, given[n]), runs) for n in policies}
@@ -112,7 +111,7 @@ def compaction_row(budget: int, period: int, runs: int) -> dict[str, Any]:
 
 
 def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:
-    """The paper's algorithm 1, as naive_pursuit has it, but for one product instead of a loop over entries."""
+    """Return the choice of the paper's algorithm 1: naive_pursuit, with one product instead of a loop over entries."""
     mass, chosen = phi.sum(-1), list[int]()
     missing = mass
     for _ in range(count):
@@ -125,7 +124,7 @@ def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:
 
 
 def pursuit_row(count: int, chosen: int, queries: int, runs: int) -> dict[str, Any]:
-    """Features of keys that lie in clusters, as in a text; the order of choice is the same in all forms."""
+    """Return timings on random keys in clusters, as in a text, after checking that all forms choose the same order."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(16, DIM, generator=generator, dtype=torch.float64)
     keys = centres[torch.randint(16, (count,), generator=generator)]

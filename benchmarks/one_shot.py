@@ -1,11 +1,9 @@
-"""One-shot compaction of a context: KL to the full cache on continuations, by method and by the entries that are left.
+"""One-shot compaction of a context: KL to the full cache on continuations, by method and by the number of kept entries.
 
-A model tells stories. CONTEXT tokens of each are a context, of which the first token and the last four stay as they
-are, and what it goes on with is judged under every compacted context: KL(full cache || compacted) per token, in nats.
-
-Where a method keeps a longer end than the others, that counts as what is left, and of less it has no result.
-
-Head budgets come from sensitivity curves over contexts that are not judged (rollout/context/budgets.py).
+A model samples stories. The first CONTEXT tokens of a story are a context, in which the first token and the last four
+are always kept. The rest is judged under every compacted context: KL(full cache || compacted) per token, in nats. If a
+method keeps a longer end, the additional tokens count as kept entries, so it has no result at small sizes. Head budgets
+come from sensitivity curves over other contexts (rollout/context/budgets.py).
 
     OMP_NUM_THREADS=1 python benchmarks/one_shot.py MODEL     # writes benchmarks/results/one_shot.json
 """
@@ -34,7 +32,7 @@ from sparse_rl.attention.interface import NO_MASK
 
 CONTEXT, BEHIND, FIRST, LAST = 192, 96, 1, 4
 KEPT = (6, 12, 24, 48, 96)
-BEGINNINGS = ("He", "She", "They", "One day")  # what self-study goes on from
+BEGINNINGS = ("He", "She", "They", "One day")  # from which self-study continues
 BOTH = ["self_study", "repeat"]
 SNAPKV = {"policy": "evict", "aggregate": "mean", "queries": ["window"], "window": 32, "pool": 5}
 METHODS: dict[str, dict[str, Any]] = {
@@ -68,7 +66,7 @@ METHODS |= BUDGETED
 
 
 class Judge:
-    """Contexts of a model and what it goes on with; the KL of a way to compact them."""
+    """Contexts of a model and their continuations, on which compactions are judged by KL."""
 
     def __init__(self, engine: Any, tokenizer: Any, contexts: int, seed: int) -> None:
         self.engine, self.model, self.tokenizer = engine, engine.model, tokenizer
@@ -80,7 +78,7 @@ class Judge:
 
     @torch.no_grad()
     def logprobs(self, context: Context | None, tokens: list[int]) -> torch.Tensor:
-        """float64 [tokens, vocabulary], of what comes after each."""
+        """Return the log-probs of the next token after each token, float64 [tokens, vocabulary]."""
         cache = ContextCache(context)
         cache.begin_prefill([len(tokens)], torch.device("cpu"))
         places = torch.arange(len(tokens))[None] + cache.past
@@ -94,19 +92,19 @@ class Judge:
         return out.logits[0].double().log_softmax(-1)
 
     def loss(self, number: int, context: Context) -> float:
-        """KL(full || compacted) per token behind one context."""
+        """Return KL(full || compacted) per token of the continuation of one context."""
         own, full = self.logprobs(context, self.behind[number]), self.full[number]
         return float((full.exp() * (full - own)).sum(-1).mean())
 
     def kl(self, kept: int, settings: dict[str, Any], shares: torch.Tensor | None = None) -> list[float]:
-        """Of each context, mean over tokens; shares : of the heads, None: equal."""
+        """Return the KL of each context. shares : shares of the heads; None means equal shares"""
         config = configured(kept, settings)
         counts = None if shares is None else budgets.counts(shares, config.ratio, CONTEXT, config)
         contexts = (self.engine.compact(tokens, config, self.beginnings, counts) for tokens in self.contexts)
         return [self.loss(number, context) for number, context in enumerate(contexts)]
 
     def shares(self, settings: dict[str, Any], ratio: float) -> torch.Tensor:
-        """Head budgets from these contexts, at a ratio."""
+        """Return head budgets at a ratio, from these contexts."""
         config = configured(24, settings)
         studied = [self.engine.study(tokens, config, self.beginnings) for tokens in self.contexts]
         curves = budgets.sensitivity(studied, config, self.loss)
@@ -120,7 +118,7 @@ def configured(kept: int, settings: dict[str, Any]) -> PromptCacheConfig:
 
 
 def chosen(kept: int, settings: dict[str, Any]) -> int:
-    """Number of the kept entries that a method chooses itself."""
+    """Return the number of kept entries that a method chooses itself."""
     return kept - (settings.get("last", LAST) - LAST)
 
 
@@ -128,9 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="the directory of a small model that tells stories")
     parser.add_argument("--contexts", type=int, default=16)
-    parser.add_argument("--calibration", type=int, default=10, help="contexts of which head budgets are made")
+    parser.add_argument("--calibration", type=int, default=10, help="number of contexts for head budgets")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="rows whose name has this; the others stay in the file as they were")
+    parser.add_argument(
+        "--only", default="", help="measure only rows whose name has this text; the others stay in the file"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/one_shot.json"))
     options = parser.parse_args()
     from transformers import AutoTokenizer
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def tables(rows: Rows) -> list[Table]:
-    """KL of each method; and of each that fits how far it is from the best way to evict, context by context."""
+    """Return the KL of each method, and for each fitted method its KL compared with the best eviction per context."""
     printed = Table(title=f"KL to the full cache, ± standard error; entries left of {CONTEXT - FIRST - LAST}")
     against = Table(title="KL over that of the best eviction without head budgets, and the difference ± standard error")
     for table in (printed, against):
@@ -175,8 +175,10 @@ def tables(rows: Rows) -> list[Table]:
             cells = []
             for size in map(str, KEPT):
                 best = min((e["kl"][size] for e in evictions if size in e["kl"]), key=sum)
-                less = [own - theirs for own, theirs in zip(row["kl"][size], best, strict=True)]
-                cells.append("{:.2f}, {:+.4f} ± {:.4f}".format(sum(row["kl"][size]) / sum(best), *over_seeds(less)))
+                differences = [own - theirs for own, theirs in zip(row["kl"][size], best, strict=True)]
+                cells.append(
+                    "{:.2f}, {:+.4f} ± {:.4f}".format(sum(row["kl"][size]) / sum(best), *over_seeds(differences))
+                )
             against.add_row(row["method"], *cells, "")
     return [printed, against]
 

@@ -1,8 +1,8 @@
 """Distillation on the quickstart's task, and GRPO after it.
 
-Per seed, from the model and the budget of `make quickstart`: quickstart/distill, then quickstart/grpo from there.
-Beside them the GRPO alone that the quickstart has run, and the control: GRPO with as many updates as both together.
-The held-out KL to the full cache, and accuracies under eviction. Errors are over seeds.
+For each seed, quickstart/distill and then quickstart/grpo start from the model and the budget of `make quickstart`.
+They are compared with the quickstart's GRPO alone, and with the control: GRPO with as many updates as both together.
+Measured are the held-out KL to the full cache, and accuracies under eviction; errors are over seeds.
 
     make quickstart SEEDS="0 1 2"
     python benchmarks/quickstart_distill.py         # writes benchmarks/results/quickstart_distill.json

@@ -1,6 +1,6 @@
-"""The files that benchmarks write: what was found, and by which command, at which commit, when, and on which machine.
+"""Files of results: the numbers of a benchmark, with the command, commit, date and machine that produced them.
 
-python benchmarks/results.py     # prints, for docs/benchmarks.md, the table of all of them
+python benchmarks/results.py     # prints the table of all result files for docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MEASURED = ("sparse_rl", "rollout", "trainer", "rewards", "recipes", "benchmarks
 
 
 def write(out: Path, **found: Any) -> None:
-    """Write the results, and under `measured` how they were measured. Makes the folder."""
+    """Write the results to `out`, with the description of the measurement under `measured`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"measured": measured(), **found}, indent=2) + "\n")
 
 
 def measured() -> dict[str, str]:
-    """The command of this process, the commit (with a + where files differ from it), the day, the machine, torch."""
+    """Return command, commit (with + if files differ from it), date, machine and torch version of this process."""
     import torch
 
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
@@ -59,18 +59,16 @@ def _processor() -> str:
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of one number per seed (or per text), and its standard error over these; NaN for one.
-
-    A seed's number is itself a mean over problems, so the error holds what differs between problems, too.
-    """
+    """Return the mean of one value per seed (or text), and its standard error over them; NaN for a single value."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return statistics.mean(values), error
 
 
 def with_rows_before(out: Path, settings: dict[str, Any], rows: Rows, key: Callable[[dict[str, Any]], Any]) -> Rows:
-    """`rows`, and those of the file `out` that they do not replace. Exits where that file has other settings.
+    """Return `rows`, and the rows of the file `out` that `rows` does not replace.
 
-    Each new row gets its commit and date, as rows of one file may be of several.
+    Exits if that file has other settings. Each new row gets its own commit and date, because rows of one file may
+    differ.
     """
     if rows:
         how = measured()
@@ -99,7 +97,7 @@ def show(tables: Sequence[Table], markdown: bool) -> None:
 
 
 def provenance(folder: Path = HOUSE / "benchmarks" / "results") -> str:
-    """In Markdown, a row for each file of results; where its rows are of several commits, all of these."""
+    """Return a Markdown table with a row for each file of results, with the commits and dates of all its rows."""
     lines = ["| results | command | commit | date | machine |", "|---|---|---|---|---|"]
     for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text())

@@ -1,12 +1,9 @@
-"""Facts looked up in a compacted document: accuracy by method and by how much smaller the cache is, over some models.
+"""Facts looked up in a compacted document: accuracy by method and by ratio, over some models.
 
-Each model was trained by retrieval/short and retrieval/sft, with a seed of its own. Held-out documents have 20 facts,
-each stated 17 times. All facts are asked, each question on its own behind the compacted document, and the likeliest
-next token is judged. Self-study is the model's own: behind "asked:" it asks and answers what it likes. The first token
-stays as it is.
-
-Head budgets come from sensitivity curves over documents of another split (rollout/context/budgets.py), and are made for
-10 times.
+Each model was trained by retrieval/short and retrieval/sft, with its own seed. Held-out documents have 20 facts, each
+stated 17 times. Each question is asked alone after the compacted document, and its most likely next token is judged. In
+self-study the model asks and answers its own questions after "asked:". The first token is always kept. Head budgets
+come from sensitivity curves over documents of another split (rollout/context/budgets.py), at 10 times.
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py runs/retrieval/sft ...   # writes benchmarks/results/retrieval.json
 """
@@ -39,8 +36,8 @@ from sparse_rl.data.retrieval import ASKED, Retrieval, rows
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
 
-TIMES = (2, 5, 10, 20, 50)  # smaller than the document
-QUERIES = 1024  # of each kv head, drawn of about 2,400
+TIMES = (2, 5, 10, 20, 50)  # factors by which the cache is smaller than the document
+QUERIES = 1024  # for each kv head, drawn from about 2,400
 BOTH = ["self_study", "repeat"]
 SNAPKV = {"policy": "evict", "aggregate": "mean", "queries": ["window"], "window": 32, "pool": 5}
 METHODS: dict[str, dict[str, Any]] = {
@@ -76,7 +73,7 @@ DRAWN = {  # a row -> its name in the figure
 
 
 class Judge:
-    """Documents, and all questions about each; how well a model answers them behind what is left."""
+    """Documents with all questions about each, for which a model's answers after a compaction are judged."""
 
     def __init__(self, engine: Any, tokenizer: Any, task: Retrieval, documents: int, split: str) -> None:
         self.engine = engine
@@ -92,7 +89,7 @@ class Judge:
         self.studies: dict[tuple[str, ...], list[Studied]] = {}
 
     def studied(self, config: PromptCacheConfig) -> list[Studied]:
-        """The documents with a method's reference queries, which are made once."""
+        """Return the documents with a method's reference queries, which are made once."""
         key = tuple(config.queries) if config.chooses else ()
         if key not in self.studies:
             self.studies[key] = [self.engine.study(tokens, config, [self.begins]) for tokens in self.documents]
@@ -100,7 +97,7 @@ class Judge:
 
     @torch.no_grad()
     def logprobs(self, number: int, context: Context) -> torch.Tensor:
-        """[questions, vocabulary], of what comes after each question about a document."""
+        """Return the log-probs of the next token after each question about a document, [questions, vocabulary]."""
         asked = self.questions[number]
         tokens = torch.tensor(self.begins).expand(len(asked), -1)
         tokens = torch.cat([tokens, asked[:, None]], dim=1)
@@ -108,12 +105,12 @@ class Judge:
         return self.engine.model.get_output_embeddings()(prefilled.hidden).log_softmax(-1)
 
     def loss(self, number: int, context: Context) -> float:
-        """Of the right answers, in nats."""
+        """Return the mean negative log-prob of the right answers, in nats."""
         answers = self.answers[number]
         return -float(self.logprobs(number, context).gather(1, answers[:, None]).mean())
 
     def accuracy(self, config: PromptCacheConfig, shares: torch.Tensor | None = None) -> float:
-        """Over documents and questions; shares : of the heads, None: equal."""
+        """Return the accuracy over documents and questions. shares : shares of the heads; None means equal shares"""
         right = []
         for number, studied in enumerate(self.studied(config)):
             tokens = len(studied.whole.tokens)
@@ -123,18 +120,18 @@ class Judge:
         return float(torch.stack(right).mean())
 
     def shares(self, config: PromptCacheConfig) -> torch.Tensor:
-        """Head budgets from these documents, at the configuration's ratio."""
+        """Return head budgets from these documents, at the configuration's ratio."""
         curves = budgets.sensitivity(self.studied(config), config, self.loss, base=config.ratio)
         return budgets.allocate(curves, budgets.RATIOS, config.ratio)
 
 
 def configured(times: int, settings: dict[str, Any], task: Retrieval) -> PromptCacheConfig:
-    """Self-study asks about as many facts, four times, as there are."""
+    """Return the configuration for a cache `times` smaller. Self-study asks as many questions as there are facts."""
     return PromptCacheConfig(ratio=1 / times, study_tokens=2 * task.facts, most_queries=QUERIES, **settings)
 
 
 def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Method -> the accuracy at each of `times`; for the methods that choose nothing always the same."""
+    """Return method -> the accuracy at each ratio. Methods that choose no entries repeat one accuracy."""
     engine = make_engine("hf", model=model_directory(model), policy="full", max_batch=128)
     tokenizer = load_tokenizer(model_directory(model))
     judge = Judge(engine, tokenizer, task, options.documents, "evaluation")
@@ -155,7 +152,7 @@ def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str
 
 
 def show(accuracies: dict[str, list[list[float]]], times: Sequence[int]) -> None:
-    """accuracies : method -> of each model, at each of `times`."""
+    """Print the table. accuracies : method -> for each model, the accuracy at each of `times`"""
     table = Table(title="share of questions answered; mean over models (least to most)")
     for name in ("method", *(f"{ratio} times" for ratio in times)):
         table.add_column(name, justify="left" if name == "method" else "right")
@@ -166,7 +163,7 @@ def show(accuracies: dict[str, list[list[float]]], times: Sequence[int]) -> None
 
 
 def draw(accuracies: dict[str, list[list[float]]], times: Sequence[int], out: Path) -> None:
-    """A line for each method of DRAWN, the mean over models; a band from the least of them to the most."""
+    """Draw a line for each method of DRAWN, the mean over models, with a band from the worst to the best model."""
     figure, axes = new_figure("Facts looked up behind a compacted document")
     drawn = {label: accuracies[name] for name, label in DRAWN.items() if name in accuracies}
     ends = []
@@ -195,14 +192,16 @@ def draw(accuracies: dict[str, list[list[float]]], times: Sequence[int], out: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="runs of retrieval/sft; none: the figure is drawn anew")
+    parser.add_argument("models", nargs="*", help="runs of retrieval/sft; no model: only the figure is drawn")
     parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--calibration", type=int, default=2, help="documents of which head budgets are made")
+    parser.add_argument("--calibration", type=int, default=2, help="number of documents for head budgets")
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--restated", type=int, default=17)
     parser.add_argument("--filler", type=int, default=Retrieval.filler)
     parser.add_argument("--times", type=int, nargs="+", default=TIMES, help="how many times smaller the cache is")
-    parser.add_argument("--only", default="", help="rows whose name has this; the others stay in the file as they were")
+    parser.add_argument(
+        "--only", default="", help="measure only rows whose name has this text; the others stay in the file"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/retrieval.json"))
     parser.add_argument("--figure", type=Path, default=Path("docs/retrieval.png"))
     options = parser.parse_args()

@@ -1,12 +1,11 @@
-"""The gain of eviction in the vLLM engine: tokens/s, peak blocks, requests in flight, preemptions, compaction.
+"""The gain of eviction in the vLLM engine: tokens/s, peak blocks, concurrent requests, preemptions, compaction.
 
-Three questions. At equal KV memory: a pool that holds 4 whole sequences, and 32 requests; eviction lets them all run at
-once. At equal batch: a pool for everyone; eviction reads less, and pays for compaction. The limit on a CPU with a tiny
-model is the fixed cost of a step, on a GPU the bytes of the cache; so judge by the ratios. And what compaction takes of
-a step that is a model's and not overhead's: equal batch on 3 layers of the shape of Qwen2.5-0.5B, our users' smallest.
+equal memory     a pool for 4 whole sequences, and 32 requests; with eviction all requests run concurrently
+equal batch      a pool for all requests; eviction reads less, and costs compaction. On a CPU with a tiny model the limit
+                 is the fixed cost of a step, on a GPU the bytes of the cache; so compare ratios
+layers of 0.5B   equal batch on 3 layers of Qwen2.5-0.5B's shape: the share of compaction in a step of a real model
 
-Full cache is vLLM's own: its scheduler, its kernels, nothing of ours in a step but the sampler. Runs are interleaved,
-and medians are reported.
+The full cache is vLLM's own, with only our sampler. Runs are interleaved, and medians are reported.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py      # writes benchmarks/results/rollout.json
 """
@@ -54,7 +53,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
     "h2o": {"policy": "h2o", **BUDGET},
     "am": {"policy": "am", "window": 16, "reference_queries": 128, **BUDGET},
-    **{  # as many entries as streaming and gkv have at their peak
+    **{  # budget: the peak of streaming and gkv
         f"kvpop, {name}": {"policy": "kvpop", "budget": 256, "window": 64, "scorer": scorer}
         for name, scorer in {
             "mlp": {"name": "mlp"},
@@ -64,8 +63,8 @@ CACHES: dict[str, dict[str, Any]] = {
     },
 }
 LEARNED = tuple(name for name in CACHES if name.startswith("kvpop"))
-WHOLE = -(-LENGTH // BLOCK)  # blocks of a sequence that evicts nothing
-# what is asked -> model, caches, blocks of the pool, share of --tokens
+WHOLE = -(-LENGTH // BLOCK)  # blocks of a sequence without evictions
+# name -> model, caches, blocks of the pool, share of --tokens
 QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
     "equal memory": (TINY, ("full", "streaming", "gkv", "gkv with redundancy"), 4 * WHOLE, 1.0),
     "equal batch": (TINY, tuple(CACHES), REQUESTS * WHOLE, 0.5),
@@ -79,7 +78,7 @@ QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
 def save_model(
     shape: PretrainedConfig, cache: dict[str, Any], folder: Path, device: str = "cpu", dtype: str = "float32"
 ) -> Path:
-    """A random model of a shape, where a cache is learned with scorers that rank by more than recency.
+    """Save a random model of a shape. Scorers of a learned cache are random too, so that they do not rank by recency.
 
     device, dtype : device on which the weights are drawn, and their dtype
     """
@@ -101,7 +100,7 @@ def save_model(
 
 
 class Watch:
-    """Counts what happens in an in-process engine, since it was made or since `reset`."""
+    """Counts the events in an in-process engine since its construction or `reset`."""
 
     def __init__(self, engine: Any) -> None:
         from rollout.vllm.compat.paged import live_state
@@ -175,10 +174,10 @@ def open_engine(
 
 
 def run(engine: Any, watch: Watch, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-    """Sample `tokens` tokens after each prompt, and return how fast that was and what happened meanwhile.
+    """Sample `tokens` tokens after each prompt, and return the speed and the counts of `watch`.
 
-    decoded_per_second counts from the moment at which all prompts had been read; it is left out if the engine could
-    not run all requests at once.
+    decoded_per_second counts from the end of the prefill of all prompts; it is left out if the engine could not run all
+    requests concurrently.
     """
     watch.reset()
     start = now()
@@ -200,7 +199,7 @@ def run(engine: Any, watch: Watch, prompts: list[list[int]], tokens: int) -> dic
 def measure(
     model: Path, shape: PretrainedConfig, cache: dict[str, Any], blocks: int, dtype: str, tokens: int, **options: Any
 ) -> dict[str, float]:
-    """One run on a fresh engine, after a warm-up.
+    """Return the result of one run on a new engine, after a warm-up.
 
     options : `requests`, `length`, and options of the engine
     """
@@ -224,7 +223,13 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="beside the full one")
+    parser.add_argument(
+        "--caches",
+        nargs="+",
+        choices=CACHES,
+        default=list(CACHES),
+        help="caches to measure, in addition to the full cache",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,11 +1,11 @@
-"""The sampler against its plain reference, which sorts the vocabulary; and the CDF against one in two levels.
+"""The sampler against its plain reference, which sorts the vocabulary; and its CDF against a CDF in two levels.
 
-Two levels: sums of chunks of the vocabulary, then one chunk's tokens. They round otherwise than one scan does, so a row
-whose draw falls within the bound of rounding of a border between two tokens is drawn again by the scan. Whether there
-is one, a GPU has to be asked: that is a wait in every step. Last, how often top-p would leave other tokens if it did
-not add up the whole ranked list. So often the best few tokens alone do not say where it cuts.
+The two levels are sums over chunks of the vocabulary, and then the tokens of one chunk. They round differently from one
+scan, so a row whose draw is within the rounding bound of a border between two tokens is drawn again by the scan. To
+find such rows, a GPU must be synchronised in every step. The last measurement counts how often top-p would leave other
+tokens if the whole ranked list were not summed.
 
-    OMP_NUM_THREADS=1 python benchmarks/sampler.py      # writes benchmarks/results/sampler.json; minutes
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py      # writes benchmarks/results/sampler.json; takes minutes
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK = 512
 
 
 def timed(work: Callable[[], Any], runs: int) -> float:
-    """The median of milliseconds, after one run to warm up: of the clock on a GPU, on a CPU of its own time."""
+    """Return the median of milliseconds after a warm-up: wall-clock time on a GPU, CPU time on a CPU."""
     cuda = torch.cuda.is_available()
     clock, times = time.perf_counter if cuda else time.process_time, []
     for _ in range(runs + 1):
@@ -54,18 +54,18 @@ def timed(work: Callable[[], Any], runs: int) -> float:
 
 
 def by_scan(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 [B], as the sampler draws them."""
+    """Return tokens int64 [B], drawn as the sampler draws them."""
     cdf = logprobs.double().exp_().cumsum_(-1)
     return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
 
 
 def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The same tokens. Sums of V numbers >= 0 differ by less than V 2^-52 of their total, in whatever order."""
+    """Return the same tokens. In any order, sums of V numbers >= 0 differ by less than V 2^-52 of their total."""
     rows, size = logprobs.shape
     mass = logprobs.new_zeros(rows, -(-size // CHUNK) * CHUNK, dtype=torch.float64)
     mass[:, :size].copy_(logprobs).exp_()
     mass = mass.view(rows, -1, CHUNK)
-    ends = F.pad(mass.sum(-1).cumsum(-1), (1, 0))  # of chunk c: from ends[c] to ends[c + 1]
+    ends = F.pad(mass.sum(-1).cumsum(-1), (1, 0))  # chunk c spans ends[c] to ends[c + 1]
     total = ends[:, -1:]
     target = uniform[:, None] * total
     chunk = (torch.searchsorted(ends, target, right=True) - 1).clamp(max=mass.shape[1] - 1)
@@ -73,7 +73,7 @@ def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor
     inside = torch.cat([ends.gather(-1, chunk), held_mass], -1).cumsum_(-1)
     place = (torch.searchsorted(inside, target, right=True) - 1).clamp(max=CHUNK - 1)
     below, above = inside.gather(-1, place), inside.gather(-1, place + 1)
-    doubt = (size + 16) * 2.0**-51 * total  # of two sums, and of what is looked for in them
+    doubt = (size + 16) * 2.0**-51 * total  # rounding of two sums, and of the target
     clear = (target - below > doubt) & (above - target > doubt)
     tokens = (chunk * CHUNK + place)[:, 0]
     for row, sure in enumerate(clear[:, 0].tolist()):
@@ -83,13 +83,13 @@ def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor
 
 
 def in_rows(draw: Callable[..., torch.Tensor], logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """`draw`, of as many rows at a time as the sampler takes."""
+    """Apply `draw` to as many rows at a time as the sampler processes."""
     rows = max(1, AT_ONCE // logprobs.shape[-1]) if logprobs.is_cpu else len(logprobs)
     return torch.cat([draw(*part) for part in zip(logprobs.split(rows), uniform.split(rows), strict=True)])
 
 
 def measure(rows: int, size: int, runs: int) -> dict[str, Any]:
-    """Milliseconds of each; all gave the same tokens."""
+    """Return the milliseconds of each implementation, after checking that all draw the same tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(rows, size, generator=generator)).to(device)
@@ -108,7 +108,7 @@ def measure(rows: int, size: int, runs: int) -> dict[str, Any]:
 
 
 def cut_elsewhere(deviation: float, rows: int = 192, size: int = 151_936, top_p: float = 0.95) -> int:
-    """In how many rows top-p alone leaves other tokens where the ranked list is not added up before it is cut."""
+    """Return the number of rows in which top-p leaves other tokens if the ranked list is not summed before the cut."""
     generator, count = torch.Generator().manual_seed(0), 0
     for _ in range(rows):
         logprobs = (deviation * torch.randn(1, size, generator=generator)).log_softmax(-1)

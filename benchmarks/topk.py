@@ -1,8 +1,9 @@
-"""running_topk against what one would write first: a Fenwick tree over ranks, one token at a time.
+"""running_topk compared with the obvious implementation: a Fenwick tree over ranks, one token at a time.
 
-The parallel form does O(S log S) work in ceil(log2 S) passes of sequential reads; the tree does as much in S dependent
-steps. On a CPU the compiled tree is the one to beat per core; on a GPU a step costs a trip to memory, so that only
-parallel passes are fast. Of the same ranks: the sort is timed with running_topk and not with the trees.
+The parallel form does O(S log S) work in ceil(log2 S) passes of sequential reads; the tree does as much work in S
+dependent steps. On a CPU the compiled tree is the fastest alternative per core. On a GPU each step waits for memory, so
+only parallel passes are fast. The time of running_topk includes the sort that makes the ranks; the time of the trees
+does not.
 
     OMP_NUM_THREADS=1 python benchmarks/topk.py      # writes benchmarks/results/topk.json; a GPU adds the Triton rows
 """
@@ -58,7 +59,7 @@ extern "C" void fenwick(const int32_t* ranks, int32_t* cutoff, int64_t rows, int
 
 
 def python_fenwick(ranks: list[list[int]], k: int) -> list[list[int]]:
-    """The rank of the k-th best of each prefix, -1 before there are k."""
+    """Return the rank of the k-th best token of each prefix; -1 for prefixes shorter than k."""
     cutoffs = []
     for row in ranks:
         width = len(row)
@@ -82,7 +83,7 @@ def python_fenwick(ranks: list[list[int]], k: int) -> list[list[int]]:
 
 
 def compile_fenwick(folder: Path) -> Any:
-    """The C++ tree, or None without a compiler."""
+    """Return the compiled C++ tree, or None if there is no compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -93,14 +94,14 @@ def compile_fenwick(folder: Path) -> Any:
 
 
 def triton_fenwick() -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """One program per row; the tree in global memory, which the L2 cache holds."""
+    """Return the Triton tree: one program per row, with the tree in global memory, which the L2 cache holds."""
     from benchmarks.fenwick_triton import fenwick  # not on a CPU
 
     return fenwick
 
 
 def timed(work: Callable[[], Any], runs: int) -> float:
-    """The median of milliseconds, after one run to warm up."""
+    """Return the median of milliseconds over `runs` runs, after a warm-up."""
     timings = []
     for _ in range(runs + 1):
         if torch.cuda.is_available():
@@ -114,7 +115,7 @@ def timed(work: Callable[[], Any], runs: int) -> float:
 
 
 def measure(length: int, heads: int, native: Any, runs: int) -> dict[str, Any]:
-    """Milliseconds of each; all that ran gave the same cutoffs."""
+    """Return the milliseconds of each implementation, after checking that all give the same cutoffs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     k = min(2016, length // 4)
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0)).to(device)

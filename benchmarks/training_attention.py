@@ -1,13 +1,13 @@
 """The cost of attention under evictions in training on a CPU: CPU seconds, forward and backward, on one thread.
 
-Of one layer, and of a model of four with everything else that it has; 8 query / 2 kv heads of 32, one sequence, under
-the running best by uniform scores. Beside PyTorch's causal SDPA in float32:
+Measured are one attention layer, and a model of four layers, on one sequence whose evictions keep the best uniform
+scores. The columns are PyTorch's causal SDPA in float32, and
 
     masks       SDPA under S x S masks, in float64 (`attention_kernel: sdpa`)
-    gather      SDPA over the keys that a chunk of queries sees, in float64: what `auto` takes on a CPU
+    gather      SDPA over the keys that a chunk of queries sees, in float64: the choice of `auto` on a CPU
     float32     gather in float32 (`rollout.exact: false`)
 
-OMP_NUM_THREADS=1 python benchmarks/training_attention.py     # writes benchmarks/results/training_attention.json
+    OMP_NUM_THREADS=1 python benchmarks/training_attention.py     # writes benchmarks/results/training_attention.json
 """
 
 from __future__ import annotations
