@@ -3,7 +3,7 @@
 The questions are described in docs/benchmarks.md: `learned`, `few_notes` and `looked_up` (KVpop), `matched` (Attention
 Matching) and `paged` (clustered attention). The control of KVpop is StreamingLLM+, the same retrofit without a scorer.
 Streaming and G-KV start from the model before the retrofit. All caches of a question have the same number of entries at
-their peak, except those of `paged` and those with `always`, `most` or `held` in their name. Accuracy is measured before
+their peak, except the caches of `paged` and the caches named `always`, `most` or `held`. Accuracy is measured before
 and after GRPO, under the policy's own cache; errors are over seeds.
 
 A second call continues where the first stopped; a call with other seeds adds them to the file.

@@ -48,7 +48,7 @@ _STYLES = _compiled(
     (r"\{\s*\\(?:bf|rm|it|sf|tt)(?![a-zA-Z])", r"\\text{"),
     (r"\\(?:(?:display|text|script)style|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt)(?![a-zA-Z])", ""),
     (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
-    (r"\\(?:boldsymbol|bm|pmb|underline)(?![a-zA-Z])", ""),  # their content stays in braces
+    (r"\\(?:boldsymbol|bm|pmb|underline)(?![a-zA-Z])", ""),  # their content keeps its braces
     (
         r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal)?|emph|math(?:rm|bf|it|sf|tt)|mbox|fbox|operatorname)(?![a-zA-Z])",
         r"\\text",

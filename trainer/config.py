@@ -42,7 +42,7 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Configuration):
-    """Settings of every training. Names and meanings are those of TRL, except for the fields described here.
+    """Settings of every training. Names and meanings are as in TRL, except for the fields described here.
 
     warmup_steps : number of warm-up steps; a value below 1 is a share of all steps
     max_steps : number of steps; overrides num_train_epochs

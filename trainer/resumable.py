@@ -48,7 +48,7 @@ logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
 HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # from huggingface_hub: no network, no permission, no such name
 
-# With several processes on a CPU, accelerate names the devices "cpu:0" and so on, which torch.load does not know.
+# With several processes on a CPU, accelerate names the devices "cpu:0" and so on, which torch.load does not accept.
 torch.serialization.register_package(
     100, lambda _: None, lambda data, place: data if place.startswith("cpu:") else None
 )

@@ -39,7 +39,7 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    Its parameters are those of TaughtTrainer (model, teacher, args, examples, validation), and:
+    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and:
 
     engine : engine that records the evictions; the student is trained under its policy
     sleep : True frees the engine's memory while the student is trained, if the engine supports this

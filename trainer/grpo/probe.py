@@ -106,7 +106,7 @@ class ProbedEngine:
     def _probe_prompts(self) -> tuple[list[list[int]], int]:
         """Return the probe's prompts, and the number of tokens that can be sampled after each without an eviction.
 
-        A long prompt keeps its end, so that the sampled tokens are similar to those of training.
+        A long prompt keeps its end, so that the sampled tokens are similar to the tokens of training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)

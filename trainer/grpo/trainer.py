@@ -53,7 +53,7 @@ class RewardError(UserError):
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    Its parameters are those of GRPOTrainer, with `args` from `grpo_arguments`, and:
+    It takes the parameters of GRPOTrainer, with `args` from `grpo_arguments`, and:
 
     make_engine : function that takes the live transformers model and returns the engine, which may sample from that
         model; called once, before training allocates memory

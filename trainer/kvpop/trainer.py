@@ -48,7 +48,7 @@ class KVpopArguments(TaughtArguments):
 class KVpopTrainer(TaughtTrainer):
     """Trains a model together with its scorers. New scorers are attached to a model without scorers.
 
-    Its parameters are those of TaughtTrainer (model, teacher, args, examples, validation), and:
+    It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and:
 
     policy : learned cache policy, which defines the scorers
     """

@@ -1,1 +1,1 @@
-"""The loss of trainings with a teacher: the settings are in config.py (no torch), the loss in distillation.py."""
+"""The loss of training with a teacher: the settings are in config.py (no torch), the loss in distillation.py."""

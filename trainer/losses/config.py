@@ -1,4 +1,4 @@
-"""Settings of the loss of trainings with a teacher. Imports no torch."""
+"""Settings of the loss of training with a teacher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_rl.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLossConfig(Configuration):
-    """Settings of the loss per token of trainings with a teacher (trainer/losses/distillation.py).
+    """Settings of the loss per token of training with a teacher (trainer/losses/distillation.py).
 
     temperature : temperature of the teacher's and the student's distribution, and of sampling; tau in the formulas
     divergence : forward is KL(teacher || student), reverse is KL(student || teacher), and jsd is the generalised

@@ -1,4 +1,4 @@
-"""Computes the loss of trainings with a teacher: the divergence from the teacher, and the cross-entropy.
+"""Computes the loss of training with a teacher: the divergence from the teacher, and the cross-entropy.
 
 Let p and s be the distributions of teacher and student at temperature tau (softmax of the logits divided by tau), and b
 the setting `jsd_beta`. The divergence per token is one of

@@ -13,7 +13,7 @@ from sparse_rl.methods.kvpop.config import BoundaryConfig
 class ScorersConfig(Configuration):
     """Settings for training the scorers of a learned policy further, by adding their boundary loss to the loss.
 
-    Without this block the scorers stay fixed.
+    Without this block the scorers are not trained.
 
     weight : weight of the boundary loss
     learning_rate : maximum learning rate of the scorers, which follows the schedule of the model's learning rate
