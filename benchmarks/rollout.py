@@ -1,7 +1,7 @@
 """The gain of eviction in the vLLM engine: tokens/s, peak blocks, concurrent requests, preemptions, compaction.
 
 equal memory     a pool for 4 whole sequences, and 32 requests; with eviction all requests run concurrently
-equal batch      a pool for all requests; eviction reads less, and costs compaction. On a CPU with a tiny model the limit
+equal batch      a pool for all requests; eviction reads less, but compacts. On a CPU with a tiny model the limit
                  is the fixed cost of a step, on a GPU the bytes of the cache; so compare ratios
 layers of 0.5B   equal batch on 3 layers of Qwen2.5-0.5B's shape: the share of compaction in a step of a real model
 
