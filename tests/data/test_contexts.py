@@ -1,5 +1,5 @@
-"""Prompts with a context: the cut after the context changes no text, prompts share the context's tokens, and a mistake
-gives one line."""
+"""A prompt with a context (a long text before the question) is tokenized in two parts, cut after the context, so that
+all questions about a context share its tokens. The cut changes no text, and a mistake gives one line."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def tokenizer_with(template: str | None = None, around: str = "") -> Any:
 
 
 def data_of(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, **keys: Any) -> Any:
+    """Return the data set of a data block whose file has these rows."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_data(DataConfig(path=str(tmp_path / "rows.jsonl"), **keys), tokenizer)
 
@@ -55,49 +56,57 @@ def data_of(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, **keys: 
 
 @pytest.mark.parametrize("kind", CHATS)
 @pytest.mark.parametrize("thinking", [None, True])
-def test_a_chat_is_cut_right_behind_its_context(kind: str, thinking: bool | None) -> None:
+def test_a_chat_is_cut_right_after_its_context(kind: str, thinking: bool | None) -> None:
+    """Both parts together are the whole prompt; the first part ends with the context, and does not depend on the
+    question. `cut.first` is the number of tokens before the context."""
     tokenizer, chat = tokenizer_with(TEMPLATE), CHATS[kind]
     cut = split_prompt(chat, CONTEXT, tokenizer, thinking)
     whole = prompt_ids(chat, tokenizer, thinking, CONTEXT)
     assert [*cut.context, *cut.rest] == whole == prompt_ids(chat, tokenizer, thinking)  # no token spans a cut
     assert tokenizer.decode(cut.context[cut.first :]) == CONTEXT
     assert tokenizer.decode(cut.context[: cut.first]) == ("Nb" + CONTEXT + ";Q" if kind == "system" else "Q")
-    other = [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + "b"}]
-    assert split_prompt(other, CONTEXT, tokenizer, thinking).context == cut.context
-    assert split_prompt(other, CONTEXT, tokenizer, thinking).rest != cut.rest
+    other_question = [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + "b"}]
+    assert split_prompt(other_question, CONTEXT, tokenizer, thinking).context == cut.context
+    assert split_prompt(other_question, CONTEXT, tokenizer, thinking).rest != cut.rest
 
 
-def test_tokens_are_split_at_the_cut() -> None:
-    """`\\boxed{` is one token; a cut inside it gives other tokens, which decode to the same text."""
+def test_a_token_that_spans_the_cut_is_split() -> None:
+    """`\\boxed{` is one token. A cut inside it gives other, more tokens than the joint text."""
     tokenizer = tokenizer_with(TEMPLATE)
     chat = [{"role": "user", "content": "a\\boxed{1}"}]
     cut = split_prompt(chat, "a\\boxed", tokenizer)
     joint = prompt_ids(chat, tokenizer)
-    assert len(cut.context) + len(cut.rest) > len(joint) and prompt_ids(chat, tokenizer, None, "a\\boxed") != joint
+    assert len(cut.context) + len(cut.rest) > len(joint)
+    assert prompt_ids(chat, tokenizer, None, "a\\boxed") != joint
 
 
 @pytest.mark.parametrize(("around", "first"), [("", 0), ("<eos> $A", 1), ("<eos> <eos> $A", 2)])
-def test_plain_text_begins_with_the_tokens_that_begin_every_text(around: str, first: int) -> None:
+def test_the_context_of_a_plain_text_begins_with_the_tokenizers_first_tokens(around: str, first: int) -> None:
+    """If a tokenizer adds tokens at the beginning of every text, they belong to the context's part."""
     tokenizer = tokenizer_with(around=around)
     cut = split_prompt(f"{CONTEXT}Qa?", CONTEXT, tokenizer)
-    assert cut.first == first and cut.context == tokenizer(CONTEXT)["input_ids"]
+    assert cut.first == first
+    assert cut.context == tokenizer(CONTEXT)["input_ids"]
     assert [*cut.context, *cut.rest] == tokenizer(f"{CONTEXT}Qa?")["input_ids"]
     assert tokenizer.decode(cut.rest) == "Qa?"
 
 
-def test_a_cut_that_cannot_be_made_is_refused() -> None:
+def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused() -> None:
+    """Refused are templates that trim or drop the context, and tokenizers that add tokens at a text's end.
+    `with_context` exchanges the context of a prompt."""
     chat = CHATS["user"]
     for template, context in ((TRIMS, " a1"), (DROPS, CONTEXT)):
         with pytest.raises(UserError, match="the chat template changes the context"):
             split_prompt([{"role": "user", "content": f"{context}Qa?"}], context, tokenizer_with(template))
-    assert split_prompt([{"role": "user", "content": "a1 ?"}], "a1 ", tokenizer_with(TRIMS)).rest  # the control
+    assert split_prompt([{"role": "user", "content": "a1 ?"}], "a1 ", tokenizer_with(TRIMS)).rest  # control
     with pytest.raises(UserError, match="adds tokens at the end of a text"):
         split_prompt(f"{CONTEXT}Q", CONTEXT, tokenizer_with(around="$A <eos>"))
     with pytest.raises(UserError, match=r"must begin a user message, but there is none"):
         with_context([{"role": "system", "content": "a"}], "", CONTEXT)
     assert with_context(CHATS["turns"], CONTEXT, "b", "?") == [{"role": "user", "content": "b?"}]
     assert with_context(chat, CONTEXT, "b") == [{"role": "user", "content": "bQa?"}]
-    assert with_context("abc", "a", "x") == "xbc" and with_context("abc", "a", "x", "y") == "xy"
+    assert with_context("abc", "a", "x") == "xbc"
+    assert with_context("abc", "a", "x", "y") == "xy"
 
 
 # ---- a data block ---------------------------------------------------------------------------------------------------
@@ -107,14 +116,17 @@ COLUMNS = {"context": "article", "prompt": "question"}
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_a_context_begins_the_prompt(template: str | None, tmp_path: Path) -> None:
-    """The context stands after the system prompt and before the problem as formatted by the prompt template."""
+def test_a_context_stands_before_the_problem(template: str | None, tmp_path: Path) -> None:
+    """The context stands after the system prompt and before the problem as formatted by the prompt template. Its tokens
+    count for `max_prompt_tokens`."""
     tokenizer = tokenizer_with(template)
     keys: dict[str, Any] = {"columns": COLUMNS, "prompt_template": ";Q{prompt}?"}
     data = data_of(tmp_path, ROWS, tokenizer, **keys)
     text = f"{CONTEXT};Qa1?"
     assert data[1]["prompt"] == (text if template is None else [{"role": "user", "content": text}])
-    assert data[1]["context"] == CONTEXT and data[1]["answer"] == "1" and "article" not in data.column_names
+    assert data[1]["context"] == CONTEXT
+    assert data[1]["answer"] == "1"
+    assert "article" not in data.column_names
     if template is not None:
         data = data_of(tmp_path, ROWS, tokenizer, **keys, system_prompt="b")
         assert [m["content"] for m in data[1]["prompt"]] == ["b", text]
@@ -124,7 +136,7 @@ def test_a_context_begins_the_prompt(template: str | None, tmp_path: Path) -> No
         data_of(tmp_path, ROWS, tokenizer, columns=COLUMNS, max_prompt_tokens=5)
 
 
-def test_messages_have_their_context_in_the_first_of_the_user(tmp_path: Path) -> None:
+def test_the_context_of_a_chat_begins_the_first_user_message(tmp_path: Path) -> None:
     rows = [{"prompt": CHATS["turns"][1:], "text": "b"}]
     data = data_of(tmp_path, rows, tokenizer_with(TEMPLATE), columns={"context": "text"})
     assert [m["content"] for m in data[0]["prompt"]] == ["1;", f"b{CONTEXT}"]
@@ -141,7 +153,7 @@ def test_messages_have_their_context_in_the_first_of_the_user(tmp_path: Path) ->
         ([{"prompt": "a", "text": " b"}], {"context": "text"}, "refuses the prompt of row 1: the chat template"),
     ],
 )
-def test_a_wrong_context_is_one_line(rows: list, columns: dict, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_context_is_a_one_line_error(rows: list, columns: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as caught:
         data_of(tmp_path, rows, tokenizer_with(TRIMS), columns=columns)
     assert "\n" not in str(caught.value)

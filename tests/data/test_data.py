@@ -36,7 +36,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def chatty():
+def chat_tokenizer():
+    """A tokenizer with a chat template."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -44,6 +45,8 @@ def chatty():
 
 @pytest.fixture
 def file(tmp_path):
+    """file(rows, name) writes rows as JSON lines, or a text unchanged, and returns the path."""
+
     def write(rows=ROWS, name="data.jsonl"):
         path = tmp_path / name
         text = rows if isinstance(rows, str | bytes) else "".join(json.dumps(row) + "\n" for row in rows)
@@ -54,10 +57,12 @@ def file(tmp_path):
 
 
 def config(path, columns=None, **keys):
+    """Return a data block that reads the prompts from the column "problem"."""
     return DataConfig(path=path, columns={"prompt": "problem"} if columns is None else columns, **keys)
 
 
 def refused(config, tokenizer=None, **options):
+    """Return the one-line error of data that is refused."""
     with pytest.raises(UserError) as caught:
         load_data(config, tokenizer, **options)
     assert "\n" not in str(caught.value)
@@ -67,17 +72,20 @@ def refused(config, tokenizer=None, **options):
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
-def test_unmapped_columns_keep_their_values(file):
+def test_columns_without_a_mapping_keep_their_names_and_values(file):
     data = load_data(config(file()))
     assert data.column_names == ["prompt", "answer", "level"]
     assert data["prompt"] == [row["problem"] for row in ROWS]
-    assert data["answer"] == [str(row["answer"]) for row in ROWS] and set(data["level"]) == {"low"}
+    assert data["answer"] == [str(row["answer"]) for row in ROWS]
+    assert set(data["level"]) == {"low"}
     mapped = load_data(config(file(), {"prompt": "problem", "answer": "level", "completion": "problem"}))
     assert mapped.column_names == ["prompt", "answer", "completion"]
     assert mapped[3] == {"prompt": "a3", "answer": "low", "completion": "a3"}
 
 
-def test_the_map_wins_over_a_column_that_has_our_name(file):
+def test_a_mapped_column_replaces_a_column_that_has_our_name(file):
+    """The file has columns "prompt" and "problem". With `columns: {prompt: problem}` the prompts are those of
+    "problem"."""
     path = file([{"prompt": "theirs", "problem": "ours"}])
     assert load_data(config(path))["prompt"] == ["ours"]
     assert load_data(config(path, {}))["prompt"] == ["theirs"]
@@ -92,28 +100,29 @@ def test_every_format_gives_the_same_rows(suffix, tmp_path):
     else:
         {".jsonl": table.to_json, ".csv": table.to_csv, ".parquet": table.to_parquet}[suffix](path)
     data = load_data(config(path))
-    assert data["prompt"] == [row["problem"] for row in ROWS] and data["answer"] == [str(i) for i in range(9)]
+    assert data["prompt"] == [row["problem"] for row in ROWS]
+    assert data["answer"] == [str(i) for i in range(9)]
 
 
-def test_limit_and_shuffle(file):
+def test_rows_are_shuffled_by_the_seed_and_then_limited(file):
     path = file()
-    everything = load_data(config(path))["prompt"][:]
+    all_prompts = load_data(config(path))["prompt"][:]
     shuffled = load_data(config(path, shuffle_seed=1))
-    assert sorted(shuffled["prompt"]) == everything != shuffled["prompt"][:]
+    assert sorted(shuffled["prompt"]) == all_prompts != shuffled["prompt"][:]
     assert all(prompt == f"a{answer}" for prompt, answer in zip(shuffled["prompt"], shuffled["answer"], strict=True))
     assert load_data(config(path, shuffle_seed=1))["prompt"][:] == shuffled["prompt"][:]
     assert load_data(config(path, shuffle_seed=2))["prompt"][:] != shuffled["prompt"][:]
     assert load_data(config(path, shuffle_seed=1, limit=4))["prompt"][:] == shuffled["prompt"][:4]
-    assert load_data(config(path, limit=99))["prompt"][:] == everything
-    assert load_data(config(path, split="train[2:4]"))["prompt"][:] == everything[2:4]
+    assert load_data(config(path, limit=99))["prompt"][:] == all_prompts
+    assert load_data(config(path, split="train[2:4]"))["prompt"][:] == all_prompts[2:4]
 
 
-def test_a_template_keeps_other_braces(file):
+def test_a_prompt_template_keeps_other_braces(file):
     data = load_data(config(file(), prompt_template=r"{prompt} Put it in \boxed{}. {x}", limit=1))
     assert data["prompt"] == [r"a0 Put it in \boxed{}. {x}"]
 
 
-def test_answer_after_a_marker(file):
+def test_answer_after_takes_the_text_after_the_last_marker(file):
     path = file([{"problem": "a", "answer": "1 #### 2\n#### 42 "}])
     assert load_data(config(path, answer_after="####"))["answer"] == ["42"]
     assert load_data(config(path))["answer"] == ["1 #### 2\n#### 42 "]
@@ -127,37 +136,42 @@ def test_long_prompts_are_dropped_before_the_limit_and_counted(file, tokenizer, 
     assert [len(prompt) for prompt in data["prompt"]] == [1, 2, 3]
     assert "dropped 2 prompts longer than 5 tokens, kept 3" in caplog.text
     caplog.clear()
-    assert len(load_data(config(path, max_prompt_tokens=9), tokenizer)) == 7 and not caplog.text
+    assert len(load_data(config(path, max_prompt_tokens=9), tokenizer)) == 7
+    assert not caplog.text
     assert "data.max_prompt_tokens: cannot be applied without a tokenizer" in refused(config(path, max_prompt_tokens=5))
 
 
 # ---- chat --------------------------------------------------------------------------------------------------
 
 
-def test_chat_applies_where_the_tokenizer_has_a_template(file, tokenizer, chatty):
+def test_prompts_become_messages_if_the_tokenizer_has_a_chat_template(file, tokenizer, chat_tokenizer):
+    """`chat: false` keeps plain text. A chat or a system prompt is refused without a template."""
     path = file()
     assert load_data(config(path, limit=1), tokenizer)["prompt"] == ["a0"]
-    assert load_data(config(path, limit=1, chat=False), chatty)["prompt"] == ["a0"]
+    assert load_data(config(path, limit=1, chat=False), chat_tokenizer)["prompt"] == ["a0"]
     user = {"role": "user", "content": "a0"}
-    assert load_data(config(path, limit=1), chatty)["prompt"] == [[user]]
-    with_system = load_data(config(path, limit=1, system_prompt="b", prompt_template="c{prompt}"), chatty)
+    assert load_data(config(path, limit=1), chat_tokenizer)["prompt"] == [[user]]
+    with_system = load_data(config(path, limit=1, system_prompt="b", prompt_template="c{prompt}"), chat_tokenizer)
     assert with_system["prompt"] == [[{"role": "system", "content": "b"}, {**user, "content": "ca0"}]]
-    both = load_data(config(path, {"prompt": "problem", "completion": "level"}, limit=1), chatty)
-    assert both["completion"] == [[{"role": "assistant", "content": "low"}]]
+    with_completion = load_data(config(path, {"prompt": "problem", "completion": "level"}, limit=1), chat_tokenizer)
+    assert with_completion["completion"] == [[{"role": "assistant", "content": "low"}]]
     assert "data.chat: the tokenizer has no chat template" in refused(config(path, chat=True), tokenizer)
     assert "data.system_prompt: needs a chat template" in refused(config(path, system_prompt="b"), tokenizer)
 
 
-def test_prompts_that_are_messages(file, tokenizer, chatty):
+def test_prompts_that_already_are_messages_are_kept(file, tokenizer, chat_tokenizer):
+    """They need a chat template; a prompt template does not apply to them."""
     messages = [{"role": "user", "content": "a"}]
     path = file([{"prompt": messages}])
-    assert load_data(config(path, {}, system_prompt="b"), chatty)["prompt"][0][1:] == messages
+    assert load_data(config(path, {}, system_prompt="b"), chat_tokenizer)["prompt"][0][1:] == messages
     assert "chat messages, which need" in refused(config(path, {}), tokenizer)
-    assert "does not apply" in refused(config(path, {}, prompt_template="{prompt}"), chatty)
-    assert "neither text nor a list" in refused(config(file([{"prompt": [1]}], "b.jsonl"), {}), chatty)
+    assert "does not apply" in refused(config(path, {}, prompt_template="{prompt}"), chat_tokenizer)
+    assert "neither text nor a list" in refused(config(file([{"prompt": [1]}], "b.jsonl"), {}), chat_tokenizer)
 
 
-def test_a_prompt_becomes_tokens_in_one_place(tokenizer, chatty):
+def test_prompt_ids_equal_the_tokens_of_the_formatted_text(tokenizer, chat_tokenizer):
+    """Plain text is tokenized unchanged, messages by the chat template, with or without thinking. A last message of the
+    assistant is continued."""
     messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a1"}]
     for prompt, thinking, text in [
         ("Qa1?", None, "Qa1?"),
@@ -166,12 +180,13 @@ def test_a_prompt_becomes_tokens_in_one_place(tokenizer, chatty):
         (messages, True, "Sb;Qa1;A["),
         ([*messages, {"role": "assistant", "content": "c2"}], None, "Sb;Qa1;Ac2"),
     ]:
-        ids = prompt_ids(prompt, chatty, thinking)
-        assert type(ids) is list and all(type(i) is int for i in ids)
+        ids = prompt_ids(prompt, chat_tokenizer, thinking)
+        assert type(ids) is list
+        assert all(type(i) is int for i in ids)
         assert ids == tokenizer(text)["input_ids"]
 
 
-def test_prompt_ids_of_tokenizers_that_return_other_things():
+def test_prompt_ids_accepts_tokenizers_that_return_nested_lists_or_tensors():
     class Odd:
         def __call__(self, text):
             return {"input_ids": [[1, 2]]}
@@ -185,19 +200,21 @@ def test_prompt_ids_of_tokenizers_that_return_other_things():
     assert prompt_ids([{"role": "user", "content": "x"}], Odd()) == [3, 4]
 
 
-def test_a_template_that_refuses_a_prompt(file, chatty):
+def test_an_error_of_the_chat_template_names_the_row(file, chat_tokenizer):
     path = file([{"prompt": [{"role": "alien", "content": "a"}]}])
-    assert "the tokenizer refuses the prompt of row 1: no aliens" in refused(config(path, {}), chatty)
+    assert "the tokenizer refuses the prompt of row 1: no aliens" in refused(config(path, {}), chat_tokenizer)
 
 
 # ---- synthetic ---------------------------------------------------------------------------------------------
 
 
-def test_synthetic_rows(tokenizer):
-    made = DataConfig(synthetic=SyntheticConfig(task="running_sum", size=20, split="evaluation", seed=3))
-    data = load_data(made, tokenizer)
+def test_a_synthetic_data_block_gives_the_rows_of_its_task(tokenizer):
+    """The rows equal those of the task's own function for the same split and seed. Completions are added if they are
+    required. A task with too few problems is refused."""
+    synthetic = DataConfig(synthetic=SyntheticConfig(task="running_sum", size=20, split="evaluation", seed=3))
+    data = load_data(synthetic, tokenizer)
     assert data.to_list() == rows("evaluation", 20, 3)
-    worked = load_data(made, tokenizer, require=("prompt", "completion"))
+    worked = load_data(synthetic, tokenizer, require=("prompt", "completion"))
     assert worked["completion"][:] == [row["completion"] for row in rows("evaluation", 20, 3, True)]
     assert {split_of(tuple(map(int, prompt[2:-1:2]))) for prompt in data["prompt"]} == {"evaluation"}
     small = SyntheticConfig(task="running_sum", size=99, n=2, digits=2)
@@ -214,9 +231,8 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
     assert "data.columns.prompt: no column 'x'; the source has problem, answer, level" in refused(
         config(path, {"prompt": "x"})
     )
-    assert "no column 'prompt'" in refused(config(path, {})) and "columns: {prompt: problem}" in refused(
-        config(path, {})
-    )
+    assert "no column 'prompt'" in refused(config(path, {}))
+    assert "columns: {prompt: problem}" in refused(config(path, {}))
     assert "no column 'completion'" in refused(config(path), require=("prompt", "completion"))
     assert "none of the supported formats: .jsonl" in refused(config(file(name="data.txt")))
     assert "data.max_prompt_tokens: all 9 prompts are longer than 1 tokens; raise the limit" in refused(
@@ -225,7 +241,7 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('{"problem": "a"}\n\n{"problem": "b"\n', "line 3 is not JSON: Expecting ',' delimiter"),
         ('{"problem": "a"}\nhello\n', "line 2 is not JSON"),
@@ -239,21 +255,21 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
         ('{"problem": 3}\n', "data.columns.prompt: row 1 is neither text"),
     ],
 )
-def test_damaged_files_name_the_line(text, says, file):
-    assert says in refused(config(file(text)))
+def test_damaged_files_name_the_line(text, message, file):
+    assert message in refused(config(file(text)))
 
 
-def test_an_unreadable_table(file):
+def test_an_unreadable_or_empty_table_is_refused(file):
     assert "cannot be read" in refused(config(file("nonsense", "x.parquet")))
     assert "has no rows" in refused(config(file("problem,answer\n", "x.csv")))
 
 
-def test_a_row_number_survives_shuffling(file):
+def test_an_error_names_the_row_of_the_file_even_after_shuffling(file):
     path = file([*ROWS, {"problem": None, "answer": 1}])
     assert "row 10 of the source" in refused(config(path, shuffle_seed=5))
 
 
-def test_hub_failures_are_one_line(monkeypatch):
+def test_an_error_of_the_hub_is_one_line(monkeypatch):
     def fail(path, subset, split):
         raise ConnectionError(f"no route to {path} {subset} {split}\nsecond line")
 
@@ -267,17 +283,14 @@ def test_hub_failures_are_one_line(monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
-def test_json_that_nests_without_end_is_refused(file, tmp_path, suffix, opening):
-    """JSON that nests too deeply is refused, since Arrow's reader is recursive: 20,000 levels would
-    crash the process."""
+def test_json_that_nests_too_deeply_is_refused(file, tmp_path, suffix, opening):
+    """Arrow's reader is recursive, so 20,000 levels would crash the process. Control: 30 levels, and brackets in text,
+    are read."""
     path = tmp_path / f"deep{suffix}"
     shallow = (
         '{"prompt": "' + "[{" * 500 + '", "more": ' + opening * 30 + "1" + {"[": "]", "{": "}"}[opening[0]] * 30 + "}"
     )
     path.write_text(shallow)
-    assert load_data(config(str(path), {})).column_names == [
-        "prompt",
-        "more",
-    ]  # the control: brackets in text are allowed
+    assert load_data(config(str(path), {})).column_names == ["prompt", "more"]  # control
     path.write_text(shallow + "\n" + shallow.replace(opening * 30, opening * 20_000))
     assert "nested more than 64 deep" in refused(config(str(path), {}))

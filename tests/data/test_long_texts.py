@@ -1,5 +1,5 @@
-"""The files of QuALITY and LongHealth become rows: each text occurs once with all its questions, and a mistake in a
-file gives one line."""
+"""`long_texts` turns the files of QuALITY (articles with questions) and LongHealth (patients with questions) into rows
+for a recipe. Each text comes once with all its questions, and a mistake in a file gives one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sparse_rl.data.problems import load_data
 
 
 def article(name: str, text: str, *labels: int) -> dict[str, Any]:
-    asked = [
+    """Return a row of QuALITY with one question for each correct option, counted from 1."""
+    questions = [
         {
             "question": f"{name}{label}?",
             "options": ["w", "x", "y", "z"],
@@ -25,22 +26,26 @@ def article(name: str, text: str, *labels: int) -> dict[str, Any]:
         }
         for label in labels
     ]
-    return {"article_id": name, "article": text, "questions": asked}
+    return {"article_id": name, "article": text, "questions": questions}
 
 
 def patient(name: str, *correct: str) -> dict[str, Any]:
+    """Return a patient of LongHealth with one question for each correct option's text."""
     options = {f"answer_{letter}": f"is {letter}" for letter in "abcde"}
-    asked = [{"No": i, "question": f"{name}?", **options, "correct": right} for i, right in enumerate(correct)]
+    questions = [{"No": i, "question": f"{name}?", **options, "correct": right} for i, right in enumerate(correct)]
     texts = {"text_0": f"{name} one", "text_1": f"{name} two"}
-    return {"name": name, "birthday": "1.1.1950", "diagnosis": "flu", "texts": texts, "questions": asked}
+    return {"name": name, "birthday": "1.1.1950", "diagnosis": "flu", "texts": texts, "questions": questions}
 
 
 def rows_of(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
+    """Return the rows that the program prints."""
     assert main(words) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_articles_come_once_with_all_their_questions(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """QuALITY lists an article in several rows. The questions of one article become consecutive rows whose answer is
+    the letter of the correct option."""
     file = tmp_path / "QuALITY.dev"
     articles = [
         article("1", " long ", 1, 4),
@@ -48,12 +53,13 @@ def test_articles_come_once_with_all_their_questions(tmp_path: Path, capsys: pyt
         article("1", "long", 3),
         article("3", "last", 1),
     ]
-    file.write_text("".join(json.dumps(one) + "\n" for one in articles))
+    file.write_text("".join(json.dumps(row) + "\n" for row in articles))
     rows = rows_of(capsys, "quality", str(file))
     assert [(row["context"], row["answer"]) for row in rows] == [
         ("long", "A"), ("long", "D"), ("long", "C"), ("other", "B"), ("last", "A")
     ]  # fmt: skip
-    assert rows[1]["prompt"] == "14?\n\nA. w\nB. x\nC. y\nD. z" and rows[1]["id"] == "1"
+    assert rows[1]["prompt"] == "14?\n\nA. w\nB. x\nC. y\nD. z"
+    assert rows[1]["id"] == "1"
     assert rows_of(capsys, "quality", str(file), "--texts", "2") == rows[:4]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = load_data(DataConfig(path=str(tmp_path / "rows.jsonl"), columns={"context": "context"}))
@@ -61,19 +67,25 @@ def test_articles_come_once_with_all_their_questions(tmp_path: Path, capsys: pyt
     assert right([r"so \boxed{D}", r"\boxed{A}"], answer=data["answer"][1:3]) == [1.0, 0.0]
 
 
-def test_patients_share_a_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_several_patients_share_one_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With two patients per text, five patients give two texts in order of their names (p5 is left out). A question
+    whose correct option is not among its options is left out, and the prompt says which patient is meant."""
     file = tmp_path / "benchmark.json"
     patients = {name: patient(name, "is b", "is e ", "none of them") for name in ("p3", "p1", "p2", "p4", "p5")}
     file.write_text(json.dumps(patients))
     rows = rows_of(capsys, "longhealth", str(file), "--patients", "2")
-    assert len({row["context"] for row in rows}) == 2 and len(rows) == 4 * 2  # p5 cannot fill a text: dropped
+    assert len({row["context"] for row in rows}) == 2
+    assert len(rows) == 4 * 2
     first = "<text_0>\np1 one\n</text_0>\n\n<text_1>\np1 two\n</text_1>\n\n<text_0>\np2 one\n</text_0>"
-    assert rows[0]["context"].startswith(first) and rows[3]["context"] == rows[0]["context"]
+    assert rows[0]["context"].startswith(first)
+    assert rows[3]["context"] == rows[0]["context"]
     assert [row["answer"] for row in rows] == ["B", "E"] * 4
-    about = "About this patient: ID p2, name p2, birthday 1.1.1950, diagnosis flu.\n\np2?\n\nA. is a\n"
-    assert rows[2]["prompt"].startswith(about) and rows[2]["id"] == "p2_1"
+    expected = "About this patient: ID p2, name p2, birthday 1.1.1950, diagnosis flu.\n\np2?\n\nA. is a\n"
+    assert rows[2]["prompt"].startswith(expected)
+    assert rows[2]["id"] == "p2_1"
     alone = rows_of(capsys, "longhealth", str(file), "--patients", "1", "--texts", "1")
-    assert len(alone) == 2 and alone[0]["prompt"].startswith("p1?\n\nA. is a\n")
+    assert len(alone) == 2
+    assert alone[0]["prompt"].startswith("p1?\n\nA. is a\n")
 
 
 @pytest.mark.parametrize(
@@ -88,13 +100,16 @@ def test_patients_share_a_text(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         ("longhealth", {"p1": {**patient("p1"), "questions": [{}]}}, "p1, question 1 has no text 'answer_a'"),
     ],
 )
-def test_a_wrong_file_is_one_line(
+def test_a_mistake_in_a_file_is_a_one_line_error(
     job: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "file").write_text(json.dumps(content))
     words = ["--patients", "1"] if job == "longhealth" else []
     assert main([job, str(tmp_path / "file"), *words]) == 2
     output = capsys.readouterr().err
-    assert message in output and output.count("\n") == 1
-    assert main([job, str(tmp_path / "absent")]) == 2 and "cannot be read" in capsys.readouterr().err
-    assert main([job]) == 2 and "required: FILE" in capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
+    assert main([job, str(tmp_path / "absent")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main([job]) == 2
+    assert "required: FILE" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The retrieval task: a document answers its questions, splits are disjoint, and texts survive tokenisation."""
+"""The synthetic task `retrieval`: a document states facts ("name=digit") among filler words, then asks for them. Each
+document answers its questions, the splits are disjoint, and tokenizing loses no text."""
 
 from collections import Counter
 from itertools import islice
@@ -27,6 +28,8 @@ def tokenizer():
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_every_answer_is_stated_in_the_document(task):
+    """Each document states `facts` names with one digit each, `restated` times. The answer is the digit of the first
+    question; the completion also answers the questions about all other facts."""
     for row in rows("train", 5, 1, True, task):
         document, first = row["prompt"].split(" asked: ")
         counts = Counter(word for word in document.split() if "=" in word)
@@ -34,7 +37,8 @@ def test_every_answer_is_stated_in_the_document(task):
         assert len(facts) == len(counts) == task.facts, "no name has two digits"
         assert set(counts.values()) == {task.restated}
         words = [first, *row["completion"].split()]
-        assert row["answer"] == words[1] and row["completion"].startswith(" ")
+        assert row["answer"] == words[1]
+        assert row["completion"].startswith(" ")
         assert dict(zip(words[::2], words[1::2], strict=True)) == {f"{name}?": digit for name, digit in facts.items()}
         assert len(document.split()) == task.document_tokens
 
@@ -49,29 +53,31 @@ def test_facts_stand_in_random_order_among_words():
     rounds = [set(stated[start : start + 50]) for start in range(0, len(stated), 50)]
     assert max(map(len, rounds)) < 46, "facts do not come in turns"
     digits = Counter(word[-1] for words in documents for word in set(words) if "=" in word)
-    assert set(digits) == set("0123456789") and max(digits.values()) < 1.4 * min(digits.values())
+    assert set(digits) == set("0123456789")
+    assert max(digits.values()) < 1.4 * min(digits.values())
 
 
 # ---- splits ------------------------------------------------------------------------------------------------
 
 
-def test_splits_never_meet_whatever_the_seed():
+def test_splits_have_no_common_problem_for_any_seed():
     task = Retrieval(facts=2)
-    drawn = {split: set() for split in ("train", "calibration", "evaluation")}
-    for split, seen in drawn.items():
+    problems_of = {split: set() for split in ("train", "calibration", "evaluation")}
+    for split, seen in problems_of.items():
         for seed in range(2):
             result = list(islice(problems(split, seed, task), 400))
             assert {split_of(problem) for problem in result} == {split}
             seen.update(result)
-    assert not drawn["train"] & (drawn["calibration"] | drawn["evaluation"])
-    assert not drawn["calibration"] & drawn["evaluation"]
-    # the control: on a task this small, seeds alone would not keep two draws apart
+    assert not problems_of["train"] & (problems_of["calibration"] | problems_of["evaluation"])
+    assert not problems_of["calibration"] & problems_of["evaluation"]
+    # control: on a task this small, two draws with different seeds have common problems
     assert set(islice(problems("train", 0, Retrieval(1)), 500)) & set(islice(problems("train", 1, Retrieval(1)), 500))
 
 
 def test_rows_are_reproducible():
     first = rows("train", 4, 3)
-    assert rows("train", 2, 3) == first[:2] and rows("train", 4, 4) != first
+    assert rows("train", 2, 3) == first[:2]
+    assert rows("train", 4, 4) != first
     worked = rows("train", 4, 3, True)
     assert [{**row, "completion": None} for row in first] == [{**row, "completion": None} for row in worked]
 
@@ -80,14 +86,14 @@ def test_rows_are_reproducible():
 
 
 def test_a_recipe_can_load_the_task(tokenizer):
-    made = SyntheticConfig(task="retrieval", size=3, split="evaluation", facts=4, restated=2, filler=1)
-    assert load_data(DataConfig(synthetic=made), tokenizer).to_list() == rows(
+    config = SyntheticConfig(task="retrieval", size=3, split="evaluation", facts=4, restated=2, filler=1)
+    assert load_data(DataConfig(synthetic=config), tokenizer).to_list() == rows(
         "evaluation", 3, 0, task=Retrieval(4, 2, 1)
     )
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"task": "retrieval", "n": 4}, "n: is a key of the task running_sum; remove it"),
         ({"task": "running_sum", "facts": 4}, "facts: is a key of the task retrieval; remove it"),
@@ -95,26 +101,27 @@ def test_a_recipe_can_load_the_task(tokenizer):
         ({"task": "retrieval", "restated": 0}, "restated: "),
     ],
 )
-def test_refusals(wrong, said):
+def test_wrong_settings_are_refused_by_their_key(wrong, message):
     with pytest.raises(UserError) as caught:
         SyntheticConfig(size=1, **wrong)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_refusals_of_the_task():
+def test_the_task_refuses_wrong_sizes_and_unknown_splits():
     with pytest.raises(UserError, match="facts 1 to 100"):
         Retrieval(facts=101)
     with pytest.raises(UserError, match="unknown split 'test'; one of train, calibration, evaluation"):
         rows("test", 1, 0)
 
 
-def test_features_of_running_sum_are_refused():
+def test_settings_that_need_running_sum_are_refused():
     """The retrieval task refuses stop_at_accuracy, which can grade only answers to running_sum, and the end of its
     training does not propose an evaluation as the next command."""
     with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove it"):
         load_recipe("retrieval/short", ["stop_at_accuracy=0.9"])
     commands = {name: what_next(load_recipe(name)) for name in ("retrieval/sft", "quickstart/sft")}
-    assert " eval " not in commands["retrieval/sft"] and " eval " in commands["quickstart/sft"]
+    assert " eval " not in commands["retrieval/sft"]
+    assert " eval " in commands["quickstart/sft"]
 
 
 # ---- tokenizer and model -----------------------------------------------------------------------------------
@@ -124,17 +131,19 @@ def test_one_word_is_one_token(tokenizer):
     for row in rows("train", 3, 0, True):
         text = row["prompt"] + row["completion"]
         ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == text and len(ids) == len(text.split())
-        assert tokenizer.unk_token_id not in ids and tokenizer.eos_token_id not in ids
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(text.split())
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.eos_token_id not in ids
         assert ids[: len(row["prompt"].split())] == tokenizer(row["prompt"])["input_ids"]
         assert tokenizer(text + "<eos>")["input_ids"] == [*ids, tokenizer.eos_token_id]
     assert len(tokenizer) == retrieval.VOCABULARY == build_config().vocab_size
     assert len(set(retrieval.WORDS)) == len(retrieval.WORDS) <= retrieval.VOCABULARY
 
 
-def test_the_shipped_folder_is_that_of_the_file(tokenizer, tmp_path):
-    """The shipped folder holds the configuration and the tokenizer, without weights."""
+def test_the_shipped_model_folder_equals_the_one_that_the_task_writes(tokenizer, tmp_path):
+    """The folder holds the configuration and the tokenizer, without weights."""
     retrieval.save_untrained(tmp_path)
-    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert made == {file.name: file.read_text() for file in SHIPPED.iterdir()}
+    files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert files == {file.name: file.read_text() for file in SHIPPED.iterdir()}
     assert not list(SHIPPED.glob("*.safetensors"))

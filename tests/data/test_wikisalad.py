@@ -1,4 +1,6 @@
-"""WikiSalad: salads have the authors' form and contain only source text, and each question becomes a row."""
+"""WikiSalad: a salad is a prompt made of paragraphs of several articles in the order of a pattern such as ABAB, with
+one question for each paragraph. Salads have the authors' form and contain only source text; each question becomes a
+row."""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ SOURCE = [
 
 
 def as_row(question: Question) -> dict[str, Any]:
+    """Return a question as a row of SQuAD."""
     answers = {"text": list(question.answers), "answer_start": [0] * len(question.answers)}
     return {"id": "x", "title": question.title, "context": question.context, "question": question.question} | {
         "answers": answers
@@ -48,7 +51,7 @@ def file(tmp_path: Path) -> Callable[[Any, str], str]:
     return write
 
 
-def printed(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
+def rows_printed_by(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
     assert main(words) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -63,25 +66,26 @@ def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> 
     consecutive in the source, and no question occurs twice."""
     at = {question.question: i for i, question in enumerate(SOURCE)}
     for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
-        asked = salad["questions"]
-        assert salad["example_id"] == number and salad["metadata"]["pattern"] == pattern
-        assert "".join(one["topic"] for one in asked) == pattern
-        assert [one["segment_id"] for one in asked] == list(range(len(pattern)))
+        questions = salad["questions"]
+        assert salad["example_id"] == number
+        assert salad["metadata"]["pattern"] == pattern
+        assert "".join(question["topic"] for question in questions) == pattern
+        assert [question["segment_id"] for question in questions] == list(range(len(pattern)))
         articles = dict(zip(dict.fromkeys(pattern), salad["metadata"]["articles"], strict=True))
         assert len(set(articles.values())) == len(articles)
-        for one in asked:
-            source = SOURCE[at[one["question"]]]
-            assert one["article"] == source.title == articles[one["topic"]]
-            assert one["answers"] == {"text": list(source.answers)}
+        for question in questions:
+            source = SOURCE[at[question["question"]]]
+            assert question["article"] == source.title == articles[question["topic"]]
+            assert question["answers"] == {"text": list(source.answers)}
         for topic in articles:
-            places = [at[one["question"]] for one in asked if one["topic"] == topic]
+            places = [at[question["question"]] for question in questions if question["topic"] == topic]
             assert places == list(range(places[0], places[0] + len(places)))
-        assert salad["prompt"] == salad_prompt(SOURCE[at[one["question"]]] for one in asked)
+        assert salad["prompt"] == salad_prompt(SOURCE[at[question["question"]]] for question in questions)
 
 
-def test_a_seed_decides_and_articles_and_questions_vary() -> None:
-    first, again, other = (list(make_salads(SOURCE, "ABAB", 30, seed)) for seed in (0, 0, 1))
-    assert first == again != other
+def test_the_seed_determines_the_salads_and_articles_and_questions_vary() -> None:
+    first, repeated, other_seed = (list(make_salads(SOURCE, "ABAB", 30, seed)) for seed in (0, 0, 1))
+    assert first == repeated != other_seed
     assert len({salad["metadata"]["articles"][0] for salad in first}) == 5
     assert len({salad["questions"][0]["question"] for salad in first}) > 10
     assert list(make_salads(SOURCE, "ABAB", 5, 0)) == first[:5]
@@ -96,7 +100,7 @@ def test_a_seed_decides_and_articles_and_questions_vary() -> None:
         ("A" * 13, "needs 1 articles with at least 13 questions each, but only 0 of 5 articles have them"),
     ],
 )
-def test_a_pattern_that_cannot_be_made(pattern: str, message: str) -> None:
+def test_a_pattern_that_the_source_cannot_fill_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(make_salads(SOURCE, pattern, 1))
 
@@ -107,9 +111,14 @@ def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
     assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
     paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for question in SOURCE:
-        results = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer, repeated
-        asked = {"id": "x", "question": question.question, "answers": results, "is_impossible": not results}
-        paragraphs.setdefault((question.title, question.context), []).append(asked)
+        given_answers = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer, repeated
+        entry = {
+            "id": "x",
+            "question": question.question,
+            "answers": given_answers,
+            "is_impossible": not given_answers,
+        }
+        paragraphs.setdefault((question.title, question.context), []).append(entry)
     articles = [
         {"title": title, "paragraphs": [{"context": c, "qas": q} for (t, c), q in paragraphs.items() if t == title]}
         for title in dict.fromkeys(question.title for question in SOURCE)
@@ -123,20 +132,24 @@ def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
 
 
 def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The program `make` turns SQuAD into salads, `questions` turns salads into rows, and a data block reads the
+    rows."""
     squad = file([as_row(question) for question in SOURCE], "squad.jsonl")
-    salads = printed(capsys, "make", squad, "--pattern", "ABCABC", "--count", "7", "--seed", "3")
+    salads = rows_printed_by(capsys, "make", squad, "--pattern", "ABCABC", "--count", "7", "--seed", "3")
     assert salads == list(make_salads(SOURCE, "ABCABC", 7, 3))
-    rows = printed(capsys, "questions", file(salads, "salads.jsonl"))
-    assert rows == list(flatten(salads)) and len(rows) == 7 * 6
+    rows = rows_printed_by(capsys, "questions", file(salads, "salads.jsonl"))
+    assert rows == list(flatten(salads))
+    assert len(rows) == 7 * 6
     data = load_data(DataConfig(path=file(rows, "rows.jsonl"), chat=False))
-    assert data.to_list() == [dict(row) for row in rows] and any(not row["answers"] for row in rows)
-    first, asked = rows[0], salads[0]["questions"][0]
+    assert data.to_list() == [dict(row) for row in rows]
+    assert any(not row["answers"] for row in rows)
+    first, question = rows[0], salads[0]["questions"][0]
     instruction = "\n\nAnswer the following question in one short phrase. Do not include any other text.\n\nQuestion: "
-    assert first["prompt"] == f"{salads[0]['prompt']}{instruction}{asked['question']}\n\nAnswer:"
+    assert first["prompt"] == f"{salads[0]['prompt']}{instruction}{question['question']}\n\nAnswer:"
     assert {name: first[name] for name in ("pattern", "segment", "topic")} == {
         "pattern": "ABCABC", "segment": 0, "topic": "A",
     }  # fmt: skip
-    assert first["answers"] == asked["answers"]["text"]
+    assert first["answers"] == question["answers"]["text"]
 
 
 @pytest.mark.skipif(not (AUTHORS / "wikisalad_easy.jsonl").is_file(), reason="the authors' rows are not here")
@@ -144,7 +157,7 @@ def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, 
     ("name", "questions", "answerable", "nowhere"),
     [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110)],
 )
-def test_the_authors_rows(
+def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
     name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
 ) -> None:
     """The authors' prompts equal ours for the same segments, and a correct answer is accepted.
@@ -155,13 +168,14 @@ def test_the_authors_rows(
     for salad in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         bodies = re.split(r"(?:^|\n\n)# Segment \d+: .*\n\n", salad["prompt"])[1:]
         segments = [
-            Question(asked["article"], body.rpartition("\n\n\nQuestion ")[0], asked["question"], ())
-            for asked, body in zip(salad["questions"], bodies, strict=True)
+            Question(question["article"], body.rpartition("\n\n\nQuestion ")[0], question["question"], ())
+            for question, body in zip(salad["questions"], bodies, strict=True)
         ]
         assert salad_prompt(segments) == salad["prompt"]
-        assert "".join(one["topic"] for one in salad["questions"]) == salad["metadata"]["pattern"]
-    rows = printed(capsys, "questions", str(path))
-    assert len(rows) == questions and sum(bool(row["answers"]) for row in rows) == answerable
+        assert "".join(question["topic"] for question in salad["questions"]) == salad["metadata"]["pattern"]
+    rows = rows_printed_by(capsys, "questions", str(path))
+    assert len(rows) == questions
+    assert sum(bool(row["answers"]) for row in rows) == answerable
     cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
     assert len(cut_off) == nowhere  # the authors cut paragraphs after three sentences
     answers_given = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
@@ -170,7 +184,8 @@ def test_the_authors_rows(
     assert judged == [1.0 if answers else None for answers in true]
     exact = ShortAnswerReward(unanswerable="left_out")(answers_given, answers=true)
     refused = [answers for answers, reward in zip(true, exact, strict=True) if reward == 0]
-    assert len(refused) <= 1 and all(len(answers[0]) > 100 for answers in refused)
+    assert len(refused) <= 1
+    assert all(len(answers[0]) > 100 for answers in refused)
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
@@ -205,7 +220,10 @@ def test_user_errors_are_one_line(
 ) -> None:
     assert main([words[0], file(content, "it.jsonl"), *words[1:]]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("wikisalad: error: ") and err.count("\n") == 1 and message in err
+    assert out == ""
+    assert err.startswith("wikisalad: error: ")
+    assert err.count("\n") == 1
+    assert message in err
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -222,5 +240,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.C
     ):
         assert main(["questions", str(tmp_path / path)]) == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and message in err
-    assert main([]) == 2 and "required: make | questions" in capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert message in err
+    assert main([]) == 2
+    assert "required: make | questions" in capsys.readouterr().err
