@@ -1,13 +1,8 @@
 """Replay attention: a model's forward pass under the cache decisions that a sampler recorded.
 
-families.py    the models that can be replayed;  interface.py  the models' attention function, and the protocol of views
-views/         views, which carry traces into a forward pass, and make_view;  kernels/  attention under evict_at
-parity.py      check that a kernel is exact on this machine;  choice.py  choice of the kernel
-logprobs.py    replay_logprobs, which computes log-probabilities under the traces of rollouts
-ahead.py       compilation of a kernel before training
-future.py      the future attention of each token;  target.py  the scorers' training target, made of future attention
-future_parity.py  check that FlexAttention computes the future attention correctly here
-oracle.py      recall: the share of the best cache's tokens that a cache holds
+interface.py has the attention function that models run with. views/ has the views, which carry traces into a forward
+pass. kernels/ computes attention under evict_at; choice.py and parity.py choose a kernel that is exact on this machine.
+future.py, target.py and oracle.py compute future attention, the scorers' training target, and recall.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,4 @@
-"""Compilation of FlexAttention before training starts.
-
-Compiling one graph takes tens of seconds, which would look like a hang in the first training step.
-"""
+"""Compile FlexAttention before training: one graph takes tens of seconds, so the first step would seem to hang."""
 
 from __future__ import annotations
 
@@ -21,14 +18,10 @@ from sparse_rl.trace import NEVER
 def compile_ahead(
     kernel: str, config: Any, rows: int, length: int, device: torch.device, dtype: torch.dtype, target: bool = False
 ) -> None:
-    """Compile an attention kernel: run it for `rows` sequences padded to `length` tokens, with and without gradients.
+    """Compile flex or flex_sorted for `rows` sequences padded to `length` tokens, with and without gradients.
 
-    kernel : flex or flex_sorted
-    config : the model's configuration
-    dtype : dtype of the model's weights
-    target : True also compiles the computation of the scorers' training target
-
-    Call this function under the same autocast as the training, because compiled graphs depend on autocast.
+    Call this function under the autocast of the training, because compiled graphs depend on it. If `target` is True,
+    also compile the computation of the scorers' training target.
     """
     _, kv_heads, dim = cache_shape(config)
     heads = (config.num_attention_heads, kv_heads, kv_heads)
@@ -49,7 +42,6 @@ def compile_ahead(
 
 
 def sizes_up_to(length: int) -> list[int]:
-    """Return the padded sizes that sequences of up to `length` tokens can have."""
     sizes, size = [], 0
     while size < length:
         size = padded(size + 1)

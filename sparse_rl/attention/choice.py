@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for training, if the recipe says `auto`: it depends on the machine and the models."""
+"""Choice of the attention kernel for training if the recipe says `auto`. It depends on the machine and the models."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def will_check(wanted: str) -> bool:
 def check_kernels(
     kernels: Sequence[str], configs: Iterable[Any], dtype: str, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Parity]:
-    """Check the kernels on this process's GPU, at the shapes of all models, and yield the result for each kernel.
-
-    configs : configurations of the models, read only when a kernel is checked
-    dtype : torch's name of the dtype in which the models compute
-    """
+    """Check the kernels on this process's GPU, at the shapes of all models, and yield the result for each kernel."""
     import torch
 
     from sparse_rl.attention.parity import check_parity
@@ -49,11 +45,7 @@ def check_kernels(
 
 
 def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf_counter) -> Parity:
-    """Check on this process's GPU whether FlexAttention computes the scorers' training target correctly.
-
-    config : configuration of the model
-    dtype : torch's name of the dtype in which the model computes
-    """
+    """Check if FlexAttention computes the scorers' training target correctly on this process's GPU."""
     import torch
 
     from sparse_rl.attention import future_parity
@@ -72,14 +64,12 @@ def own_device() -> Any:
 
 
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
-    """Choose the attention kernel for training.
+    """Return the name of the attention kernel for training, and the reason for the choice in words.
 
     wanted : a kernel, or auto, which chooses the best kernel that is exact on this machine
     configs : configurations of the models, read only when a kernel is checked
-    dtype : torch's name of the dtype in which the models compute
 
-    Returns the name of the kernel, and the reason for the choice in words. Raises UserError if `wanted` is flex or
-    flex_sorted, and that kernel is not exact or not available on this machine.
+    Raises UserError if `wanted` is flex or flex_sorted, and is not exact or not available on this machine.
     """
     if wanted in ("gather", "sdpa", "dense"):
         return wanted, wanted

@@ -23,11 +23,7 @@ SIZES = {  # key of config.json -> maximum allowed value
 
 
 def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
-    """Raise UserError if config.json has an implausible size. Call this before transformers uses the sizes.
-
-    values : contents of config.json
-    model : name of the model in error messages
-    """
+    """Raise UserError if config.json has an implausible size. Call this before transformers uses the sizes."""
     for name, most in SIZES.items():
         size = values.get(name)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
@@ -38,11 +34,7 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
 def check_replayable(config: Any, model: str = "the model") -> None:
     """Raise UserError if the model's attention cannot be replayed.
 
-    The causes are a model family that is not supported, sliding-window layers, numbers of heads that do not divide, and
-    attention dropout.
-
-    config : the model's configuration
-    model : name of the model in error messages
+    Replay needs a supported family, no sliding windows, no attention dropout, and whole groups of query heads.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
@@ -57,10 +49,7 @@ def check_replayable(config: Any, model: str = "the model") -> None:
 
 
 def family_only_hf(config: Any) -> str | None:
-    """Return the reason why only the hf engine can sample from the model, or None if vllm can, too.
-
-    config : the model's configuration
-    """
+    """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
     reason = FAMILIES.get(config.model_type)
     return reason and f"{config.model_type}: {reason}"
 
@@ -75,6 +64,6 @@ def cache_shape(config: Any) -> tuple[int, int, int]:
 
 
 def window_of(config: Any) -> int | None:
-    """Return the maximum number of tokens that a model can read, or None if it is unknown because RoPE is scaled."""
+    """Return the maximum number of tokens that a model can read. None means unknown, because RoPE is scaled."""
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     return None if scaled else config.max_position_embeddings

@@ -5,12 +5,9 @@ KVpop's scorers are trained to predict the logarithm of the future attention of 
     m_t = 1 / N_t  sum over d >= t + w of p_{d -> t},    N_t = max(1, number of these d)
 
 where w is the window and p_{d -> t} is the attention of query d to token t; each query attends to the tokens up to
-itself. Future attention is a transpose of causal attention: the sum runs over the queries of a key, instead of over the
-keys of a query. The torch kernel computes it for a chunk of keys at a time from the log-sum-exp of each query, so that
-no tensor of tokens x tokens is made. FlexAttention (kernels/transposed.py) visits only the tiles that have queries that
-count.
-
-Sizes in shapes: B rows, Hq query heads, Hkv kv heads with G query heads each, S tokens, D head_dim.
+itself. The sum runs over the queries of a key, a transpose of causal attention. The torch kernel takes a chunk of keys
+at a time, and the log-sum-exp of each query, so that no tensor of tokens x tokens is made. FlexAttention
+(kernels/transposed.py) visits only the tiles that have queries that count.
 """
 
 from __future__ import annotations
@@ -49,12 +46,11 @@ def future_attention_mass(
     query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
     window : w >= 1; the queries before t + w always see t
     scaling : the factor on q . k
-    ends : int64 [B, S], the end of each token's document; documents are contiguous, and query d attends to t if
-        t <= d < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
+    ends : int64 [B, S], the end of each token's document. Documents are contiguous, and query d attends to t if t <= d
+        < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
     log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores; None means the log-sum-exp over all
-        tokens up to the query. With the log-sum-exp of the student's sparse attention, p is the attention that the
-        student pays to the tokens it sees; for an evicted token, p is the attention that the student would pay, up to
-        e^40
+        tokens up to the query. With the log-sum-exp of the student's sparse attention, p is the student's attention.
+        For an evicted token, p is then the attention that the student would pay, limited to e^40
     lookahead : if not None, only the queries d <= t + w + lookahead count
     normalise : True divides by N_t
     group : reduction over the query heads of a kv head: None, no reduction; "max", the largest log; "mean", the log of
@@ -93,10 +89,7 @@ def future_attention_mass(
 def _mass(
     query: Tensor, key: Tensor, log_sum_exp: Tensor, window: int, last: Tensor, scaling: float, chunk: int
 ) -> Tensor:
-    """Return, for every token t, the sum of p_{d -> t} over the queries t + w <= d < last[t]: [B, Hkv, G, S].
-
-    last : int64 [B, S]
-    """
+    """Return, for every token t, the sum of p_{d -> t} over the queries t + w <= d < last[t]: [B, Hkv, G, S]."""
     batch, _, length, dim = query.shape
     kv_heads, dtype = key.shape[1], _sum_dtype(query)
     grouped = query.to(dtype).reshape(batch, kv_heads, -1, length, dim) * scaling
@@ -164,10 +157,10 @@ def _sum_dtype(query: Tensor) -> torch.dtype:
 
 
 def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
-    """Return the bytes of temporary memory that computing the scorers' training target takes, for one layer.
+    """Return the bytes of temporary memory in which one layer's training target is computed.
 
     On a CPU, these are three float32 arrays of a chunk of keys by all queries. On a GPU, where FlexAttention is assumed
-    to pass its check, they are a copy of the queries, and a copy of the keys for each query head.
+    to pass its check, they are copies of the queries, and of the keys for each query head.
     """
     if cuda:
         return 2 * itemsize * sequences * heads * padded(length) * head_dim

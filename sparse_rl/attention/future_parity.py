@@ -1,7 +1,7 @@
 """Choice of the kernel that computes the training target of KVpop's scorers: FlexAttention or torch.
 
 FlexAttention is used on a GPU if it passes a check there, torch otherwise. The check compares FlexAttention with the
-loop over chunks in future.py, which runs in float64; the log of the mass may differ by 1e-3.
+torch kernel of future.py in float64. The log of the mass may differ by 1e-3.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Shape = tuple[int, int, int]  # query heads, kv heads, head dim
 
 
 def target_kernel(device: torch.device, dtype: torch.dtype, shape: Shape) -> Kernel:
-    """Choose the kernel for the training target, for queries and keys of this dtype and shape.
-
-    On a GPU, the first call compiles FlexAttention and checks it.
-    """
+    """Choose the kernel for this shape. On a GPU, the first call compiles FlexAttention and checks it."""
     if device.type != "cuda":
         return "torch"
     return "flex" if check_target(device, dtype, shape).failure is None else "torch"
@@ -30,10 +27,10 @@ def target_kernel(device: torch.device, dtype: torch.dtype, shape: Shape) -> Ker
 
 @cache
 def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length: int = LENGTH) -> Parity:
-    """Compare FlexAttention's log of the future attention with that of the loop. The result is cached in the process.
+    """Compare FlexAttention's log of the future attention with the torch kernel's. The result is cached in the process.
 
-    The inputs are two rows; the second has two documents and padding. Both are compared twice: with the log-sum-exp of
-    a sparse attention, and with that of the dense attention.
+    The inputs are two rows; the second has two documents and padding. The comparison runs with the log-sum-exp of a
+    sparse attention, and again with the log-sum-exp of the dense attention.
     """
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)

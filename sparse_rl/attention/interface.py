@@ -1,14 +1,10 @@
 """The attention function that models run with, in training and in the reference engine.
 
-The function is registered with transformers as ATTENTION. The forward keyword `kv_view` determines which tokens a query
-sees. `kv_view` is an opaque object that only the attention function uses:
-
-    a view from `make_view` (views/)   in training: replays the traces of the rows, layer by layer
-    EvictingCache (methods/eviction/)  in sampling: the physical cache, compacted by its policy
-
-`kv_view` is a keyword because gradient checkpointing captures keywords and passes them to the recomputed forward pass;
-a context variable or a module attribute would silently give wrong gradients. Without `kv_view`, the function is plain
-causal SDPA.
+transformers calls the function under the name ATTENTION. The forward keyword `kv_view` determines which tokens a query
+sees: in training a view from `make_view` (views/), in sampling an `EvictingCache` (methods/eviction/). Without
+`kv_view`, the function is plain causal SDPA. `kv_view` is a keyword because gradient checkpointing captures keywords
+and passes them to the recomputed forward pass. A context variable or a module attribute would silently give wrong
+gradients.
 
 Sizes in shapes: B rows, Hq query heads, Hkv kv heads, T queries of the call, D head_dim.
 """
@@ -33,11 +29,12 @@ ATTENTION = "sparse_rl"
 
 NO_MASK = torch.empty(1, 1, 1, 1, dtype=torch.bool)
 """The `attention_mask` to pass with a `kv_view`. Transformers takes a 4D tensor as a finished mask, and therefore
-builds no mask of tokens x tokens."""
+builds no mask of tokens x tokens.
+"""
 
 
 class KVView(Protocol):
-    """Type of the forward keyword `kv_view`, which only the attention function uses."""
+    """Type of the forward keyword `kv_view`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Compute the attention of one layer over the tokens that the queries see. Returns the output [B, Hq, T, D].
@@ -54,14 +51,10 @@ class KVView(Protocol):
 class Replayed:
     """Sizes that determine the memory of a replay.
 
-    rows, length : number of sequences, and of tokens in each
-    prompt : number of prompt tokens, the first of `length`
-    heads, kv_heads, head_dim : number of query heads and of kv heads of a layer, and the head dimension
+    rows, length : number of sequences, and of tokens in each; the first `prompt` tokens are the prompt
     layers : number of layers whose attention keeps tensors for the backward pass at the same time
     kernel : one of ATTENTION_KERNELS, or auto
-    itemsize : bytes per number in the attention
-    model_itemsize : bytes per number in the rest of the model's forward pass
-    cuda : True if the replay runs on a GPU
+    itemsize, model_itemsize : bytes per number in the attention, and in the rest of the model's forward pass
     """
 
     rows: int
@@ -78,25 +71,13 @@ class Replayed:
 
 
 class TraceView:
-    """Base class of `kv_view`s for training, which replay the recorded traces of B padded sequences.
+    """Base class of the training views, which replay the traces of B padded sequences. `make_view` chooses a subclass.
 
-    `make_view` chooses a subclass.
-
-    Parameters
-    ----------
     batch : the trace sections by name, from `batch_traces`, in host memory
-    device : the device of the model
-    kernel : one of ATTENTION_KERNELS
     through : True if gradients flow through fitted biases and values to the entries that they were fitted from
-
-    Attributes of subclasses
-    ------------------------
-    replays : the trace sections that the class replays; it rejects a batch with any other section
-    requires : the sections that a batch must have
+    replays, requires : sections that a batch may have, and sections that it must have; another batch raises TraceError
     losses : present only if the method has a loss: the loss of each layer, after a forward pass; GRPO adds the mean
         over layers to its own loss
-
-    Raises TraceError if the batch has a section that is not in `replays`, or lacks one of `requires`.
     """
 
     replays: ClassVar[frozenset[str]]
@@ -110,25 +91,20 @@ class TraceView:
         self.prepare(batch)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
-        """Prepare the data that all layers share, from the trace sections `batch`."""
+        """Store the data that all layers share, from the trace sections `batch`."""
         raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         raise NotImplementedError
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Return the memory that a replay takes besides queries, keys and values: a list of (name, bytes, note).
-
-        config : the settings of the policy that sampled
-        replayed : the sizes of the replay
-        """
+        """Return the memory that a replay takes besides queries, keys and values: a list of (name, bytes, note)."""
         raise NotImplementedError
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:
-    """Raise TraceError if a trace has a section that the class `view` does not replay, or lacks a required section."""
+    """Raise TraceError if a trace has a section that the view class does not replay, or lacks a required section."""
     if unsupported := [name for name in sections if name not in view.replays]:
         supported = ", ".join(sorted(view.replays))
         raise TraceError(
@@ -149,14 +125,12 @@ def attention_forward(
     kv_view: KVView | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention, as transformers' attention interface requires; `kv_view`, if given, computes it.
+    """Compute a layer's attention by `kv_view`, or by plain SDPA if it is None; transformers defines the signature.
 
     query : [B, Hq, T, D], after RoPE
     key, value : [B, Hkv, T, D], keys after RoPE
-    kv_view : the view that determines which tokens queries see; None means plain SDPA, causal or under `attention_mask`
 
-    Returns the output [B, T, Hq, D], and None instead of attention weights. Raises UserError for dropout together with
-    a view.
+    Returns the output [B, T, Hq, D], and None instead of attention weights. Raises UserError for dropout with a view.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_view is not None:
@@ -183,10 +157,9 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a model to our attention function, so that the model's forward accepts `kv_view`; return the same model.
+    """Switch a model to our attention function, so that its forward accepts `kv_view`; return the same model.
 
-    A second call changes nothing. Raises UserError if the model's attention cannot be replayed (see
-    `check_replayable`).
+    A second call changes nothing. Raises UserError if the model's attention cannot be replayed (`check_replayable`).
     """
     check_replayable(model.config)
     if model.config._attn_implementation != ATTENTION:

@@ -18,7 +18,7 @@ from sparse_rl.trace import EvictionTrace
 
 
 class Sampled(Protocol):
-    """The attributes of a rollout that `replay_logprobs` reads (see `rollout.Rollout`)."""
+    """The attributes of a rollout that `replay_logprobs` reads."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -45,9 +45,9 @@ def replay_logprobs(
 
     Returns one float32 tensor [completion tokens] per rollout, with gradients if they are enabled.
 
-    Raises UserError if the shape of a trace does not match the sequence and the model, if a trace has values that no
-    sampler can have recorded for the prompt, or a section that no view replays, if the model is not supported, or if
-    it uses reentrant checkpointing.
+    Raises UserError if a trace does not match the sequence or the model, has values that no sampler can have recorded
+    for the prompt, or has a section that no view replays. It also raises if the model is not supported, or uses
+    reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -83,13 +83,11 @@ def dense_logprobs(
     trace: EvictionTrace,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return the log-probabilities of one completion under its trace, computed with a dense mask for each layer.
+    """Return the log-probabilities of one completion under its trace, float32 [completion tokens], by dense masks.
 
     Tests compare `replay_logprobs` with this reference, whose memory grows with the square of the length.
 
     temperature : the sampling temperature; 0 (greedy) is scored at 1
-
-    Returns float32 [completion tokens].
     """
     trace.check(len(prompt_ids))
     device = next(model.parameters()).device

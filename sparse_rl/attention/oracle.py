@@ -1,8 +1,8 @@
 """Recall of a cache by layer and kv head: the share of the best possible cache's tokens that the cache holds.
 
-The best possible cache with k long-range entries knows the attention that each token will still receive in a dense
-teacher model, which is the training target of KVpop's scorers. It ranks tokens by this attention, with the decay of the
-policy, and holds the k best tokens at each query (KVpop eq. 5).
+The best possible cache uses the attention that each token will still receive in a dense teacher model (KVpop's training
+target). It ranks tokens by this attention, with the decay of the policy, and holds the k best tokens at each query,
+besides sinks and window (KVpop eq. 5).
 """
 
 from __future__ import annotations
@@ -46,13 +46,10 @@ def oracle_trace(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> EvictionTrace:
-    """Return the trace of the best possible cache for one sequence.
-
-    The last token is not fed, and no token is evicted inside the prompt.
+    """Return the trace of the best possible cache for one sequence. No token is evicted inside the prompt.
 
     teacher : model with a full cache
-    tokens : token ids of prompt and completion
-    prompt : number of tokens of the prompt
+    tokens, prompt : token ids of prompt and completion, and number of tokens of the prompt
     policy : settings of the policy; only sinks, window, k and decay_every are used
     log_decay : log gamma, [layers, kv heads], from the policy's scorers; None means no decay
     target : settings of the training target; None means the dense future attention
@@ -81,12 +78,12 @@ def oracle_recall(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> Tensor:
-    """Return the share of the best possible cache's k tokens that a trace holds, over all decoding queries.
+    """Return the share of the best possible cache's k tokens that a trace holds: float64 [layers, kv heads].
 
     trace : the trace to judge, from any policy that keeps the same sinks and window as `policy`
 
-    `oracle_trace` describes the other arguments. Only queries at which more than k tokens compete are counted; the
-    result is NaN if there is no such query. Returns float64 [layers, kv heads].
+    The other arguments are as in `oracle_trace`. Only decoding queries at which more than k tokens compete are counted;
+    the result is NaN if there is no such query.
     """
     fed, window, k = len(tokens) - 1, policy.window, policy.k
     best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]

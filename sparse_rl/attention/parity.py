@@ -1,8 +1,8 @@
 """The parity check of attention kernels: training uses FlexAttention only if FlexAttention is exact on this machine.
 
-Compiled kernels have silently given wrong gradients on some GPUs and versions. So before a kernel is used, its output,
-gradients and log-sum-exp are compared with the float64 reference, at the model's numbers of heads and head dimension.
-The kernel's error may be at most twice the error of SDPA in the same dtype. A kernel that fails is not used.
+Compiled kernels have silently given wrong gradients on some GPUs and versions. So the check compares the kernel's
+output, gradients and log-sum-exp with the float64 reference, at the model's numbers of heads and head dimension. The
+kernel's error may be at most twice the error of SDPA in the same dtype.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ LSE = 1e-3  # allowed |error| of the log-sum-exp, which is always computed in fl
 class Parity:
     """The result of a check of one kernel.
 
-    kernel : name of the kernel
     errors : (error of the kernel, allowed error) for out, dq, dk, dv and lse: the output, the gradients of query, key
         and value, and the log-sum-exp
-    failure : the reason why the kernel is not used; None if it passed
-    seconds : duration of the check, including compilation; None if not measured
+    failure : the reason why the kernel is not used; None means that it passed
+    seconds : duration of the check, including compilation; None means not measured
     """
 
     kernel: str
@@ -62,10 +61,7 @@ def check_parity(
     length: int = LENGTH,
     seed: int = 0,
 ) -> Parity:
-    """Compare flex or flex_sorted with the reference, on two rows of `length` tokens, one of them padded on both sides.
-
-    heads, kv_heads, head_dim : number of query heads and of kv heads, and the head dimension
-    """
+    """Compare flex or flex_sorted with the reference, on two rows of `length` tokens. The second row has padding."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, grad = (
         torch.randn(2, h, length, head_dim, generator=generator).to(device, dtype)
@@ -99,11 +95,7 @@ def check_parity(
 
 
 def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) -> Parity:
-    """Run the comparison `compared` and return its result; the kernel fails if an exception is raised.
-
-    kernel : name of the kernel
-    device : the device that the comparison uses
-    """
+    """Run a comparison and return its result. The kernel fails if the comparison raises an exception."""
     try:
         errors = compared()
     except Exception as error:  # any exception of a compiler or kernel means that the kernel is unusable here
@@ -117,10 +109,9 @@ def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) ->
 
 
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> Tensor:
-    """Return a random evict_at, int32 [rows, kv_heads, length].
+    """Return a random evict_at, int32 [rows, kv_heads, length], where tokens live for `budget` steps on average.
 
-    Tokens are evicted after `budget` steps on average; a few are never evicted. On each side, r sixths of row r are
-    padding, with evict_at 0.
+    A few tokens are never evicted. On each side, r sixths of row r are padding, with evict_at 0.
     """
     shape = (rows, kv_heads, length)
     alive = torch.empty(shape).exponential_(1 / budget, generator=generator).long() + 1
@@ -134,14 +125,13 @@ def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generat
 
 
 def _outcome(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """Run attention forward and backward; return the output and the gradients of query, key and value."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad((out * grad).sum(), inputs)
 
 
 def _reference(evict_at: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scaling: float) -> tuple[Tensor, ...]:
-    """Return the exact output, the gradients of query, key and value, and the log-sum-exp, computed in float64.
+    """Return the output, the gradients of query, key and value, and the log-sum-exp, computed in float64.
 
     Query heads are processed one at a time, so that only one tensor of tokens x tokens is kept.
     """
@@ -164,7 +154,6 @@ def _reference(evict_at: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, 
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of the same shape."""
     return float((a.double() - b.double()).abs().max())
 
 

@@ -1,4 +1,4 @@
-"""The training target of KVpop's scorers: the attention that a token will still receive."""
+"""The training target of KVpop's scorers, made of the attention that a token will still receive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype
 class FutureTarget:
     """Computes the training target of KVpop's scorers, r_t = log(floor + m_t).
 
-    m_t is the future attention of token t in a kv head (`future_attention_mass`). The attention is either the
-    student's, normalised over the tokens that a query sees, or the dense attention. The floor is our choice; the papers
-    give none.
-
-    The torch kernel uses queries and keys as they are passed. FlexAttention on a GPU uses them rounded to autocast's
-    dtype, as the model's attention does. In both cases, sums are in float32.
+    m_t is the future attention of token t in a kv head (`future_attention_mass`). The floor is our choice; the papers
+    give none. The torch kernel uses queries and keys as they are passed. FlexAttention on a GPU uses them rounded to
+    autocast's dtype, as the model's attention does. In both cases, sums are in float32.
     """
 
     def __init__(self, config: TargetConfig) -> None:
@@ -30,10 +27,7 @@ class FutureTarget:
     ) -> Tensor:
         """Compute the training target of one layer: float32 [B, Hkv, S], for B rows of S tokens.
 
-        query : [B, Hq, S, D], after RoPE
-        key : [B, Hkv, S, D], after RoPE
-        scaling : the factor on q . k
-        window : number of most recent tokens that a query always sees
+        query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
         ends : int64 [B, S], the end of each token's document
         evict_at : int32 [B, Hkv, S], the evictions of the student
         """

@@ -5,6 +5,4 @@ sdpa          SDPA under masks of tokens x tokens, one layer at a time (masked.p
 flex          FlexAttention over the 128 x 128 tiles that are not empty, keys in natural order (flex.py, tiles.py)
 flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles
 dense         the reference, in float64 (dense.py)
-
-transposed.py computes the training target of KVpop's scorers with FlexAttention: the attention that each key receives.
 """

@@ -1,10 +1,9 @@
-"""Replay attention with FlexAttention.
+"""Replay attention with FlexAttention: the cost is O(S x budget) for S tokens, and no S x S tensor is made.
 
-For S tokens, the cost is O(S x budget), and no S x S tensor is made. The kv heads are folded into the batch, so that a
-row of FlexAttention is one kv head of one sequence: tile lists are made once for the query heads of a group, and the
-mask of a row reads only that row's evict_at. Lengths are padded to a few sizes, and all data that differ between layers
-and steps are arguments. So one compiled graph serves all layers and steps with the same padded size and number of rows
-(a second graph serves calls without gradients).
+The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence. Tile lists are
+made once for all query heads of a kv head, and a row's mask reads only the row's evict_at. Lengths are padded to a few
+sizes, and data that differ between layers and steps are arguments. So one compiled graph serves all calls with the same
+padded size and number of rows; a second graph serves calls without gradients.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__
 def padded(length: int) -> int:
     """Return the padded size of a length: a multiple of 128, with at most one size between consecutive powers of two.
 
-    No tile of padding is visited. Padding makes the copies of the inputs at most 1.5 times, and the tile lists at most
-    2.25 times as large.
+    Tiles of padding are not visited. Padding enlarges the inputs' copies at most 1.5 times, and tile lists 2.25 times.
     """
     step = max(TILE, 1 << max(0, (length - 1).bit_length() - 2))
     return -(-length // step) * step
@@ -51,17 +49,14 @@ def flex_attend(
     """Compute attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
     evict_at : int32 [B, Hkv, S], the first query that does not see each of S tokens
-    query : [B, Hq, S, D]
-    key : [B, Hkv, S, D]
-    value : [B, Hkv, S, E]; E may differ from D
+    query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
     in_segments : True sorts keys by evict_at in segments; False keeps the natural order
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
         compiled operator has neither a backward pass nor the log-sum-exp
-    want_lse : True also returns the log-sum-exp
 
-    Returns the output [B, Hq, S, E], and the log-sum-exp of each query's scaled scores, [B, Hq, S], or None. The
-    log-sum-exp is float32 (float64 for float64 inputs). For a query that sees no token (padding), the output is 0 and
-    the log-sum-exp is -inf. Both results are differentiable.
+    Returns the output [B, Hq, S, E] and, if `want_lse`, the log-sum-exp of each query's scaled scores, [B, Hq, S]. Both
+    are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees no token
+    (padding), the output is 0 and the log-sum-exp is -inf.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)
@@ -89,15 +84,11 @@ def flex_attend(
 
 
 def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Pad a tensor and make it contiguous, since other strides would need another compiled graph."""
+    """Pad a tensor and make it contiguous; other strides would need another compiled graph."""
     return torch.nn.functional.pad(x, padding).contiguous()
 
 
 def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
-    """Convert tensors of `Tiles` to FlexAttention's BlockMask.
-
-    lists : partial_count, partial, full_count, full
-    """
 
     def visible(row: Tensor, _: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         return (position[row, slot] <= q) & (q < evict_at[row, slot])
@@ -106,11 +97,8 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """Convert lists of tiles to FlexAttention's BlockMask.
-
-    visible : mask function that FlexAttention applies in partial tiles
-    size : number of tokens, padded
-    lists : partial_count, partial, full_count, full, as in `Tiles`
+    """Return the BlockMask of tile lists (see `Tiles`) for `size` padded tokens; `visible` is the mask in partial
+    tiles.
     """
     options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
     return BlockMask.from_kv_blocks(*lists, **options)
@@ -136,7 +124,7 @@ def _attend(
 
 @cache
 def _compiled() -> Any:
-    """Compile `_attend` on first use, because torch's compiler takes seconds to import."""
+    """Compile on first use, because torch's compiler takes seconds to import."""
     return torch.compile(_attend, dynamic=False, fullgraph=True)
 
 

@@ -1,10 +1,9 @@
 """Attention under evict_at over gathered keys: each chunk of queries gets only the keys that some query of it sees.
 
-An evicted token never comes back, so every earlier token that a chunk sees was either seen by the previous chunk or
-belongs to the previous chunk. Under a budget, the number of these keys is about the budget, for any length of the
-sequence. So a chunk of C queries is one dense attention call over budget + C keys with a small mask, and a sequence of
-S tokens costs O(S (budget + C)), forward and backward. The kernel consists of ordinary torch operators; therefore it
-has exact gradients on every device.
+An evicted token never comes back. So an earlier token that a chunk sees was seen by the previous chunk, or belongs to
+that chunk. Under a budget, the number of these keys is about the budget, for any length of the sequence. A chunk of C
+queries is one dense attention call over budget + C keys with a small mask. A sequence of S tokens costs O(S (budget +
+C)), forward and backward. The kernel consists of ordinary torch operators, so its gradients are exact on every device.
 
 A row is one kv head of one sequence. Rows that see fewer keys than the fullest row are filled up with evicted tokens,
 which the mask hides.
@@ -27,13 +26,9 @@ HELD = 2**26  # bytes that a layer may keep for the backward pass; above this, t
 
 @dataclass
 class QueryChunk:
-    """A chunk of consecutive queries of R rows, and the K keys that they attend to.
+    """The queries from `first` to `last` - 1 of R rows, and the K keys that they attend to.
 
-    The last keys are those of the chunk's own tokens.
-
-    first : position of the first query
-    last : position after the last query
-    columns : int64 [R, K], position of each key
+    columns : int64 [R, K], position of each key; the last positions are the positions of the queries
     until : int32 [R, K], evict_at of each key
     """
 
@@ -43,10 +38,7 @@ class QueryChunk:
     until: Tensor
 
     def visible(self) -> Tensor:
-        """Return the mask of the chunk, bool [R, 1, queries, K], True if the query sees the key.
-
-        A query always sees its own token.
-        """
+        """Return the mask of the chunk, bool [R, 1, queries, K]. A query always sees its own token."""
         now = torch.arange(self.first, self.last, device=self.until.device)
         seen = now[:, None] < self.until[:, None]
         own = seen[..., self.first - self.last :]
@@ -55,10 +47,7 @@ class QueryChunk:
 
 
 def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
-    """Divide the queries of all rows into chunks. If evict_at is on a GPU, the function waits for the GPU twice.
-
-    evict_at : int32 [R, S], for R rows of S tokens
-    """
+    """Divide the queries of all rows into chunks, for evict_at int32 [R, S]. On a GPU, this waits for the GPU twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
     size = _chunk_size(evict_at)
@@ -77,10 +66,7 @@ def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
 
 
 def _chunk_size(evict_at: Tensor) -> int:
-    """Return the number of queries in a chunk, a power of two.
-
-    It is about a quarter of the number of keys that the queries of the fullest row see on average.
-    """
+    """Return a power of two, about a quarter of the mean number of keys that a query of the fullest row sees."""
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
     seen = int((evict_at.clamp(max=width) - position).clamp(min=0).sum(-1).amax()) // width
@@ -88,29 +74,19 @@ def _chunk_size(evict_at: Tensor) -> int:
 
 
 def visited_share(chunks: list[QueryChunk]) -> float:
-    """Return the share of all query-key pairs that the chunks compute."""
     return sum((chunk.last - chunk.first) * chunk.columns.shape[1] for chunk in chunks) / chunks[-1].last ** 2
 
 
 def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
-    """Return the bytes that SDPA keeps for the backward pass besides queries, keys and values.
-
-    They are the gathered keys and values, and the masks, which SDPA converts to the dtype of the attention.
-
-    dim : head dimension
-    itemsize : bytes per number in the attention
-    """
+    """Return the bytes that SDPA keeps for the backward pass: gathered keys and values, and masks in the same dtype."""
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
 
 def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Compute attention under evict_at, with one SDPA call for each chunk of queries over the keys that the chunk sees.
+    """Compute attention under evict_at, [B, Hq, S, D], with one SDPA call for each chunk of queries.
 
     evict_at : int32 [B, Hkv, S]
-    query : [B, Hq, S, D]
-    key, value : [B, Hkv, S, D]
-
-    Returns the output [B, Hq, S, D].
+    query, key, value : [B, Hq, S, D] and twice [B, Hkv, S, D]
     """
     chunks = make_chunks(evict_at.flatten(0, 1))
     attend = partial(_attend, chunks)
@@ -127,7 +103,7 @@ def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor,
     first_of_row = torch.arange(0, len(key), shape[2], device=key.device)[:, None]
     places = [(first_of_row + chunk.columns).flatten() for chunk in chunks]
     counts = [len(place) for place in places]
-    # Gather for all chunks at once: with a gather or slice per chunk, the backward pass would fill S numbers per chunk.
+    # Gather for all chunks together: a gather or slice per chunk would fill S numbers per chunk in the backward pass.
     keys, values = (x.index_select(0, torch.cat(places)).split(counts) for x in (key, value))
     queries = query.split([chunk.last - chunk.first for chunk in chunks], dim=2)
     rows, group = query.shape[:2]
@@ -141,12 +117,8 @@ def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor,
 def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int, itemsize: int, layers: int) -> int:
     """Return the bytes that attention over gathered keys keeps for the backward pass.
 
-    Queries after the prompt are assumed to see `seen` entries, and queries of the prompt all prompt tokens before them.
-
-    rows : number of sequences times number of kv heads
-
-    If one layer exceeds `HELD` bytes, the result is for one layer, because only one layer is kept at a time; otherwise
-    the result is for all layers.
+    `rows` is sequences x kv heads. Queries after the prompt see `seen` entries; prompt queries see all tokens before
+    them. If one layer exceeds `HELD` bytes, only one layer is kept at a time, and the result is for one layer.
     """
     evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
     layer_bytes = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)

@@ -1,7 +1,4 @@
-"""Attention under evict_at with any of ATTENTION_KERNELS: the interface between the views and the kernels.
-
-A mask depends only on evict_at, so a view passes only a function that fetches one layer's evict_at.
-"""
+"""Attention under evict_at with any of ATTENTION_KERNELS: the interface between the views and the kernels."""
 
 from __future__ import annotations
 
@@ -23,16 +20,12 @@ Evictions = Callable[[], Tensor]
 def masked_attention(
     evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
-    """Compute attention under evict_at with the given kernel.
+    """Compute attention under evict_at with the given kernel. Returns the output [B, Hq, S, D].
 
-    evict_at : function that returns evict_at, int32 [B, Hkv, S]; called in the forward pass and again in the backward
-        pass (with the kernels flex, flex_sorted and gather, only in the forward pass)
-    query : [B, Hq, S, D]
-    key, value : [B, Hkv, S, D]
-    kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow, and for which torch does
-        not allow gradients
-
-    Returns the output [B, Hq, S, D].
+    evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
+        backward pass
+    query, key, value : [B, Hq, S, D] and twice [B, Hkv, S, D]
+    kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and has no gradients
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
@@ -65,13 +58,9 @@ def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor
 
 
 def visible_mask(evict_at: Tensor) -> Tensor:
-    """Return the mask of evict_at: query q sees token t if t <= q < evict_at[t].
+    """Return the mask of evict_at, int32 [B, Hkv, S], as bool [B, Hkv, S queries, S tokens].
 
-    A query always sees its own token: otherwise a padding query would have an empty softmax.
-
-    evict_at : int32 [B, Hkv, S]
-
-    Returns bool [B, Hkv, S queries, S tokens].
+    Query q sees token t if t <= q < evict_at[t]. It also sees its own token, so that padding has no empty softmax.
     """
     position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
     mask = position[:, None] < evict_at[:, :, None, :]
@@ -81,10 +70,10 @@ def visible_mask(evict_at: Tensor) -> Tensor:
 
 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
-    """Return the bytes of the boolean masks [sequences, kv_heads, length, length] of `layers` layers."""
+    """Return the bytes of boolean masks of length x length for each sequence, kv head and layer."""
     return sequences * layers * kv_heads * length * length
 
 
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """Return the bytes of one layer's mask in replay attention: the boolean mask, and the float bias made from it."""
+    """Return the bytes of one layer's boolean mask, and of the float bias that SDPA makes from it."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)

@@ -10,10 +10,10 @@ _exact = True
 
 
 def compute_exactly(exact: bool) -> None:
-    """Set whether this process computes float32 attention on a CPU in float64. The default is True.
+    """Set whether this process computes float32 attention on a CPU in float64, which is the default
+    (`computing_dtype`).
 
-    In float64, the log-probabilities of sampler and trainer agree up to rounding (see `computing_dtype`). Attention in
-    float32 is about twice as fast.
+    Attention in float32 is about twice as fast.
     """
     global _exact
     _exact = exact
@@ -22,15 +22,12 @@ def compute_exactly(exact: bool) -> None:
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Compute attention in the dtype that `computing_dtype` chooses.
+    """Compute attention in the dtype that `computing_dtype` chooses: [B, Hq, T, D] in the dtype of the values.
 
     query : [B, Hq, T, D], T queries
     key, value : [B, Hkv, N, D], N keys and values
-    scaling : the factor on q . k
     mask : bool, False if the query does not see the key; or floats, which are added to the logits
     causal : True if each query sees only the keys up to its own index
-
-    Returns the output [B, Hq, T, D] in the dtype of the values.
     """
     dtype = value.dtype
     wanted = computing_dtype(query, value)
@@ -44,12 +41,11 @@ def sdpa(
 
 
 def computing_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Return the dtype in which attention is computed.
+    """Return the dtype in which attention is computed: the dtype of the values, with two exceptions.
 
-    Under autocast, this is autocast's dtype, because RoPE leaves queries and keys in float32. For float32 on a CPU, it
-    is float64: the engine sums over a compacted cache, the trainer over a masked row, and a trained model can amplify
-    the difference between two summation orders a hundredfold. After `compute_exactly(False)`, it is float32, which is
-    about twice as fast. In all other cases, it is the dtype of the values.
+    Under autocast, it is autocast's dtype, because RoPE leaves queries and keys in float32. For float32 on a CPU, it is
+    float64, unless `compute_exactly(False)` was called. The engine sums over a compacted cache, the trainer over a
+    masked row, and a trained model can amplify the difference between two summation orders a hundredfold.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -6,10 +6,10 @@ position[j] <= q < evict_at[j]. So a tile with the queries q_lo to q_hi and some
     not empty   if  min position <= q_hi  and  max evict_at > q_lo
     full        if  max position <= q_lo  and  min evict_at > q_hi
 
-If keys are in natural order, both tests are exact. But evictions are scattered, so almost every tile has some visible
+In natural order of the keys, both tests are exact. But evictions are scattered, so almost every tile has some visible
 key. Softmax does not depend on the order of keys, so keys may be sorted by evict_at within segments. Then the keys that
 are still visible later are a prefix of every past segment, and the tiles after that prefix are empty. With sorted keys,
-the first test may find an empty tile not empty, but only if the tile's queries and keys belong to the same segment.
+the first test may find an empty tile not empty, but only if queries and keys belong to the same segment.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ FAR = 2**31 - 1  # larger than any position
 
 @dataclass
 class Tiles:
-    """The tiles to visit for R rows of N queries and N keys, that is, n x n tiles with n = N / 128.
+    """The tiles to visit for R rows of N queries and N keys, n x n tiles with n = N / 128. FlexAttention reads the
+    lists.
 
-    The lists are those that FlexAttention reads, with one head per row.
-
-    position, evict_at : int32 [R, N], position and evict_at of the key in each slot; a slot that no query sees has
-        evict_at <= position
+    position, evict_at : int32 [R, N], of the key in each slot; evict_at <= position means that no query sees the key
     order : int64 [R, N], the key in each slot; None means natural order
-    partial_count : int32 [R, 1, n], for each query tile, the number of key tiles to visit with a mask
-    full_count : int32 [R, 1, n], for each query tile, the number of key tiles to visit without a mask
+    partial_count, full_count : int32 [R, 1, n], number of key tiles that each query tile visits with, and without, a
+        mask
     partial, full : int32 [R, 1, n, n], indices of these key tiles; only the first partial_count or full_count are valid
     """
 
@@ -47,7 +45,6 @@ class Tiles:
 
     @property
     def visited(self) -> float:
-        """Share of all tiles that are visited."""
         count = self.partial_count.sum() + self.full_count.sum()
         return float(count) / (len(self.position) * self.partial.shape[-1] ** 2)
 
@@ -60,16 +57,15 @@ class Tiles:
 
 
 def segment_of(length: int) -> int:
-    """Return the number of tokens that are sorted together: about the power of two that leaves the fewest tiles."""
+    """Return the number of tokens to sort together: about the power of two that leaves the fewest tiles."""
     return 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
 def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
-    """Return the tiles to visit under evict_at.
+    """Return the tiles to visit under evict_at, int32 [R, S].
 
-    evict_at : int32 [R, S], for R rows of S tokens
     width : N, the padded number of tokens, a multiple of 128
-    segment : number of tokens whose keys are sorted by evict_at, those evicted last first; None means natural order
+    segment : number of tokens whose keys are sorted by evict_at in descending order; None means natural order
     """
     rows, length = evict_at.shape
     assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
@@ -90,11 +86,9 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
-    """Test for each query tile and key tile if the tile is not empty, and if it is full (see the module docstring).
+    """Return for each query tile and key tile, as bool [R, n, n] each, if the tile is not empty, and if it is full.
 
-    position, evict_at : int32 [R, N], N a multiple of 128
-
-    Returns (not empty, full), each bool [R, n, n] with n = N / 128.
+    `position` and `evict_at` are int32 [R, N], N a multiple of 128, and n = N / 128.
     """
     rows, count = len(position), position.shape[-1] // TILE
     first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # first query of each tile
@@ -108,20 +102,17 @@ def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a mask of tiles, bool [R, n, n], to lists.
+    """Convert a mask of tiles, bool [R, n, n], to lists for each query tile.
 
-    Returns, for each query tile, the number of key tiles that are True, int32 [R, 1, n], and the indices of all key
-    tiles with the True ones first, int32 [R, 1, n, n].
+    Returns the number of key tiles that are True, int32 [R, 1, n], and the indices of all key tiles with the True ones
+    first, int32 [R, 1, n, n].
     """
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return mask.sum(-1, dtype=torch.int32)[:, None], indices[:, None].int()
 
 
 def visible_share(evict_at: Tensor) -> float:
-    """Return the share of query-key pairs that are visible under evict_at, int32 [R, S].
-
-    This share is a lower bound of the share of tiles that must be visited.
-    """
+    """Return the visible share of query-key pairs under evict_at, int32 [R, S]: at most the share of visited tiles."""
     length = evict_at.shape[-1]
     position = torch.arange(length, device=evict_at.device)
     return float((evict_at.clamp(max=length) - position).clamp(min=0).sum() / (evict_at.numel() * length))

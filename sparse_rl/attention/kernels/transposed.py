@@ -1,10 +1,9 @@
 """Transposed attention with FlexAttention: the attention that each key receives, instead of the output of each query.
 
-FlexAttention is called with the keys in the place of queries, and the queries in the place of keys. For each key, an
-interval of queries counts. The log-sum-exp of a query is subtracted from each of the query's scores, which makes the
-scores log-probabilities. Then the log-sum-exp that FlexAttention returns for a key is the log of the attention that the
-key receives. The plain implementation is in attention/future.py. No tensor of tokens x tokens is made, and all data
-that differ between layers and steps are arguments of one compiled graph.
+FlexAttention is called with keys in the place of queries, and queries in the place of keys. The log-sum-exp of a query
+is subtracted from the query's scores, which makes the scores log-probabilities. The log-sum-exp that FlexAttention then
+returns for a key is the log of the attention that the key receives. No tensor of tokens x tokens is made, and data that
+differ between layers and steps are arguments of one compiled graph. attention/future.py is the plain implementation.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ def mass_by_flex(
 ) -> Tensor:
     """Return the log of the attention that each key receives from the queries that count.
 
-    For key t, this is the log of the sum of exp(min(q_d . k_t scaling - lse_d, largest)) over the queries
-    first[t] <= d < last[t], where lse_d is the log-sum-exp of query d.
+    For key t, this is the log of the sum of exp(min(q_d . k_t scaling - lse_d, largest)) over the queries first[t] <= d
+    < last[t], where lse_d is the log-sum-exp of query d.
 
     query, key : [B, Hq, S, D] and [B, Hkv, S, D]
-    log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores
-    first, last : int64 [B, S], for each key, the first query that counts, and the query after the last that counts
-    scaling : the factor on q . k
-    largest : upper limit of a log-probability
+    log_sum_exp, first, last : float32 [B, Hq, S], and twice int64 [B, S]
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores
 
     Returns float32 [B, Hq, S] (the plain operator returns float64 for float64 input); -inf if no query counts.
@@ -62,12 +58,9 @@ def mass_by_flex(
 
 
 def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Return, for each tile of keys, the lists of the query tiles that have queries that count (see `mass_by_flex`).
+    """Return the lists of the query tiles that count for each tile of keys, partly and fully, as made by `listed`.
 
-    first, last : int32 [B, N], the interval of queries that count for each key
-
-    Returns four tensors, with n = N / 128: the number of query tiles that count partly, int32 [B, 1, n]; their indices,
-    int32 [B, 1, n, n]; the number of query tiles that count fully; and their indices, in the same shapes.
+    `first` and `last` are int32 [B, N], the interval of queries that count for each key.
     """
     # made contiguous, because the kernels ignore the strides of a list
     some, full = (tiles.transpose(1, 2).contiguous() for tiles in tile_tests(first, last))
@@ -75,10 +68,7 @@ def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def transposed_options(log_sum_exp: Tensor, first: Tensor, last: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the keyword arguments of the FlexAttention call, except keys, queries and values.
-
-    rest : the lists of `transposed_tiles`, scaling and largest
-    """
+    """Return the options of the FlexAttention call; `rest` has the lists of `transposed_tiles`, scaling and largest."""
     *lists, scaling, largest = rest
 
     def counts(row: Tensor, _: Tensor, t: Tensor, d: Tensor) -> Tensor:
@@ -100,5 +90,5 @@ def _log_mass(keys: Tensor, queries: Tensor, values: Tensor, *rest: Any) -> Tens
 
 @cache
 def _compiled() -> Any:
-    """Compile `_log_mass` on first use, because torch's compiler takes seconds to import."""
+    """Compile on first use, because torch's compiler takes seconds to import."""
     return torch.compile(_log_mass, dynamic=False, fullgraph=True)

@@ -16,9 +16,9 @@ from sparse_rl.trace import EvictionTrace
 class DenseView:
     """A `kv_view` that replays the trace of one unpadded sequence with dense masks, which it holds for all layers.
 
-    Each time that a compaction fits a token again, the fitted entry is added to the entries. The original token is seen
-    until its first fit, and each fitted entry is seen from its compaction until the next one. All entries are in one
-    attention call with a mask.
+    When a compaction refits a token (Attention Matching), the fitted entry is added to the entries. Queries see the
+    original token until its first fit, and each fitted entry from its compaction until the next one. All entries are in
+    one attention call with a mask.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -32,7 +32,6 @@ class DenseView:
         self.record = Record.read(trace.further["refit_with"]) if self.times else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         if self.record is None:
             return dense_attention(query, key, value, self.masks[layer], scaling)
         heads, group = key.shape[1], query.shape[1] // key.shape[1]
@@ -44,11 +43,7 @@ class DenseView:
         return torch.cat(out, dim=1)
 
     def _attend_head(self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Return the attention output of one kv head, [1, G, S, D], for G query heads and S tokens.
-
-        query : [1, G, S, D]
-        key, value : [1, 1, S, D]
-        """
+        """Return one kv head's output, [1, G, S, D] for G query heads; key and value are [1, 1, S, D]."""
         assert self.record is not None
         length, record = key.shape[2], self.record
         token = torch.arange(length, device=key.device)

@@ -1,4 +1,4 @@
-"""The function that makes a view from recorded traces, for a forward pass that replays the traces."""
+"""Make a view from recorded traces, for a forward pass that replays the traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 
 def views() -> list[type[TraceView]]:
-    """Return the view classes of all cache methods, without duplicates."""
     return list(dict.fromkeys(config.part("view") for config in CONFIGS.values()))
 
 

@@ -1,10 +1,9 @@
 """Eviction replay: training under exactly the attention that the sampler had.
 
-The traces of a micro-batch stay in host memory. When a layer runs, the layer's slice of evict_at is copied to the
-device, and the next layer's slice is prefetched; the layer's mask is made, used and dropped. The backward pass
-recomputes the mask in the same way. So at most one layer's mask and two layers' slices of evict_at are on the device.
-(FlexAttention's lists of tiles are small and are kept for the backward pass; with gradient checkpointing, only those of
-one layer are kept.)
+The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, the
+next layer's slice is prefetched, and the layer's mask is made, used and dropped. The backward pass recomputes the mask
+in the same way. So at most one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists
+of tiles are small and are kept for the backward pass; with gradient checkpointing, only one layer's lists are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ReplayView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """See `TraceView.holds`. On a GPU, `auto` is assumed to choose FlexAttention."""
+        """On a GPU, `auto` is assumed to choose FlexAttention."""
         rows, kv_heads, length, kernel = replayed.rows, replayed.kv_heads, replayed.length, replayed.kernel
         itemsize = 8 if kernel == "dense" else replayed.itemsize
         if kernel.startswith("flex") or (kernel == "auto" and replayed.cuda):
@@ -85,17 +84,13 @@ class ReplayView(TraceView):
         return slice_
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
         return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
-    """Compute causal attention of rows whose first tokens are in the columns `starts`.
-
-    Left padding is rolled to the end of the row, where no real query sees it.
-    """
+    """Compute causal attention of rows that start at the columns `starts`; roll left padding to the end of its row."""
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
@@ -107,8 +102,5 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: l
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the side stream of a device, which all views share.
-
-    Torch's allocator reserves memory for the stream that has used it, so more streams would need more memory.
-    """
+    """Return a device's side stream, which all views share: torch's allocator reserves memory for each used stream."""
     return torch.cuda.Stream(device)
