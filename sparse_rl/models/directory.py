@@ -30,10 +30,9 @@ SCORER_FILE = "cache_scorer.safetensors"
 
 
 def model_directory(name: str) -> str:
-    """Return the model directory that a user means by `name`.
+    """Return the model directory that `name` means: a run's trained model, or a shipped model ("quickstart/model").
 
-    If `name` is the directory of a run, this is the directory of the trained model; if `name` is a shipped model, such
-    as "quickstart/model", it is the installed directory. Any other name is returned unchanged.
+    Any other name is returned unchanged.
     """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
@@ -45,7 +44,6 @@ def model_directory(name: str) -> str:
 
 
 def _shipped_model(name: str) -> Path | None:
-    """Return the directory of a model in the package `recipes`, or None if there is no such model."""
     try:
         folder = Path(str(importlib.resources.files("recipes"))) / name
     except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
@@ -60,10 +58,7 @@ def save_policy(directory: str | Path, policy: Policy) -> None:
 
 
 def saved_policy(directory: str | Path) -> Policy | None:
-    """Return the policy saved in a model directory, or None if there is none.
-
-    Raises UserError if the file exists but cannot be used.
-    """
+    """Return the policy saved in a model directory, or None if there is none. Raises UserError for an unusable file."""
     from sparse_rl.policies.registry import make_policy
 
     file = Path(directory) / POLICY_FILE
@@ -100,12 +95,9 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write cache_scorer.safetensors, with the scorers from a model's state dict, into the model's directory.
+    """Write the scorers in a model's state dict to cache_scorer.safetensors in the model's directory.
 
-    The function also writes an index of the model's weights if there is none: without an index, vLLM would load the
-    scorers' file as well.
-
-    weights : the model's state dict
+    If the weights have no index, this also writes one. Without an index, vLLM would load the scorers' file as weights.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -125,22 +117,15 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
 
 
 def load_scorers(directory: str | Path, model: Any, policy: LearnedPolicy) -> None:
-    """Attach the scorers that a directory holds to a model.
-
-    Raises UserError if the scorers' file is missing, unreadable, or holds scorers of another shape.
-    """
     import torch
 
-    with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced at once
+    with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced immediately
         attach_scorers(model, policy)
     read_scorers(directory, model)
 
 
 def read_scorers(directory: str | Path, model: Any) -> None:
-    """Load cache_scorer.safetensors into a model's scorers.
-
-    Raises UserError if the file is missing, unreadable, or holds scorers of another shape.
-    """
+    """Load cache_scorer.safetensors into a model's scorers. Raises UserError if the file is missing or does not fit."""
     weights = stored_scorers(directory)
     try:
         getattr(model, SCORERS).load_state_dict(weights)
@@ -149,10 +134,7 @@ def read_scorers(directory: str | Path, model: Any) -> None:
 
 
 def stored_scorers(directory: str | Path) -> dict[str, Any]:
-    """Return the tensors of cache_scorer.safetensors by name, "LAYER.PARAMETER".
-
-    Raises UserError if the file is missing or unreadable.
-    """
+    """Return the tensors of cache_scorer.safetensors by name, "LAYER.PARAMETER"."""
     from safetensors.torch import load_file
 
     file = Path(directory) / SCORER_FILE

@@ -1,4 +1,4 @@
-"""A check that a hub model is available, which runs once and before any heavy import.
+"""Check that a hub model is available, once and before any heavy import.
 
 Without the check, huggingface_hub would send a request for each file, and retry after 1, 2, 4, 8 and 8 seconds.
 """
@@ -17,14 +17,14 @@ CONNECT_SECONDS = 1.5
 
 
 class UnavailableError(UserError):
-    """Raised if a hub model is not in the hub's cache and cannot be downloaded."""
+    """A hub model is not in the hub's cache and cannot be downloaded."""
 
 
 def check_available(model: str) -> None:
-    """Raise UnavailableError if `model` is no local directory, is not in the hub's cache, and the hub is unreachable.
+    """Raise UnavailableError if `model` is neither local nor cached and the hub is unreachable; UserError for a bad
+    name.
 
-    Raises UserError if `model` cannot be the name of a model. If the hub is unreachable and the model is in the cache,
-    this process and its child processes use only the cache from now on.
+    If the hub is unreachable and the model is cached, this process and its children use only the cache from now on.
     """
     if Path(model).exists():
         return
@@ -52,7 +52,7 @@ def check_available(model: str) -> None:
 
 @cache
 def _unreachable() -> str | None:
-    """Return the reason why the hub cannot be used, or None if the hub answers, with any status."""
+    """Return the reason why the hub cannot be used. None means that the hub answered, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

@@ -3,7 +3,7 @@
 Sources, read in November 2026: layers, heads and sizes are from litgpt/config.py (github.com/Lightning-AI/litgpt,
 commit 26857050), which quotes each model's config.json. That file lacks DeepSeek-R1-Distill-Qwen-7B, which was derived
 from Qwen2.5-Math-7B and has its shape. The context lengths are from the model cards. The parameter counts computed from
-these shapes equal the published ones (tests/models/test_known_models.py). Other models are not in the table.
+these shapes equal the published ones (tests/models/test_known_models.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name,
 
 
 def load_shape(model: str) -> Any:
-    """Load the configuration of a directory or hub name; if it is unavailable, use the table of shapes.
+    """Load the configuration of a directory or hub name; if it is unavailable, use the table SHAPES.
 
-    A configuration from the table SHAPES has the model's shape, but not the model's eos, rope and dtype.
-
-    Raises UnavailableError if the model is unavailable and not in the table, and UserError if it is not a causal
-    language model of a supported family, or cannot be replayed.
+    A configuration from the table has the model's shape, but not the model's eos, rope and dtype. UnavailableError
+    means that the table does not have the model either.
     """
     try:
         return load_config(model)

@@ -1,4 +1,4 @@
-"""Functions that load a model's configuration, tokenizer and weights; the configuration is checked first."""
+"""Load a model's configuration, tokenizer and weights; the configuration is checked first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ MOST_TOKENS = 2**24  # limit for the size of a vocabulary
 def load_config(model: str) -> Any:
     """Load the configuration of a directory or hub name, and check that its model family supports replay.
 
-    Raises UserError if there is no such model, if the model is not a causal language model of a supported family, or if
-    it has sliding windows or dropout.
+    Raises UserError if there is no such model, or if it cannot be replayed (`check_replayable`).
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -44,8 +43,8 @@ def load_config(model: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # any exception of the library for an invalid file
-        wrong = f"{model} is neither a model directory nor a hub name that can be read: {reason(error)}"
-        raise UserError(wrong, "model") from error
+        message = f"{model} is neither a model directory nor a hub name that can be read: {reason(error)}"
+        raise UserError(message, "model") from error
     check_replayable(config, model)
     for source in (config, load_generation_config(model) if Path(model).is_dir() else None):
         ends = getattr(source, "eos_token_id", None)
@@ -57,10 +56,7 @@ def load_config(model: str) -> Any:
 
 
 def load_generation_config(model: str | Path) -> Any:
-    """Load the generation config of a directory or hub name; return None if there is none.
-
-    Raises UserError if the file exists but cannot be read.
-    """
+    """Load the generation config of a directory or hub name. None means that there is none."""
     from transformers import GenerationConfig
 
     is_here = (Path(model) / GENERATION_FILE).is_file()
@@ -91,8 +87,8 @@ def _check_token_ids(file: Path) -> None:
     vocabulary = content["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token["id"] for token in content.get("added_tokens") or ()]
-    if wrong := [token_id for token_id in ids if not 0 <= token_id < MOST_TOKENS][:1]:
-        raise ValueError(f"{show(wrong[0])} is not a valid token id")
+    if invalid := [token_id for token_id in ids if not 0 <= token_id < MOST_TOKENS][:1]:
+        raise ValueError(f"{show(invalid[0])} is not a valid token id")
 
 
 def load_tokenizer(model: str) -> Any:
@@ -124,10 +120,6 @@ def model_fingerprint(config: Any) -> str:
 
 
 def load_model(directory: str | Path, dtype: str = "float32") -> Any:
-    """Load the model of a directory or hub name, with its scorers if its saved policy needs them.
-
-    Raises UserError if a file is missing or cannot be used.
-    """
     from sparse_rl.attention.interface import adopt
 
     model = load_plain_model(directory, dtype)
@@ -138,9 +130,9 @@ def load_model(directory: str | Path, dtype: str = "float32") -> Any:
 
 
 def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") -> Any:
-    """Create a model with the configuration of a directory or hub name, and random weights drawn from `seed`.
+    """Create a model with the configuration of a directory or hub name, and random weights from `seed`.
 
-    The weights are drawn in float32 on the CPU, and the state of the global generator is not changed.
+    The weights are drawn in float32 on the CPU. The global generator is not changed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -154,13 +146,7 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
 
 def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
-    """Load the model of a directory with transformers: without scorers, and with transformers' own attention.
-
-    dtype : name of a torch dtype
-    key : recipe key that names the model, for errors
-
-    Raises UserError if the weights cannot be read.
-    """
+    """Load a model without scorers, with transformers' own attention. Errors name the recipe key `key`."""
     from transformers import AutoModelForCausalLM
 
     stored_shapes(directory, key)

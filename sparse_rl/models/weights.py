@@ -24,11 +24,9 @@ CONVERT = (
 
 
 def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]] | None:
-    """Return the shape of each tensor in a directory's weight files, by name; return None for a hub name.
+    """Return the shape of each tensor in a directory's weight files, by name. None means that `model` is a hub name.
 
-    key : recipe key that names the model, for errors
-
-    Raises UserError if the directory has no weights, an adapter, pickled weights, or an incomplete file.
+    Raises UserError for missing, pickled or incomplete weights, and for an adapter.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -41,8 +39,8 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
         pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
         if pickled:
             convert = f'python -c "{CONVERT.format(str(model))}"'
-            wrong = f"{folder / pickled[0]} is a pickle, which may run code as it is read; use safetensors weights"
-            raise UserError(f"{wrong}. If you trust it, convert it: {convert}", key)
+            mistake = f"{folder / pickled[0]} is a pickle, which may run code as it is read; use safetensors weights"
+            raise UserError(f"{mistake}. If you trust it, convert it: {convert}", key)
         raise UserError(f"{model} has no weights: there is no {WEIGHTS}", key)
     file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
     shapes: dict[str, list[int]] = {}
@@ -64,10 +62,6 @@ def _shards(index: Path) -> list[str]:
 
 
 def meta_model(config: Any, model: str = "the model") -> Any:
-    """Create the model of a configuration on the meta device, without memory for its weights.
-
-    Raises UserError if the configuration is invalid.
-    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -79,10 +73,7 @@ def meta_model(config: Any, model: str = "the model") -> Any:
 
 
 def check_weights(config: Any, model: str, key: str = "model") -> Any:
-    """Check the weights of a model directory, and return the model of its configuration on the meta device.
-
-    Raises UserError if the directory's weights cannot be loaded, or do not match the configuration.
-    """
+    """Return the configuration's model on the meta device, after a check that a directory's weights match it."""
     shapes = stored_shapes(model, key)
     empty_model = meta_model(config, model)
     if shapes is None or getattr(config, "quantization_config", None) is not None:
@@ -98,6 +89,6 @@ def check_weights(config: Any, model: str, key: str = "model") -> Any:
         if stored is None:
             raise UserError(f"the weights of {model} lack {aliases[0]}, which its {CONFIG_FILE} requires", key)
         if shapes[stored] != sizes[weight_id]:
-            wrong = f"{stored} of {model} has shape {shapes[stored]}, but {sizes[weight_id]} by its {CONFIG_FILE}"
-            raise UserError(f"{wrong}; one of the files belongs to another model", key)
+            mistake = f"{stored} of {model} has shape {shapes[stored]}, but {sizes[weight_id]} by its {CONFIG_FILE}"
+            raise UserError(f"{mistake}; one of the files belongs to another model", key)
     return empty_model
