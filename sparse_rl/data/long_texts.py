@@ -4,11 +4,9 @@
     python -m sparse_rl.data.long_texts longhealth benchmark_v5.json --patients 5 > longhealth.jsonl
 
 The files come from github.com/nyu-mll/quality and github.com/kbressem/LongHealth. A row is {context, prompt, answer,
-id}. The context is the text, the prompt a question followed by its options (one per line, with letters), and the answer
-the letter of the correct option. Texts, their order and their groups are as in the evaluation of Attention Matching
-(arXiv 2602.16284). Each QuALITY article appears once, with all its questions. LongHealth's patients are sorted by name
-and grouped into texts of a fixed number of patients. Each note is enclosed in tags with its name, and a question names
-its patient if the text has several.
+id}: the text, a question with lettered options, the letter of the correct option, and a name. Texts, their order and
+their groups are as in the evaluation of Attention Matching (arXiv 2602.16284). Each QuALITY article appears once, with
+all its questions. LongHealth's patients are sorted by name and grouped into texts of a fixed number of patients.
 """
 
 from __future__ import annotations
@@ -26,12 +24,9 @@ OPTIONS = [f"answer_{letter}" for letter in "abcde"]
 
 
 def quality_rows(articles: Iterable[Row]) -> Iterator[Row]:
-    """Yield a row for each question, article by article.
+    """Yield a row for each question, article by article. An article may occur several times in `articles`.
 
-    articles : {article, article_id, questions: [{question, options, gold_label, question_unique_id}]}, with gold_label
-        counted from 1; an article may occur several times
-
-    Raises UserError for a question without a valid gold_label.
+    Raises UserError for a question without a valid gold_label, which is counted from 1.
     """
     questions_of: dict[tuple[Any, str], list[Row]] = {}
     for number, row in enumerate(articles, start=1):
@@ -76,7 +71,6 @@ def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
 
 
 def with_options(question: str, options: Sequence[str]) -> str:
-    """Return a question followed by its options, each on a line with its letter."""
     lines = (f"{letter}. {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
     return "\n".join([question, "", *lines])
 
@@ -86,7 +80,6 @@ def _row(context: str, prompt: str, correct: int, name: Any) -> Row:
 
 
 def first_texts(rows: Iterable[Row], most: int | None) -> Iterator[Row]:
-    """Yield the rows of the first `most` texts; None means all."""
     seen: set[str] = set()
     for row in rows:
         seen.add(row["context"])
@@ -96,7 +89,6 @@ def first_texts(rows: Iterable[Row], most: int | None) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the requested rows to stdout; returns the exit status, 2 for a UserError."""
     parser = Parser(prog="python -m sparse_rl.data.long_texts", description="Write rows of questions about long texts.")
     jobs = parser.add_subparsers(dest="job", metavar="quality | longhealth", required=True)
     quality, longhealth = jobs.add_parser("quality"), jobs.add_parser("longhealth")

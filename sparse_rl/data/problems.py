@@ -1,8 +1,7 @@
-"""Datasets: loads a `data:` block as rows {prompt, answer, ...}.
+"""Load the dataset of a `data:` block as rows {prompt, answer, ...}. Local files are read without network access.
 
 `prompt` is text, or a list of chat messages if a chat template is used; tokens.py tokenizes both. If a row has a
-`context`, the prompt begins with it. This module is independent of rewards, engines and trainers. Local files are read
-without network access.
+`context`, the prompt begins with it.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 def load_data(
     config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
 ) -> datasets.Dataset:
-    """Load the rows of a dataset: optionally shuffled, rendered to prompts, without too long ones, cut to the limit.
+    """Load the rows of a dataset: optionally shuffled, rendered to prompts, without too long prompts, cut to the limit.
 
     tokenizer : its chat template is used if it has one, and it counts tokens for `max_prompt_tokens`
     require : required columns among prompt, answer and completion (SFT needs prompt and completion)
     where : dotted key of the block in the recipe, for error messages
 
-    Returns a dataset with `prompt` (str, or a list of messages), `answer` (str) if the source has one, `completion` (in
-    the form of the prompt) if it is required or mapped, `context` (str) if it is mapped, and the source's other columns
-    unchanged. The prompt includes the context.
-
-    Raises UserError: a missing or unreadable file, a missing column, a null, or no rows.
+    Returns `prompt` (str, or a list of messages), `answer` (str) if the source has one, `completion` (in the form of
+    the prompt) if it is required or mapped, `context` (str) if it is mapped, and the source's other columns unchanged.
+    The prompt includes the context. Raises UserError for unreadable, incomplete or missing rows.
     """
     try:
         return _load(config, tokenizer, require)
@@ -130,7 +127,6 @@ def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
 
 
 def _read(config: DataConfig) -> datasets.Dataset:
-    """Load the source's unchanged rows from a local file or the hub."""
     assert config.path is not None
     if not config.local:
         if Path(config.path).is_file():
@@ -142,8 +138,8 @@ def _read(config: DataConfig) -> datasets.Dataset:
 
     path = Path(config.path).expanduser()
     if not path.is_file():
-        wrong = "not a regular file" if path.exists() else "no such file"
-        raise UserError(f"{wrong}: {config.path}", "path")
+        problem = "not a regular file" if path.exists() else "no such file"
+        raise UserError(f"{problem}: {config.path}", "path")
     if path.stat().st_size == 0:
         raise UserError(f"{config.path} is empty", "path")
     suffix = path.suffix.lower()
@@ -173,13 +169,12 @@ def _refuse_deep(path: Path, suffix: str) -> None:
 
 
 def _levels(text: bytes) -> int:
-    """Return the maximum nesting depth of lists and objects in a JSON text."""
     brackets = re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text))
     return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def _bad_line(path: Path) -> str | None:
-    """Describe the first line of a JSONL file that is not a JSON object; None if there is none."""
+    """Describe the first line of a JSONL file that is not a JSON object. None means that there is none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -242,7 +237,6 @@ def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | lis
 
 
 def _prepend_context(context: Any, prompt: str | list[dict[str, Any]], index: int) -> Any:
-    """Return a prompt with a context put before it."""
     if not isinstance(context, str):
         raise UserError(f"row {index + 1}: expected text, got {type(context).__name__}", "columns.context")
     try:

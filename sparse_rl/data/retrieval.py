@@ -5,12 +5,8 @@ random order, with meaningless filler words after each statement. Each question 
 
     known: ba=7 the of du=2 and for ba=7 it on du=2 from by asked: du?   ->   2 ba? 7
 
-A worked answer continues with questions about the other facts and their answers, so that a model learns from all facts,
-and learns which questions may come. So it is known what a small cache must hold: the facts, with one entry for each
-unless an entry can represent two.
-
-This module holds the task, its tokenizer, the configuration of a model, and the rows of data, whose splits are defined
-in synthetic.py.
+A worked answer continues with questions about the other facts and their answers. So a model learns from all facts, and
+learns which questions may come. A small cache must hold one entry for each fact, unless an entry can represent two.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 QUESTIONS = tuple(f"{name}?" for name in NAMES)
 FACTS = tuple(f"{name}={digit}" for name in NAMES for digit in DIGITS)
 WORDS = (*SPECIAL, KNOWN, ASKED, *DIGITS, *FILLER, *QUESTIONS, *FACTS)
-VOCABULARY = 1152  # padded
-MOST_TOKENS = 4096  # of a row, at most
+VOCABULARY = 1152  # padded size
+MOST_TOKENS = 4096  # maximum number of tokens of a row
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """`facts` facts, each stated `restated` times, with `filler` words after each statement."""
+    """A task with `facts` facts, each stated `restated` times, with `filler` words after each statement."""
 
     facts: int = 50
     restated: int = 7
@@ -53,7 +49,7 @@ class Retrieval:
             raise UserError(f"retrieval: facts 1 to {len(NAMES)}, restated >= 1 and filler >= 0, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
-        """Draw a problem: a digit for each name of NAMES, or UNSAID if no fact is about it."""
+        """Draw a problem: a digit for each name of NAMES, or UNSAID if no fact is about the name."""
         named = set(rng.sample(range(len(NAMES)), self.facts))
         return tuple(rng.randrange(len(DIGITS)) if name in named else UNSAID for name in range(len(NAMES)))
 
@@ -64,14 +60,12 @@ class Retrieval:
         return " ".join([KNOWN, *(word for fact in statements for word in (fact, *rng.choices(FILLER, k=self.filler)))])
 
     def questions(self, problem: Problem, rng: random.Random) -> list[tuple[str, str]]:
-        """Return a (question, answer) pair for each fact, in random order."""
         pairs = [(f"{NAMES[name]}?", DIGITS[digit]) for name, digit in facts_of(problem).items()]
         rng.shuffle(pairs)
         return pairs
 
     @property
     def document_tokens(self) -> int:
-        """Number of tokens of a document, which equals its number of words."""
         return 1 + self.facts * self.restated * (1 + self.filler)
 
 
@@ -81,16 +75,16 @@ def facts_of(problem: Problem) -> dict[int, int]:
 
 
 def problems(split: str, seed: int, task: Retrieval) -> Iterator[Problem]:
-    """Yield problems of a split endlessly. Two splits never share a problem; two seeds of one split may."""
+    """Yield problems of a split endlessly. Two splits never share a problem; two seeds of one split may share some."""
     return (problem for problem in drawn("retrieval", split, seed, task.problem) if problem is not None)
 
 
 def rows(
     split: str, size: int, seed: int, with_response: bool = False, task: Retrieval | None = None
 ) -> list[dict[str, Any]]:
-    """Return rows {prompt, answer}; if `with_response`, also a worked `completion` without the end-of-text token.
+    """Return rows {prompt, answer}, where the prompt is a document and one question.
 
-    The prompt is a document and one question. The completion is its answer, then the other questions and answers.
+    If `with_response`, a row also has a worked answer as `completion`, without the end-of-text token.
     """
     task = task or Retrieval()
     rng = random.Random(f"retrieval/documents/{split}/{seed}")
@@ -106,7 +100,6 @@ def rows(
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Create the tokenizer: one token per word, no chat template."""
     from tokenizers import pre_tokenizers
 
     return word_tokenizer(WORDS, VOCABULARY, pre_tokenizers.WhitespaceSplit(), MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Helpers of the commands that convert a dataset's original files: reading these files, and writing rows to stdout."""
+"""Helpers of the commands that convert a dataset's original files: read these files, and write rows to stdout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ KINDS: dict[type, str] = {str: "text", list: "list", dict: "mapping"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError, with the message in one line."""
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def count_of(text: str) -> int:
-    """Parse an option's whole number from 1 to 1,000,000; argparse reports any other value."""
     if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1,000,000, got {show(text)}")
     return int(text)
@@ -34,7 +31,7 @@ def count_of(text: str) -> int:
 def write_rows(
     parser: Parser, arguments: Sequence[str] | None, rows_of: Callable[[argparse.Namespace], Iterable[Row]]
 ) -> int:
-    """Write the rows that the arguments request to stdout; returns the exit status, 2 for a UserError."""
+    """Write the rows that the arguments request to stdout. Return the exit status, 2 for a UserError."""
     try:
         rows = list(rows_of(parser.parse_args(arguments)))
     except UserError as error:
@@ -46,10 +43,7 @@ def write_rows(
 
 
 def read_objects(path: str, lines: bool = False) -> list[Row]:
-    """Read the objects of a JSON Lines file (.jsonl, or any if `lines`), or of a JSON file with one object or a list.
-
-    Raises UserError if the file cannot be read, or holds anything else.
-    """
+    """Read the objects of a JSON Lines file (.jsonl, or any if `lines`), or of a JSON file: one object or a list."""
     try:
         text = read_text(path, MOST_TEXT)
     except (OSError, ValueError) as error:
@@ -67,7 +61,7 @@ def read_objects(path: str, lines: bool = False) -> list[Row]:
 
 
 def held(row: Any, name: str, kind: type[T], where: str) -> T:
-    """Return the value of `row[name]`. Raises UserError if it is missing or not of type `kind` (str, list or dict)."""
+    """Return `row[name]`. Raises UserError if it is missing or not of type `kind` (str, list or dict)."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
         contents = f"it has {', '.join(row) or 'nothing'}" if isinstance(row, dict) else f"it is {show(row)}"

@@ -1,13 +1,10 @@
 r"""Running sum: a task small enough for two CPU cores, on which a model still has to learn to cope with evictions.
 
 A problem is a list of labelled digits. The answer writes the running sum mod 10, one line per label (label, digit,
-previous label's sum, own sum). Before a line, the supervised text may insert a note that restates the unused labels
-and digits: a model that learns to write notes keeps the digits that it still needs in a small cache.
+previous label's sum, own sum). Before a line, the supervised text may insert a note that restates the unused labels and
+digits: a model that learns to write notes keeps the digits that it still needs in a small cache.
 
     Qa1b4c0d2e0f3g3h3?   ->   a1A1;b4A1B5;[c0d2e0f3g3h3]c0B5C5;[d2e0f3g3h3]d2C5D7;e0D7E7;f3E7F0;g3F0G3;h3G3H6;\boxed{6}
-
-This module holds the task, its tokenizer, an untrained model of 102,848 parameters, and the rows of data, whose splits
-are defined in synthetic.py.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ LONGEST = 1024  # tokens of a sequence
 
 @dataclass(frozen=True)
 class RunningSum:
-    """`n` labelled digits below `digits`; while at least two remain, a note with probability `note_probability`."""
+    """`n` labelled digits below `digits`. With `note_probability`, a note precedes each line but the last."""
 
     n: int = 8
     digits: int = 5
@@ -44,15 +41,12 @@ class RunningSum:
             raise UserError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
-        """Draw `n` digits from `rng`."""
         return tuple(rng.randrange(self.digits) for _ in range(self.n))
 
     def prompt(self, problem: Problem) -> str:
-        """Return the question: each digit after its label."""
         return f"Q{_restate(problem, 0)}?"
 
     def answer(self, problem: Problem) -> str:
-        """Return the last digit of the sum."""
         return str(sum(problem) % 10)
 
     def response(self, problem: Problem, rng: random.Random) -> str:
@@ -68,7 +62,6 @@ class RunningSum:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of every prompt."""
         return 2 * self.n + 2
 
     @property
@@ -91,7 +84,7 @@ def _restate(problem: Problem, first: int) -> str:
 
 
 def grade(text: str, answer: str) -> bool:
-    r"""True if `text` (special tokens stripped) ends with \boxed{answer}."""
+    r"""Return True if `text` (special tokens stripped) ends with \boxed{answer}."""
     match = re.search(r"\\boxed\{(\d)\}\Z", text)
     return match is not None and match.group(1) == answer
 
@@ -99,10 +92,7 @@ def grade(text: str, answer: str) -> bool:
 def generate_problems(
     size: int, seed: int, exclude: Iterable[Problem] = (), *, split: str = "train", task: RunningSum | None = None
 ) -> list[Problem]:
-    """Draw `size` distinct problems of a split, none of them in `exclude`.
-
-    Two splits never share a problem; two seeds of one split may. Raises UserError if there are too few problems.
-    """
+    """Draw `size` distinct problems of a split, none of them in `exclude`. Raises UserError if there are too few."""
     problems: list[Problem] = []
     seen, misses = set(exclude), 0
     for problem in drawn("running-sum", split, seed, (task or RunningSum()).problem):
@@ -149,7 +139,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(seed: int, **shape: int) -> Qwen3ForCausalLM:
     """Create an untrained float32 Qwen3 from `seed`, without changing the global generator.
 
-    shape : values that replace the defaults of `small_config`: hidden, layers, heads, kv_heads, head_dim, intermediate
+    shape : values that replace the defaults of `small_config`
     """
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM

@@ -1,7 +1,6 @@
 """Helpers of the synthetic tasks: splits that never share a problem, small word tokenizers, and small models.
 
-A hash of a problem's numbers assigns it to exactly one of three splits, so held-out problems stay held out under every
-seed. This module is independent of caches, rewards and training.
+A hash of a problem's numbers assigns it to one of three splits, so held-out problems are the same under every seed.
 """
 
 from __future__ import annotations
@@ -23,20 +22,13 @@ SPLITS = {"train": range(8), "calibration": range(8, 9), "evaluation": range(9, 
 
 
 def split_of(problem: Problem) -> str:
-    """Return the split of a problem, by a stable hash of its numbers."""
     digest = hashlib.blake2b(bytes(problem), digest_size=8).digest()
     bucket = int.from_bytes(digest, "big") % 10
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
 def drawn(task: str, split: str, seed: int, draw: Callable[[random.Random], Problem]) -> Iterator[Problem | None]:
-    """Yield problems endlessly, with None for each that belongs to another split. Two seeds may share problems.
-
-    task : name of the task, which is part of the seed
-    draw : draws a problem with the given generator
-
-    Raises UserError if there is no such split.
-    """
+    """Yield problems endlessly, with None for each that belongs to another split. Two seeds may share problems."""
     if split not in SPLITS:
         raise UserError(f"{task.replace('-', ' ')}: unknown split {split!r}; one of {', '.join(SPLITS)}")
     rng = random.Random(f"{task}/{split}/{seed}")
@@ -51,8 +43,6 @@ def word_tokenizer(
     """Create a tokenizer with one token per word, without a chat template, that pads on the left.
 
     words : vocabulary, which includes <pad>, <eos> and <unk>; it is padded to `size` tokens
-    splitter, decoder : objects of the library `tokenizers`
-    longest : maximum number of tokens of a sequence
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +76,6 @@ def small_config(
     intermediate: int = 128,
     **further: Any,
 ) -> Qwen3Config:
-    """Return the configuration of a small Qwen3 in float32."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

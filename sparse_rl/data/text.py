@@ -1,4 +1,4 @@
-"""Cuts a text file into pieces of equal token counts."""
+"""Cut a text file into pieces of equal token counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from sparse_rl.files import MOST_TEXT, read_text
 
 
 def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
-    """Return the first `most` pieces (None means all) of `length` tokens each; a shorter rest at the end is dropped.
+    """Return the first `most` pieces of `length` tokens each; None means all. A shorter rest at the end is dropped.
 
-    The whole file is tokenized at once, so a token added at the start of a text (BOS) is only in the first piece.
-
-    Raises UserError if the file cannot be read as UTF-8, or is too short for one piece.
+    The whole file is tokenized in one call, so a token added at the start of a text (BOS) is only in the first piece.
     """
     try:
         text = read_text(Path(path).expanduser(), MOST_TEXT)
@@ -25,7 +23,7 @@ def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None)
         raise UserError(f"{path} cannot be read: {unread(error)}", "text") from error
     ids = prompt_ids(text, tokenizer)
     if len(ids) < length:
-        wrong = f"{path} has {len(ids)} tokens, but a piece needs {length}; use a longer text or fewer tokens"
-        raise UserError(wrong, "text")
+        message = f"{path} has {len(ids)} tokens, but a piece needs {length}; use a longer text or fewer tokens"
+        raise UserError(message, "text")
     pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     return pieces[:most]

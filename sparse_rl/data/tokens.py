@@ -1,4 +1,4 @@
-"""Converts prompts and completions to tokens, in one place, so that training, evaluation and serving see the same text.
+"""Convert prompts and completions to tokens, in one place, so that training, evaluation and serving see the same text.
 
 A prompt is text, or a list of chat messages if a chat template is used. It may begin with a context, a long text that
 many prompts share. `split_prompt` cuts the prompt after the context, so that the context can be prefilled once.
@@ -21,7 +21,7 @@ MARK = "\ue000"  # placeholder that marks the position of the context in a rende
 def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, context: str | None = None) -> list[int]:
     """Return the token ids of a prompt: plain text is tokenized directly, messages through the chat template.
 
-    Messages end with the header of the assistant's turn, or with the open last message if it is the assistant's.
+    Messages end with the header of the assistant's turn, or with the last message, left open, if it is the assistant's.
     `thinking` is passed to the template as enable_thinking. A prompt with a context is tokenized by `split_prompt`.
     """
     if context is not None:
@@ -51,20 +51,17 @@ def refuse_text(number: int, prompt: Prompt, tokenizer: Any, room: int, where: s
 
 
 def refuse_long(number: int, tokens: int, room: int, where: str, about: str = "") -> None:
-    """Raise UserError if problem `number` has a prompt of more than `room` tokens.
-
-    about : word before the number of tokens in the message, such as "at least "
-    """
+    """Raise UserError if problem `number` has a prompt of more than `room` tokens. `about` may be "at least "."""
     if tokens > room:
-        wrong = (
+        message = (
             f"the prompt of problem {number} has {about}{tokens:,} tokens, but max_completion_length leaves {room:,}"
         )
         mend = f"lower it, or drop longer prompts with max_prompt_tokens: {room}"
-        raise UserError(f"{wrong} of the model's context length; {mend}", where)
+        raise UserError(f"{message} of the model's context length; {mend}", where)
 
 
 def least_tokens(prompt: Prompt, tokenizer: Any) -> int:
-    """Lower bound of a prompt's number of tokens: its characters divided by those of the longest token."""
+    """Return a lower bound of a prompt's number of tokens: its characters divided by those of the longest token."""
     return sum(map(len, _texts(prompt))) // _longest_token(tokenizer)
 
 
@@ -79,12 +76,7 @@ def _longest_token(tokenizer: Any) -> int:
 
 @dataclass(frozen=True)
 class SplitPrompt:
-    """The tokens of a prompt, cut directly after its context.
-
-    context : ids up to the cut
-    first : number of these ids before the context's text (from the chat template, BOS)
-    rest : ids after the cut
-    """
+    """The token ids of a prompt, cut directly after its context. `first` counts the ids before the context's text."""
 
     context: list[int]
     first: int
@@ -95,10 +87,8 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
     """Tokenize a prompt whose text, or whose first user message, begins with a context.
 
     The text before the context, the context, and the text after it are tokenized separately: no token spans a cut, so
-    prompts with the same context share its tokens. A tokenizer that puts a space before every text also puts one at
-    the cuts.
-
-    Raises UserError if the chat template changes the context, or if the tokenizer adds special tokens after a text.
+    prompts with the same context share its tokens. A tokenizer that puts a space before every text also puts one at the
+    cuts. UserError means that the chat template changes the context, or that the tokenizer adds tokens after a text.
     """
     if isinstance(prompt, str):
         header = _encoded("", tokenizer, special=True)
@@ -118,10 +108,7 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
 
 
 def with_context(prompt: Prompt, context: str, other: str, question: str | None = None) -> Prompt:
-    """Return a prompt with its context replaced by `other`; if a question is given, only that follows the context.
-
-    Raises UserError if none of the messages is the user's.
-    """
+    """Return a prompt with its context replaced by `other`. `question`, if given, replaces the rest of the prompt."""
     if isinstance(prompt, str):
         return other + (prompt[len(context) :] if question is None else question)
     at = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
@@ -133,7 +120,7 @@ def with_context(prompt: Prompt, context: str, other: str, question: str | None 
 
 
 def _chat(messages: Prompt, tokenizer: Any, thinking: bool | None, tokenize: bool) -> Any:
-    """Apply the chat template to messages; returns token ids or, if not `tokenize`, text."""
+    """Apply the chat template to messages. Return token ids or, if not `tokenize`, text."""
     assert not isinstance(messages, str)
     options = {} if thinking is None else {"enable_thinking": thinking}
     continues = messages[-1]["role"] == "assistant"
@@ -149,7 +136,6 @@ def _chat(messages: Prompt, tokenizer: Any, thinking: bool | None, tokenize: boo
 
 @lru_cache(maxsize=16)  # a context is long, and many questions share it
 def _encoded(text: str, tokenizer: Any, special: bool = False) -> tuple[int, ...]:
-    """Return the token ids of a text; if `special`, with the special tokens that the tokenizer adds around it."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
 
 

@@ -3,11 +3,10 @@
     python -m sparse_rl.data.wikisalad make SQUAD --pattern AABBAABB --count 100 > salad.jsonl
     python -m sparse_rl.data.wikisalad questions salad.jsonl > questions.jsonl
 
-`make` writes salads: rows {example_id, prompt, questions, metadata} in the format of the authors' files. Each letter
-of a pattern stands for an article, and each position for a segment: a paragraph of that article with one of its
-questions. The questions of an article are consecutive, starting at a random one. `questions` writes a row for each
-question of such a file: {prompt, question, answers, pattern, segment, topic}. The prompt ends with the question, in the
-authors' wording.
+`make` writes salads: rows {example_id, prompt, questions, metadata} in the format of the authors' files. Each letter of
+a pattern stands for an article, and each position for a segment: a paragraph of that article with one of its questions.
+The questions of an article are consecutive, starting at a random one. `questions` writes a row for each question of
+such a file, whose prompt ends with the question, in the authors' wording.
 
 Differences from the authors' files: paragraphs are complete (theirs end after three sentences, which cuts off many
 answers), an article's questions are not always its first ones, and letters are assigned to topics in the order of the
@@ -82,7 +81,6 @@ def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: i
 
 
 def salad_prompt(segments: Iterable[Question]) -> str:
-    """Return the text of a salad: its segments, each with its question."""
     return "\n".join(
         f"# Segment {number}: {segment.title}\n\n{segment.context}\n\n\nQuestion {number}: {segment.question}\n"
         for number, segment in enumerate(segments, start=1)
@@ -90,10 +88,7 @@ def salad_prompt(segments: Iterable[Question]) -> str:
 
 
 def read_squad(path: str) -> list[Question]:
-    """Read the questions of a dataset in SQuAD v2 format: one row per question, or the single object of SQuAD's files.
-
-    Raises UserError if the file cannot be read or has another format.
-    """
+    """Read the questions of a file in SQuAD v2 format: one row per question, or the one object of SQuAD's own files."""
     rows = read_objects(path)
     if isinstance(rows[0].get("data"), list):
         try:
@@ -153,7 +148,6 @@ def _answers(row: Row, where: str) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the requested rows to stdout; returns the exit status, 2 for a UserError."""
     parser = Parser(prog="python -m sparse_rl.data.wikisalad", description="Make salads, or rows of their questions.")
     jobs = parser.add_subparsers(dest="job", metavar="make | questions", required=True)
     make = jobs.add_parser("make", help="make salads from a dataset in SQuAD v2 format")
