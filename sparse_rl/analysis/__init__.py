@@ -1,10 +1,4 @@
-"""Analysis of files: curves of runs, statistics of traces, tables of evaluations. Needs no engine and no trainer.
+"""Analysis of files: metrics.jsonl (curves.py), traces (traces.py, opened.py), evaluations (evaluation.py, sweeps.py).
 
-curves.py      curves of any metric, and of the gap between trainer and sampler, against the step, from metrics.jsonl
-accuracy.py    accuracy per method, under the small cache and with a full cache
-traces.py      statistics, tables and density plots of the tokens that traces keep
-opened.py      statistics and a map of the pages that queries of clustered attention opened
-sweeps.py      accuracy or perplexity against the budgets of an evaluation, or the ratios of compacted contexts
-evaluation.py  the table of an evaluation
-drawing.py     style of all pictures, and the colour of each method
+accuracy.py draws accuracies of methods, and drawing.py has the style of all pictures. No engine or trainer is needed.
 """

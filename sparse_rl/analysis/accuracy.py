@@ -1,7 +1,4 @@
-"""Picture of the accuracy of each method under the small cache and with a full cache.
-
-plot_accuracy({"before RL": ([0.24], [0.97]), "RL-Sparse": ([0.93, 0.92], [0.73, 0.89])}, "accuracy.png")
-"""
+"""Picture of the accuracy of each method under the small cache and with a full cache."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ def plot_accuracy(
 ) -> Path:
     """Draw two bars per method: its mean accuracy under the small cache and, in a paler colour, with a full cache.
 
-    If a method has several seeds, a dot on the bar shows the accuracy of each seed.
-
-    methods : name -> (accuracies under the small cache, accuracies with a full cache), one value in [0, 1] per seed
+    methods : name -> (accuracies under the small cache, with a full cache), one value in [0, 1] per seed, drawn as dots
     method_of : name -> name of the method in drawing.COLOURS
     """
     figure, axes = new_figure(title)

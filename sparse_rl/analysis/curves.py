@@ -1,7 +1,4 @@
-"""Curves of runs from their metrics.jsonl: any metric, or the gap between trainer and sampler, against the step.
-
-plot_metric({"sparse": Path("runs/a"), "full": Path("runs/b")}, "learning.png")
-"""
+"""Curves of runs from their metrics.jsonl: any metric, or the gap between trainer and sampler, against the step."""
 
 from __future__ import annotations
 
@@ -36,13 +33,10 @@ def plot_metric(
 ) -> Path:
     """Draw a metric against the step: for each run a faint line of the logged values, and a bold line of their average.
 
-    The average is a moving average over 15 % of the run. If a run is too short to be averaged, only its logged values
-    are drawn, as a bold line.
+    The average is a moving average over 15 % of the run. If a run is too short for an average, its values are bold.
 
     metric : name in METRICS, or key of metrics.jsonl
     method_of : run -> name of its method in drawing.COLOURS
-
-    Raises UserError, with the names of logged metrics, if no run has logged the metric.
     """
     label = METRICS.get(metric, (metric, metric))[1]
     drawn = logged_series(runs, metric)
@@ -99,9 +93,9 @@ def plot_gap(
 
 
 def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple[int, float]]]:
-    """Return the logged values of a metric: run -> list of (step, value), for the runs that have logged the metric.
+    """Return run -> list of (step, value) of a metric, for the runs that have logged the metric.
 
-    Raises UserError if no run has logged the metric.
+    Raises UserError, with the nearest names of logged metrics, if no run has logged the metric.
     """
     key, _ = METRICS.get(metric, (metric, metric))
     series_of = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
@@ -117,12 +111,11 @@ def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple
 
 
 def has_line(runs: Mapping[str, Path], metric: str) -> bool:
-    """True if some run has logged a metric in at least two steps. Raises UserError if no run has logged the metric."""
+    """Return True if some run has logged a metric in at least two steps. Raises UserError if no run has logged it."""
     return any(len(dict(points)) > 1 for points in logged_series(runs, metric).values())
 
 
 def steps_table(runs: Mapping[str, Path], metrics: Sequence[str]) -> Table:
-    """Return the logged values of metrics as a table for the terminal, for runs with only one logged step."""
     table = Table(title="logged in only one step, so there is no line to draw")
     for name in ("run", "step", *metrics):
         table.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")
@@ -146,10 +139,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return label -> run directory.
-
-    A label is the end of the run directory's path, with the fewest names that make all labels different.
-    """
+    """Return label -> run directory. Labels are ends of the directories' paths, as short as distinct labels allow."""
     full = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     for depth in range(1, max(len(path.parts) for path in full) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in full]
@@ -159,7 +149,7 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def logged_metrics(folder: Path) -> set[str]:
-    """Return the keys of a run's metrics.jsonl that hold numbers; an empty set if there is no such file."""
+    """Return the keys of a run's metrics.jsonl that hold numbers."""
     return {key for line in read_metrics(folder) for key, value in line.items() if key != "step" and _is_drawn(value)}
 
 

@@ -15,8 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sparse_rl.errors import UserError, one_line
 
-# The colour of each method in all pictures. The first colours are from the palette of Okabe and Ito, which colour-blind
-# readers can tell apart.
+# The colour of each method in all pictures. The first colours are from Okabe and Ito's palette for the colour-blind.
 COLOURS = {
     # cache policies, and runs that sample under them
     "streaming": "#0072B2",
@@ -62,10 +61,9 @@ STYLE: Any = {
 
 
 def method_colours(methods: Sequence[str | None]) -> list[str]:
-    """Return a colour for each line, given the lines' methods.
+    """Return a colour for each line, given the lines' methods; lines of one method get shades of its colour in COLOURS.
 
-    A line has its method's colour in COLOURS, or a shade of that colour if several lines have the same method. A line
-    whose method is not in COLOURS, or is None (unknown), gets a colour that no other line has, unless none is left.
+    A line whose method is not in COLOURS, or is None (unknown), gets a colour of its own, unless none is left.
     """
     spare = cycle(colour for name, colour in COLOURS.items() if name not in methods and name != "none")
     shades = {method: cycle(SHADES) for method in methods}
@@ -80,10 +78,7 @@ def shade(colour: str, weight: float) -> str:
 
 
 def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the name of the policy that made traces (None if unknown), and a description with the budget, if any.
-
-    fingerprint : fingerprint of the file of traces
-    """
+    """Return the name of the policy in a fingerprint (None means unknown), and a description with the budget."""
     try:
         block = json.loads(fingerprint.get("policy", "{}"))
         name, budget = str(block["policy"]), block.get("budget")
@@ -93,7 +88,6 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def new_figure(title: str) -> tuple[Any, Any]:
-    """Return (figure, axes) of matplotlib in this module's style."""
     matplotlib.use("Agg")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(layout="constrained")
@@ -102,15 +96,13 @@ def new_figure(title: str) -> tuple[Any, Any]:
 
 
 def whole_steps(axes: Any) -> None:
-    """Place ticks of the x axis only at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
-    """Write each line's wrapped name at its end, in place of a legend, and move apart names that would overlap.
+    """Write each line's wrapped name at its end, in place of a legend, and move names that would overlap.
 
-    ends : (x, y, name, colour) of the end of each line
-    size : font size in points
+    `ends` has (x, y, name, colour) of the end of each line. The font `size` is in points.
     """
     ends = [(x, y, textwrap.fill(label, LABEL_WIDTH), colour) for x, y, label, colour in ends]
     figure = axes.figure
@@ -134,10 +126,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
 
 
 def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
-    """Return the ascending centres, moved apart until items of the given sizes do not overlap.
-
-    Centres are moved upwards, and then downwards if the last one has passed `top`.
-    """
+    """Return the ascending centres, moved up, and then down below `top`, until items of these sizes do not overlap."""
     moved = list(centres)
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)

@@ -1,4 +1,4 @@
-"""Tables of evaluation results, from their rows (rollout/evaluation)."""
+"""Tables of evaluation results, for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.table import Table
 
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
-    """Return the rows of an evaluation (`EvalRow`) as a table for the terminal."""
     title = "accuracy: completions with reward >= 1; all shares in percent; ± one standard error over problems"
     result = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits into 100 columns
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
@@ -45,7 +44,6 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
 
 
 def perplexity_table(rows: Sequence[Any]) -> Table:
-    """Return rows of perplexities (`PerplexityRow`) as a table for the terminal."""
     first = rows[0]
     behind = f"{first.completion_tokens} tokens decoded after {first.prompt_tokens}"
     result = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")
@@ -67,10 +65,7 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
 
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:
-    """Return a label for each row's cache: its policy and its size (budget or ratio).
-
-    If several rows have the same policy and size, the labels also give the parameters that differ between these rows.
-    """
+    """Return a label for each row's cache: policy, size, and parameters that distinguish equal policies and sizes."""
     sizes = [row.budget or row.parameters.get("ratio") for row in rows]
     labels = [row.policy + (f" {size}" if size else "") for row, size in zip(rows, sizes, strict=True)]
     result = []

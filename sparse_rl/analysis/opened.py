@@ -20,22 +20,20 @@ FINEST = 250  # maximum number of cells in a row or column of the map, so that e
 
 
 def records_pages(trace: EvictionTrace) -> bool:
-    """True if pages close in some layers. The tokens of a closed page are held, but read through the page's summary."""
+    """Return True if pages close in some layers. The tokens of a closed page are held, but read through its summary."""
     return "closed_at" in trace.further
 
 
 def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Tensor:
     """Return counts for one layer of a trace, summed over kv heads and over the queries that had a closed page.
 
-    The result is int64 [5 + longest]. Its first five entries are the number of queries, of (query, closed page) pairs,
-    of opened pages, of queries that opened pages and follow a query that had a closed page, and of such queries that
-    opened the same pages as the query before. The other entries are a histogram of the opened pages over the distance
-    in tokens from the query back to the end of the page.
+    The result is int64 [5 + longest], where `longest` is the length of the longest trace. The first five entries count
+    queries; pairs of a query and a closed page; opened pages; queries that opened pages and follow a counted query; and
+    such queries that opened the same pages as the query before. The rest is a histogram of the opened pages over the
+    distance in tokens from the query back to the end of the page.
 
-    opened : pages that each query opened, negative for unused places: int16 [Hkv, S, K], for S tokens and at most K
-        opened pages per query
+    opened : pages that each query opened, negative for unused places: int16 [Hkv, S, K], with at most K pages per query
     closed_at : first query for which each page is closed: int32 [P], for P pages
-    longest : number of tokens in the longest trace
     """
     heads, length, _ = opened.shape
     query, fed = torch.arange(length), length - 1  # the last token is never fed
@@ -50,10 +48,7 @@ def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Ten
 
 
 def _numbers(tally: Tensor) -> dict[str, Any]:
-    """Return the statistics of `page_statistics` from a tally.
-
-    A statistic over opened pages is None if no page was opened.
-    """
+    """Return the statistics of `page_statistics`, from a tally. Statistics of opened pages are None without any."""
     (queries, closed, opened, following, repeated), back = tally[:5].tolist(), tally[5:]
     middle = (opened + 1) // 2
     return {
@@ -65,9 +60,7 @@ def _numbers(tally: Tensor) -> dict[str, Any]:
 
 
 def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
-    """Return statistics of opened pages over all traces, and for each layer; None for traces without pages.
-
-    The statistics are:
+    """Return statistics of opened pages over all traces, and for each layer. None means that the traces have no pages.
 
     opened, closed : mean number of opened and of closed pages per query, over queries that had a closed page
     median_back : median distance in tokens from a query back to the last token of a page that the query opened
@@ -99,20 +92,15 @@ def unpaged(trace: EvictionTrace) -> EvictionTrace:
 
 
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
-    """Return a map of the shares of (layer, kv head) pairs in which a query opened a page.
+    """Return a map of the shares of (layer, kv head) pairs in which a query opened a page: float [rows, columns].
 
-    The map is float [pages / high, queries / wide], both rounded up. A cell holds the largest share among its pages and
-    queries. Pages after the last opened page are left out.
+    A cell holds the largest share among its `high` pages and `wide` queries. The last row has the last opened page.
 
-    opened : pages that each query opened, negative for unused places: int16 [L, Hkv, S, K], for S tokens and at most K
-        opened pages per query
-    wide : queries per cell
-    high : pages per cell
+    opened : as in `_tally`, for L layers: int16 [L, Hkv, S, K]
     """
     count, cells = int(opened.max()) + 1, []
-    for part in opened.split(
-        wide, dim=2
-    ):  # in parts, because queries x pages of a whole sequence may not fit into memory
+    # in parts, because queries x pages of a whole sequence may not fit into memory
+    for part in opened.split(wide, dim=2):
         query = torch.arange(part.shape[2])[:, None].expand_as(part)
         places = (query * count + part)[part >= 0]
         times = torch.bincount(places, minlength=part.shape[2] * count).view(-1, count).amax(0)
@@ -123,10 +111,7 @@ def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
 def plot_opened(
     traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str] = MappingProxyType({})
 ) -> Path:
-    """Draw a map of the pages that each query opened, for the longest trace with an opened page.
-
-    fingerprint : fingerprint of the file of traces, which names the policy
-    """
+    """Draw a map of the pages that each query opened, for the longest trace with an opened page."""
     opening = [t for t in traces if bool((t.further["opened"][paged_layers(t.sections)] >= 0).any())]
     if not opening:
         raise UserError("no query of these traces opened a page, so there is no map to draw")
@@ -158,11 +143,8 @@ def plot_opened(
 def closing_line(closed_at: Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
     """Return the line between closed pages (below) and pages that are not closed yet (above), in cell edges of the map.
 
-    Returns two lists of equal length: the first query of each step of the line, and the number of tokens from the start
-    of the sequence to the end of the pages that are closed from that query on. Both are shifted by -0.5.
-
-    closed_at : first query for which each page is closed: int32 [P], for P pages
-    length : number of tokens in the sequence
+    The line is (x, y): the first query of each step, and the number of tokens in the pages closed from that query on,
+    with the sinks. Both are shifted by -0.5. `closed_at` is int32 [P], the first query for which each page is closed.
     """
     at, counts = closed_at.unique(return_counts=True)
     ends = [pages.sinks, *(pages.sinks + counts.cumsum(0) * pages.size).tolist()]

@@ -1,9 +1,6 @@
 """Accuracy or perplexity against the size of the cache, one line per method.
 
 The size is the budget of a sweep, or the kept share of a context that is compacted once.
-
-sweep = read_sweep(Path("eval.json"))
-plot_sweep(sweep, "eval.png") if varied(sweep) else points_table(sweep)
 """
 
 from __future__ import annotations
@@ -47,11 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The rows of an eval.json or a perplexity.json that have a value.
-
-    measure : key of MEASURES
-    subject : description of the measured tasks or text, and of the model
-    """
+    """The rows of an eval.json or a perplexity.json that have a value of `measure`, which is a key of MEASURES."""
 
     measure: str
     subject: str
@@ -59,10 +52,7 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Read an eval.json or a perplexity.json.
-
-    Raises UserError if the file is neither of them, is damaged, or has no values.
-    """
+    """Read an eval.json or a perplexity.json. Raises UserError if the file is neither, is damaged, or has no values."""
     try:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
@@ -104,10 +94,7 @@ def _is_number(value: Any) -> bool:
 
 
 def varied(sweep: Sweep) -> str | None:
-    """Return the key of AXES for the x axis: the first key that has several values in one method.
-
-    Returns None if no key has several values.
-    """
+    """Return the key of AXES for the x axis: the first key with several values in one method. None means no key."""
     for axis in AXES:
         for points in _methods(sweep.points, axis).values():
             if len({point.parameters.get(axis) for point in points} - {None}) > 1:
@@ -129,10 +116,7 @@ def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
 def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
     """Draw the values of each method as a line against ratios or budgets, with error bars of one standard error.
 
-    A method without a ratio or budget, such as a full cache, is a dashed horizontal line. If there are several tasks,
-    each label starts with its task.
-
-    Raises UserError if no method has two points.
+    A method without a ratio or budget, such as a full cache, is a dashed line. UserError means that there is no line.
     """
     axis = varied(sweep)
     if axis is None:
@@ -167,7 +151,6 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
 
 
 def points_table(sweep: Sweep) -> Table:
-    """Return the points as a table for the terminal, for sweeps without a line to draw."""
     axis = next((key for key in AXES if any(key in point.parameters for point in sweep.points)), "budget")
     accuracy = sweep.measure == "accuracy"
     result = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
@@ -183,10 +166,9 @@ def points_table(sweep: Sweep) -> Table:
 
 
 def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
-    """Return the name of each point's method.
+    """Return the name of each point's method: its policy, and the settings that differ between points of that policy.
 
-    The name is the point's policy, followed by the settings, other than `axis`, that differ between points of that
-    policy. If there are several tasks, the name starts with the task.
+    The setting `axis` is left out. If there are several tasks, the name starts with the task.
     """
     several = len({point.task for point in points}) > 1
     result = []
@@ -202,7 +184,7 @@ def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
 
 
 def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
-    """True if two caches agree in a setting: the values are equal, or both are the default for their own budgets."""
+    """Return True if two caches agree in a setting: equal values, or both the default for their own budgets."""
     follows = FOLLOWS.get(key)
     defaults = follows is not None and all(
         "budget" in item and item.get(key) == follows(item["budget"]) for item in (ours, theirs)

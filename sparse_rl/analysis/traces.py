@@ -19,7 +19,7 @@ UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # keys for tokens 
 
 
 def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """Return the statistics of a file of traces that `sparse-rl inspect` prints.
+    """Return the statistics of a file of traces that `sparse-rl inspect` prints; values per head are lists [L][Hkv].
 
     If no pages close, the statistics contain the keys of HELD. If pages close, they contain HELD[0] and the keys of
     UNPAGED, because the tokens of a closed page are held, but read through the page's summary. Further keys:
@@ -27,8 +27,6 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
     pages : statistics of opened pages (opened.py), if pages close
     sections : bytes, dtype and shape of each section other than evict_at
     compactions : number of compactions per trace, if entries are refitted
-
-    Values per head are nested lists [L][Hkv] of means over traces.
     """
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
@@ -73,9 +71,7 @@ def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
 def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
     """Return the share of tokens held at the end by relative position, a mean over traces: float [bins].
 
-    A trace without a token in a bin does not count in that bin.
-
-    layer : layer that counts; None means all layers
+    A trace without a token in a bin does not count in that bin. None as `layer` means all layers.
     """
     stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
@@ -88,12 +84,10 @@ def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None =
 def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
     """Return a table of the tokens held at the end per layer and kv head.
 
-    If pages close, the table shows for each layer the mean number of tokens outside closed pages over the kv heads
-    (pages close at the same time in all kv heads), and the opened pages.
+    If pages close, which happens at the same time in all kv heads, the table shows for each layer the opened pages and
+    the mean number of tokens outside closed pages.
 
-    statistics : result of `trace_statistics`
-    large : if there are more layers than this, the table shows only some of them; if there are more kv heads, the table
-        shows their minimum, mean and maximum
+    large : with more layers, only some are shown; with more kv heads, their minimum, mean and maximum
     """
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
@@ -120,11 +114,7 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
 
 
 def opened_words(numbers: Mapping[str, Any]) -> list[str]:
-    """Format the three cells of a layer's opened pages.
-
-    The cells are the opened pages per query, the median distance back in tokens, and the share of queries that opened
-    the same pages as the query before.
-    """
+    """Format the three cells of a layer's opened pages, which `page_statistics` explains."""
     back, repeated = numbers["median_back"], numbers["repeated"]
     return [
         f"{numbers['opened']:.2f}",
@@ -154,9 +144,7 @@ def plot_density(
 ) -> Path:
     """Draw the share of tokens held at the end against the relative position, as the mean over traces.
 
-    If layers differ, each layer is drawn in grey.
-
-    fingerprint : fingerprint of the file of traces, which names the policy
+    If layers differ, each layer is drawn in grey. The fingerprint of the file of traces names the policy.
     """
     name, policy = policy_words(fingerprint)
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
