@@ -3,9 +3,7 @@
 record.py     EvictionTrace, which holds evict_at and further sections; functions that batch, pack and store traces
 sections.py   the kinds of section, each declared once: in this package, or by the cache method that records it
 checks.py     checks that reject values that no sampler can have recorded
-files.py      the format of trace files;  sealed.py  files of tensors and texts with a hash of their whole content
-
-This package handles tensors and files only; it does not depend on policies, engines or attention.
+files.py      the format of trace files;  sealed.py  files with a hash of their whole content
 """
 
 from sparse_rl.trace.checks import NEVER

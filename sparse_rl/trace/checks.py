@@ -1,9 +1,7 @@
-"""Checks that reject values that no sampler can have recorded, given the other sections and the prompt length.
+"""Checks that reject values that no sampler can have recorded. Above all, no trace may let a query see a later token.
 
-A check is called with the values of one section, all sections of the trace by name, and the number of prompt tokens
-(None if unknown). The check returns a description of the mistake, or None if the values are valid. Shapes, dtypes and
-missing sections are checked earlier (record.py). The most important property is that no trace lets a query see a later
-token.
+A check gets the values of one section, all sections of the trace by name, and the number of prompt tokens (None means
+unknown). It returns a description of the mistake, or None. record.py has checked shapes, dtypes and missing sections.
 """
 
 from __future__ import annotations
@@ -21,15 +19,12 @@ Sections = Mapping[str, Tensor]
 
 
 def last_query(sections: Sections) -> int:
-    """Return the position of the last query, number of tokens - 2, because the last token is sampled but never fed."""
+    """Return the position of the last query: number of tokens - 2, because the last token is sampled but never fed."""
     return sections["evict_at"].shape[-1] - 2
 
 
 def check_evict_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that each token is evicted after its own position and not after the last query, or never.
-
-    A token always sees itself, so it cannot be evicted at its own position.
-    """
+    """Check that each token is evicted by the last query or never, and after its own position, which it always sees."""
     if 0 in values.shape:
         return f"evict_at {list(values.shape)} is empty: a trace has at least one layer, kv head and token"
     last = last_query(sections)
@@ -44,7 +39,7 @@ def check_evict_at(values: Tensor, sections: Sections, prompt: int | None) -> st
 
 
 def check_compacted_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that compacted_at is a single position inside the prompt, and that all evictions are at this position."""
+    """Check that compacted_at is one position inside the prompt, and that all evictions are at this position."""
     evict_at = sections["evict_at"]
     length = evict_at.shape[-1] if prompt is None else prompt + 1
     if len(values) != 1 or not 0 < int(values[0]) < length:

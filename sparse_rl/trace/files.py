@@ -1,12 +1,8 @@
 """Trace files: the trace sections of several sequences, and a fingerprint, in one sealed file (sealed.py).
 
-For each section, by its name NAME, the file contains:
-
-    NAME            the values of all sequences, joined along the section's joined axis (see sections.py)
-    NAME.lengths    int64 [number of sequences], the size of the joined axis in each sequence
-    metadata        the fingerprint, a JSON mapping that names the model, policy and so on that made the traces
-
-The only section that this code knows by name is `evict_at`, which every file has.
+For each section NAME, the file contains the tensors NAME and NAME.lengths. NAME holds the values of all sequences,
+joined along the section's joined axis (sections.py). NAME.lengths is int64 [number of sequences], the size of that axis
+in each sequence. The metadata hold the fingerprint, a JSON mapping that identifies model, policy and so on.
 """
 
 from __future__ import annotations
@@ -33,10 +29,7 @@ LENGTHS = ".lengths"
 def write_sections(
     path: str | Path, rows: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, str] | None
 ) -> None:
-    """Write the trace sections of several sequences to one file.
-
-    rows : the sections of each sequence, by name; all sequences must have the same sections
-    """
+    """Write the trace sections of several sequences to one file. All sequences must have the same sections."""
     tensors = {}
     for name in rows[0]:
         axis, values = declared()[name].joined_axis, [row[name] for row in rows]
@@ -49,9 +42,7 @@ def write_sections(
 def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> list[dict[str, Tensor]]:
     """Read the sections of each sequence in a file, without checking their values.
 
-    Raises TraceError for a file that is not a trace file, is truncated or changed, has another format version, holds no
-    trace, has an unknown or missing section or wrong shapes, or has a fingerprint entry that differs from the expected
-    one.
+    Raises TraceError for a file with a wrong format or wrong sections, and for an unexpected fingerprint entry.
     """
     tensors, metadata = _read(path)
     recorded = _fingerprint(path, metadata)
@@ -79,14 +70,12 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
 def read_fingerprint(path: str | Path) -> dict[str, str]:
     """Return the fingerprint that `save_traces` stored in a file.
 
-    Raises TraceError if the file does not exist, is not a trace file, is truncated or changed, or has another format
-    version.
+    Raises TraceError if the file is missing, damaged, no trace file, or has an unsupported format version.
     """
     return _fingerprint(path, _read(path)[1])
 
 
 def _split(path: str | Path, name: str, values: Tensor, lengths: Tensor) -> Sequence[Tensor]:
-    """Split the joined values of a section into the values of each sequence."""
     section = declared()[name]
     minimum = 1 if name == EVICT_AT.name else 0  # a sequence has at least one token; other sections may be empty
     if lengths.dtype != torch.int64 or lengths.ndim != 1 or bool((lengths < minimum).any()):
@@ -110,7 +99,6 @@ def _fingerprint(path: str | Path, metadata: Mapping[str, str]) -> dict[str, str
 
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a trace file of a supported version; return its tensors and metadata as they were written."""
     try:
         tensors, metadata = read_sealed(path, "a trace file", FORMAT, READ, "sample")
     except UserError as error:

@@ -1,13 +1,11 @@
-"""EvictionTrace, the record of a sampler's cache decisions for one sequence; functions that batch, pack and store
-traces.
+"""EvictionTrace, the record of a sampler's cache decisions for a sequence; functions that batch, pack and store traces.
 
 A token that has left the cache never returns, so one integer per layer l, kv head h and token t records all evictions:
 
     evict_at[l, h, t] = the first query position that no longer attends to token t   (NEVER if there is none)
     query q sees token t   <=>   t <= q < evict_at[l, h, t]
 
-A sampler that does more than evict entries records its other decisions in further sections (sections.py). A position is
-the index of a token in prompt + completion.
+A sampler that does more than evict entries records its other decisions in further sections (sections.py).
 """
 
 from __future__ import annotations
@@ -28,14 +26,13 @@ from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
 class EvictionTrace:
     """The cache decisions for one sequence of S tokens (prompt and completion), in L layers with Hkv kv heads each.
 
-    evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) if the token is never evicted. Values >= S - 1 cannot
-        be observed, because the last token is sampled but never fed; they are stored as NEVER
+    evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) if the token is never evicted. Values >= S - 1 cannot be
+        observed, because the last token is sampled but never fed; they are stored as NEVER
     further : the sections other than evict_at, by name, in host memory; each must be declared (sections.py)
     validate : False skips the checks (for tests that build deliberately wrong traces)
 
-    Raises TraceError for a section that is not declared, has a wrong dtype or shape, or lacks another section that it
-    needs; and for values that no sampler can have recorded, such as evict_at[l, h, t] <= t (a token always sees
-    itself). See checks.py.
+    Raises TraceError for a section that is not declared, has a wrong dtype or shape, lacks another section that it
+    needs, or has values that no sampler can have recorded (checks.py).
     """
 
     evict_at: Tensor
@@ -48,9 +45,8 @@ class EvictionTrace:
     def check(self, prompt: int | None = None) -> None:
         """Raise TraceError if a section has values that no sampler can have recorded (checks.py).
 
-        prompt : number of prompt tokens, if known; fits and page openings before the end of the prompt are errors
-
-        The constructor runs this check. The check is repeated before each replay, because tensors are mutable.
+        The constructor runs this check. Each replay repeats it, because tensors are mutable. If the number `prompt` of
+        prompt tokens is given, fits and page openings before the end of the prompt are errors.
         """
         if self.validate:
             _check(self.sections, prompt)
@@ -66,11 +62,9 @@ class EvictionTrace:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> EvictionTrace:
-        """Rebuild a trace from the result of `to_state`.
+        """Rebuild a trace from the result of `to_state`. Raises TraceError if sections are missing or invalid.
 
         state : the sections by name, including evict_at int32 [L, Hkv, S]
-
-        Raises TraceError if evict_at is missing, or if the constructor rejects the sections.
         """
         if EVICT_AT.name not in state:
             raise TraceError(f"a trace needs the section {EVICT_AT.name}; it has {', '.join(state) or 'no section'}")
@@ -79,13 +73,11 @@ class EvictionTrace:
 
     @classmethod
     def recorded(cls, evict_at: Tensor, further: Mapping[str, Tensor] | None = None) -> EvictionTrace:
-        """Make a trace from an engine's recorded decisions.
+        """Make a trace from an engine's recorded decisions. Raises TraceError if the constructor rejects them.
 
-        evict_at : integers [L, Hkv, S] on any device; the values are converted to int32 in host memory, and values that
-            cannot be observed (>= S - 1) become NEVER
+        evict_at : integers [L, Hkv, S] on any device; converted to int32 in host memory, and values >= S - 1 become
+            NEVER
         further : the other sections by name, as declared (sections.py), in host memory
-
-        Raises TraceError if the constructor rejects the sections.
         """
         evict_at = evict_at.to("cpu", torch.int32)
         return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER), further or {})
@@ -101,11 +93,9 @@ class EvictionTrace:
 
     @classmethod
     def from_events(cls, layers: int, kv_heads: int, length: int, events: Tensor) -> EvictionTrace:
-        """Make the trace [layers, kv_heads, length] with the given evictions; all other values of evict_at are NEVER.
+        """Make the trace [layers, kv_heads, length] with the given evictions; all other tokens are never evicted.
 
-        events : int64 [number of evictions, 4], rows of (layer, kv_head, token, evict_at)
-
-        Raises TraceError if an event names a layer, kv head or token that does not exist, or if evict_at is invalid.
+        events : int64 [number of evictions, 4], rows of (layer, kv_head, token, evict_at); TraceError if one is invalid
         """
         evict_at = torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32)
         layer, head, token, at = events.unbind(1)
@@ -164,7 +154,7 @@ class EvictionTrace:
     def peak_counts(self, prompt: int) -> Tensor:
         """Return the maximum number of entries in the cache when a decoding query attends: int64 [L, Hkv].
 
-        prompt : number of prompt tokens; only the queries after the prompt count
+        prompt : number of prompt tokens; the prompt's own queries do not count
         """
         fed = len(self) - 1
         if fed <= prompt:
@@ -177,19 +167,14 @@ class EvictionTrace:
         return held[..., prompt:].amax(-1)
 
     def retention(self) -> float:
-        """Return the share of the fed tokens that the cache holds at the sequence's end, from 0 to 1.
-
-        The share is averaged over layers and kv heads, as in G-KV.
-        """
+        """Return the share of fed tokens in the cache at the end, from 0 to 1: mean over layers and kv heads (G-KV)."""
         return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
 
     def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
-        """Return the share of tokens that the cache still holds at the sequence's end, for `bins` ranges of positions.
+        """Return the share of tokens that the cache holds at the end, by position: float32 [bins].
 
         bins : number of ranges of equal size into which the sequence is divided
         layer : the only layer that is counted; None means the mean over all layers
-
-        Returns float32 [bins].
         """
         fed = max(len(self) - 1, 1)
         evict_at = self.evict_at if layer is None else self.evict_at[layer : layer + 1]
@@ -206,10 +191,7 @@ class EvictionTrace:
 
     @classmethod
     def load(cls, path: str | Path, fingerprint: Mapping[str, str] | None = None) -> EvictionTrace:
-        """Read a file that holds one trace; `load_traces` describes the argument `fingerprint`.
-
-        Raises TraceError if `load_traces` rejects the file, or if the file holds several traces.
-        """
+        """Read a file that holds one trace; see `load_traces`. Raises TraceError if the file holds several traces."""
         traces = load_traces(path, fingerprint)
         if len(traces) != 1:
             raise TraceError(f"{path} holds {len(traces)} traces; read it with load_traces")
@@ -222,10 +204,10 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
     The batch has one row per trace and `width` columns. The trace of row b, with S_b tokens, occupies the columns from
     starts[b] to starts[b] + S_b - 1: starts of 0 give right padding, starts of width - S_b left padding. Positions in a
     section are shifted by the start of their row. evict_at is int32 [layers, rows, kv heads, width], and 0 in padding
-    columns, so that no query sees them. Layers come first, so that the slice of one layer is contiguous.
+    columns, so that no query sees them.
 
-    Raises TraceError if there is no trace; if the traces differ in their sections, layers or kv heads, do not fit the
-    columns, or were sampled under different settings; or if `EvictionTrace.check` rejects a trace.
+    Raises TraceError if there is no trace; if the traces differ in their sections, layers, kv heads or settings; if a
+    trace does not fit the columns; or if `EvictionTrace.check` rejects a trace.
     """
     names = _common_sections(traces)
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
@@ -239,8 +221,7 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     """Join the traces of documents that are packed into one sequence, in which no document sees another.
 
-    In the result, evict_at is int32 [layers, kv heads, sum of the lengths], and at most the end of each token's
-    document.
+    The result has evict_at int32 [layers, kv heads, sum of the lengths], with values up to the end of each document.
 
     Raises TraceError if the traces differ in their sections, layers or kv heads; if several traces have a section other
     than evict_at; or if `EvictionTrace.check` rejects a trace.
@@ -262,10 +243,9 @@ def save_traces(
     """Write traces to one file (files.py).
 
     fingerprint : description of the model, policy and so on that made the traces, e.g. {"model": ..., "policy": ...};
-        it is stored in the file, and `load_traces` can check it
+        `load_traces` can check it
 
-    Raises TraceError if there is no trace, if the traces differ in their sections, layers or kv heads, or if a trace is
-    invalid, because it could not be read again.
+    Raises TraceError if there is no trace, a trace is invalid, or the traces differ in sections, layers or kv heads.
     """
     if not traces:
         raise TraceError(f"{path}: there is no trace to save")
@@ -278,11 +258,10 @@ def save_traces(
 def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) -> list[EvictionTrace]:
     """Read and check a file of traces.
 
-    fingerprint : entries that the file's fingerprint must have; other entries of the file's fingerprint are ignored
+    fingerprint : entries that the file's fingerprint must have; the file may have other entries too
 
-    Raises TraceError for a file that is not a trace file, is truncated or changed, has another format version, holds no
-    trace, has an unknown or missing section, wrong shapes, a value that no sampler can have recorded, or a fingerprint
-    entry that differs from the expected one.
+    Raises TraceError for a file that is not a trace file, is truncated or changed, has another format version, or holds
+    no trace. It also raises for a missing, unknown or invalid section, and for an unexpected fingerprint entry.
     """
     rows = read_sections(path, fingerprint)
     try:
@@ -292,7 +271,7 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
 
 def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
-    """Raise TraceError at the first section that violates its declaration or contradicts the other sections."""
+    """Raise TraceError at the first section that violates its declaration or contradicts another section."""
     declarations, sizes = declared(), dict[str, int]()
     for name, values in sections.items():
         if name not in declarations:
@@ -312,10 +291,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
 
 
 def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
-    """Return the names of the sections of the traces.
-
-    Raises TraceError if there is no trace, or if the traces differ in their sections, layers or kv heads.
-    """
+    """Return the names of the sections that all traces have. Raises TraceError if traces differ, or there is none."""
     if not traces:
         raise TraceError("at least one trace is needed, but there is none")
     first, declarations = traces[0].sections, declared()
@@ -335,8 +311,5 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
 
 
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4) -> int:
-    """Return the bytes of host memory that traces take.
-
-    each : bytes per layer, kv head and token; 4 for evictions alone, which are one int32
-    """
+    """Return the bytes of host memory of traces. `each` is per layer, kv head and token: 4 for evictions (int32)."""
     return each * layers * kv_heads * length * sequences

@@ -1,7 +1,6 @@
-"""Sealed files: tensors and texts in one safetensors file, with a hash of the whole content.
+"""Sealed files: tensors and texts in one safetensors file, with a hash of the whole content in the metadata.
 
-A file is either read as a whole or rejected, because any changed bit changes the hash. The hash detects damage; it is
-not a signature. The metadata of a file are format, format_version, texts that depend on the format, and the hash.
+A changed file is rejected as a whole, because any changed bit changes the hash. The hash is not a signature.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ HASH = "sha256"
 
 
 def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the sha256 of a file's content.
-
-    The content is the name, dtype, shape and bytes of each tensor, and all metadata except the hash.
-    """
+    """Return the sha256 of all tensors (name, dtype, shape and bytes), and of all metadata except the hash."""
     names = sorted(tensors)
     texts = {key: metadata[key] for key in sorted(metadata) if key != HASH}
     kinds = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in names]
@@ -38,11 +34,7 @@ def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write tensors and metadata to a sealed file.
-
-    tensors : contiguous CPU tensors that share no memory
-    metadata : format, format_version, and further texts
-    """
+    """Write contiguous CPU tensors that share no memory, and metadata with at least format and format_version."""
     save_file(dict(tensors), str(path), metadata={**metadata, HASH: content_hash(tensors, metadata)})
     usual_permissions(path)
 
@@ -50,11 +42,11 @@ def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: st
 def read_sealed(
     path: str | Path, what: str, format: str, versions: Sequence[str], mend: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and the metadata of a file, as they were written.
+    """Read the tensors and the metadata of a file.
 
     what : name of the format in error messages, such as "a trace file"
     versions : the format versions that can be read
-    mend : verb for error messages that says how to make such a file again, such as "sample"
+    mend : verb in error messages for making the file again, such as "sample"
 
     Raises UserError if the file does not exist, has another format or version, or is truncated or changed.
     """
@@ -82,6 +74,5 @@ def read_sealed(
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value from a file, cut to 200 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

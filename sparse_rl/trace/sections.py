@@ -1,13 +1,9 @@
 """Declarations of the sections that a trace may hold: their dtypes, axes, checks, and functions to batch and pack them.
 
-A section is one tensor of a trace: `evict_at`, or another kind of decisions that the sampler made. The code that
-handles traces (files, batches, packing, checkpoints) uses these declarations and knows no section by name; a view lists
-the sections that it replays. A section that is not declared, or that a view cannot replay, is an error: replaying a
-trace without one of its sections would silently give another attention.
-
-Settings that are needed to read a section (for example the layers that the section covers) are a section of their own,
-named in `needs`. checks.py rejects impossible values. A cache method declares its sections in SECTIONS, in the module
-that the method's configuration names.
+A section is one tensor of a trace: `evict_at`, or another kind of decisions that the sampler made. Files, batches,
+packing and checkpoints treat all sections alike, by their declarations. A view lists the sections that it replays. A
+section that is not declared, or that a view cannot replay, is an error: a replay without it would silently give another
+attention. A cache method declares its sections in SECTIONS, in the module that the method's configuration names.
 """
 
 from __future__ import annotations
@@ -47,9 +43,9 @@ class Section:
     name : name of the section in memory and in files
     dtype : dtype of the values
     axes : names of the axes of the values; axes of the same name have the same size throughout a trace
-    joined : the axis along which the values of several traces are joined; the sizes of the other axes must be the same
-        in all these traces
-    needs : names of the sections that a trace with this section must also have
+    joined : the axis along which the values of several traces are joined; all other axes must have equal sizes in these
+        traces
+    needs : sections that a trace with this section must also have, such as the settings that are needed to read it
     check : function, (values, all sections, number of prompt tokens or None) -> a description of the mistake in the
         values, or None. Sections are checked in the order of `declared`, so a check may rely on earlier checks
     batch : function, (values of each row, the column at which each row starts, number of columns) -> one tensor for all
@@ -77,20 +73,19 @@ class Section:
 
 
 def _shifted(values: Tensor, start: int) -> Tensor:
-    """Add `start` to all positions in `values`, except NEVER."""
     return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
 def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """Return evict_at of a batch, int32 [layers, rows, kv heads, width]; padding has 0, so that no query sees it."""
+    """Return int32 [layers, rows, kv heads, width]; padding has 0, so that no query sees it."""
     return by_layer([_shifted(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
 def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
     """Batch the values [layers, kv heads, tokens, ...] of all rows: [layers, rows, kv heads, width, ...].
 
-    The values of a row are put into the columns from the row's start on; the other columns get `empty`. Layers come
-    first, so that one layer's slice is contiguous.
+    The values of a row start at the row's column in `starts`; padding columns get `empty`. Layers come first, so that
+    one layer's slice is contiguous.
     """
     layers, kv_heads, _, *rest = rows[0].shape
     batch = torch.full((layers, len(rows), kv_heads, width, *rest), empty, dtype=rows[0].dtype)
@@ -100,7 +95,7 @@ def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: f
 
 
 def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """Join evict_at of documents. No value exceeds its document's end, so that the next document does not see it."""
+    """Join evict_at of documents. No value exceeds its document's end, so that the next document sees no such token."""
     places = zip(documents, starts, ends, strict=True)
     return torch.cat([_shifted(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
 
@@ -119,10 +114,7 @@ EVICT_AT = Section(
 
 
 def batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """Batch the positions of all rows: int32 [rows, longest row], right-padded with NEVER.
-
-    Positions are shifted by the start of their row.
-    """
+    """Batch positions, shifted by the start of their row: int32 [rows, longest row], right-padded with NEVER."""
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
         batch[row, : len(values)] = values + start
@@ -130,7 +122,6 @@ def batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Te
 
 
 def _shared_settings(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """Return the settings that all rows share. Raises TraceError if rows differ."""
     if any(not torch.equal(values, rows[0]) for values in rows):
         raise TraceError("settings differ between the traces of a batch: they were sampled under different policies")
     return rows[0]
@@ -139,7 +130,7 @@ def _shared_settings(rows: Sequence[Tensor], starts: Sequence[int], width: int) 
 def numbers(
     name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _shared_settings, needs: tuple[str, ...] = ()
 ) -> Section:
-    """Declare a section with one axis: settings, which are equal in all traces of a batch, or times of a sequence."""
+    """Declare a section with one axis: settings, which are equal in all traces of a batch, or times in a sequence."""
     return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
@@ -148,7 +139,7 @@ SECTIONS: dict[str, Section] = {
     # the end of a compacted context, whose entries were fitted to queries that are not recorded
     "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
 }
-"""The sections that belong to no method, by name; evict_at is the first, and the only one that every trace has."""
+"""The sections that belong to no method, by name. evict_at is the first; it is the only one that every trace has."""
 
 
 def declared() -> dict[str, Section]:
