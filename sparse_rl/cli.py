@@ -9,7 +9,6 @@ SOURCES = Path(__file__).resolve().parents[1]  # the folder that holds our packa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     try:
         leave_out_working_directory()
     except OSError as error:  # the directory was deleted, or is not readable
@@ -24,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def leave_out_working_directory() -> None:
     """Keep imports from finding the user's own files, such as `rewards/` or `trainer.py`, in the working directory.
 
-    `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. If an entry of PYTHONPATH
-    names the working directory, the directory is moved to the end of sys.path; otherwise it is removed.
+    `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. The directory is moved to
+    the end if PYTHONPATH names it, and is removed otherwise.
     """
     here = Path.cwd()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -1,11 +1,7 @@
 """Base of every configuration: frozen dataclasses whose annotations define the valid values.
 
-Each component declares its settings once, in its own dataclass beside it, without importing torch. A recipe nests that
-dataclass and passes it to the component unchanged. `Annotated[int, Rule(...)]` adds a condition to a type.
-
-    Configuration        checks every value against its annotation when it is created, from YAML or from Python
-    NamedConfiguration   a member of a family, chosen by a name in its block: {policy: gkv, budget: 512}
-    build                creates a configuration from a mapping, with one-line errors that name the key of a wrong value
+Each component declares its settings in its own dataclass, without importing torch. A recipe nests that dataclass and
+passes it to the component unchanged.
 
 This file is long because it is one small validation library: types, rules, families and errors use each other.
 """
@@ -29,13 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value, for `Annotated[type, Rule(...)]`.
+    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
 
-    If a type has several rules, the first rule is part of the type's description. The other rules are bounds that are
-    rarely violated; an error mentions such a bound only if the value violates it.
-
-    says : words that complete the sentence "expected ..."
-    holds : function that returns True if a value satisfies the rule
+    If a type has several rules, an error names the first rule, or else the later rule that the value violates.
     """
 
     says: str
@@ -43,12 +35,11 @@ class Rule:
 
 
 def at_most(most: float) -> Rule:
-    """Return the rule that a number is at most `most`."""
     return Rule(f"of at most {most:,}", lambda v: v <= most)
 
 
 def names_a_file(text: str) -> bool:
-    """True if the length and the characters of the text are valid for a file path."""
+    """Return True if a file path may have this length and these characters."""
     if NO_TEXT.search(text):
         return False
     return len(text.encode()) <= 3000 and all(len(part.encode()) <= 255 for part in text.split("/"))
@@ -72,32 +63,25 @@ BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a configuration's values, for error messages. The name is empty for values that are set in Python."""
+    """Origin of a configuration's values, for error messages. Values that are set in Python have an empty name."""
 
     name: str = ""
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
     places: Mapping[str, str] = field(default_factory=dict)  # key -> its dotted key in a recipe, for suggestions
 
     def error(self, path: str, message: str, hint: Any = None) -> UserError:
-        """Return the error for the value at `path`.
-
-        hint : the type that the value should have had; None if the type is not the problem
-        """
+        """Return the error for the value at the dotted key `path`; see `Misplaced` for `hint`."""
         is_overridden = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
         error = Misplaced(": ".join(filter(None, ("command line" if is_overridden else self.name, path, message))))
         error.key, error.message, error.hint = path, message, hint
         return error
 
     def mismatch(self, path: str, hint: Any, value: Any) -> UserError:
-        """Return the error for a value that does not have the type `hint`."""
         return self.error(path, f"expected {describe(hint)}, got {show(value)}", hint)
 
 
 class Misplaced(UserError):
-    """A mistake at a known key.
-
-    hint : the type that the value should have had; None if the type is not the problem
-    """
+    """A mistake at a known key. `hint` is the type that the value should have had; None if the type is not at fault."""
 
     hint: Any = None
 
@@ -110,14 +94,12 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def show(value: Any) -> str:
-    """Format a value for an error message."""
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "null" if value is None else f"{str(value).lower()} (a boolean)" if isinstance(value, bool) else text
 
 
 def describe(hint: Any) -> str:
-    """Describe a type in the words of an error message."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return "anything"
@@ -138,14 +120,10 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
-    """Return `value` converted to the type `hint`.
+    """Return `value` converted to the type `hint`. Raises UserError if `value` does not have this type.
 
     A whole number is accepted as a float. With `promote`, a single value is accepted as a list with one item. A type
     that this function does not handle accepts every value.
-
-    path : dotted key of the value, for error messages
-
-    Raises UserError with the key, the expected type and the actual value.
     """
     if why := _why_invalid(value):
         raise source.error(path, why)
@@ -195,15 +173,15 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
 
 
 def _why_invalid(value: Any) -> str | None:
-    """Return the reason why a value is invalid for every setting, or None if it may be valid for some setting."""
-    if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
-        return f"contains a character that no file can hold, {wrong[0]!r}; remove it"
+    """Return the reason why no setting can have this value. None means that some setting may have it."""
+    if isinstance(value, str) and (match := NO_TEXT.search(value)):
+        return f"contains a character that no file can hold, {match[0]!r}; remove it"
     if isinstance(value, int | float) and LARGEST <= abs(value) < math.inf:
         return f"expected a number below {LARGEST:g} in size, got {show(value)}"
     return None
 
 
-def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: UserError) -> Any:
+def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, mismatch: UserError) -> Any:
     if value is None and type(None) in members:
         return None
     rest = [member for member in members if member is not type(None)]
@@ -214,8 +192,8 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
             if error.key != path:  # the value matches this member, but a value nested in it is wrong
                 raise
             if not isinstance(error, Misplaced) or error.hint != member:  # the value violates a bound of this member
-                wrong = error
-    raise wrong
+                mismatch = error
+    raise mismatch
 
 
 # ---- dataclasses -------------------------------------------------------------------------------------------
@@ -229,11 +207,7 @@ class Configuration:
     """
 
     def __post_init__(self) -> None:
-        """Check and convert each field as if its value came from YAML.
-
-        For example, a whole number becomes a float, and a mapping becomes a configuration. Raises UserError for an
-        invalid value, with the field's name as the key.
-        """
+        """Check and convert each field like a value from YAML. UserError has the field's name as its key."""
         cls: Any = type(self)
         for f in dataclasses.fields(self):
             try:
@@ -247,9 +221,8 @@ class Configuration:
 class NamedConfiguration(Configuration):
     """A member of a family of configurations, chosen by name: {policy: gkv, budget: 512}, or just the name.
 
-    A family is a direct subclass of this class. The family defines the word that errors use for its members (`family`,
-    such as "cache policy"), the key of a block that holds the member's name (`name_key`, such as "policy"), and its
-    members.
+    A family is a direct subclass of this class. Errors call a member by `family`, such as "cache policy". A block names
+    its member under the key `name_key`, such as "policy".
     """
 
     family: ClassVar[str]
@@ -263,11 +236,7 @@ class NamedConfiguration(Configuration):
 
     @classmethod
     def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
-        """Return the class that a block names.
-
-        Raises UserError if the block has no name, if the name is unknown, or if the class lacks one of the block's
-        keys.
-        """
+        """Return the class that a block names. Raises UserError for an unknown or missing name, or an unknown key."""
         members = cls.members()
         if cls.name_key not in block:
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
@@ -285,20 +254,17 @@ class NamedConfiguration(Configuration):
 
     @classmethod
     def from_block(cls, block: Any, path: str = "", source: Source | None = None) -> Self:
-        """Return the configuration that a block describes. A block that already is a configuration is returned as is.
+        """Return the configuration that a block describes. A configuration is returned unchanged.
 
-        path : dotted key of the block, for error messages
-        source : origin of the block, for error messages; without a source, errors start with the member's name
-
-        Raises UserError in one line for a missing or unknown name, an unknown parameter (with the nearest valid
-        parameter), a missing parameter, or a value out of range.
+        `path` is the dotted key of the block. If `source` is None, errors start with the member's name. Raises
+        UserError for a missing or unknown name, an unknown or missing parameter, or a value out of range.
         """
         if isinstance(block, cls):
             return block
         where = source or Source()
         if not isinstance(block, str | Mapping):
-            wrong = f"a {cls.family} is a name or {{{cls.name_key}: ..., its parameters}}, got {show(block)}"
-            raise where.error(path, wrong)
+            message = f"a {cls.family} is a name or {{{cls.name_key}: ..., its parameters}}, got {show(block)}"
+            raise where.error(path, message)
         block = {cls.name_key: block} if isinstance(block, str) else block
         try:
             member = cls.chosen(block)
@@ -313,12 +279,9 @@ class NamedConfiguration(Configuration):
 
 
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a dataclass field that holds a component's configuration.
+    """Declare a dataclass field for a component's configuration, whose keys YAML has beside the dataclass's own keys.
 
-    In YAML, the keys of that configuration appear at the same level as the dataclass's own keys.
-
-    default_factory : function that creates the configuration with its defaults; omitted if the configuration has
-        required keys
+    Omit `default_factory` if a key of that configuration is required.
     """
     return field(default_factory=default_factory, metadata={"flat": True})
 
@@ -372,10 +335,7 @@ def _plain(value: Any) -> Any:
 
 
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
-    """Return the error for an unknown key.
-
-    The error lists names in `valid`, and may suggest a name in `valid` or `also`.
-    """
+    """Return the error for an unknown key. It lists names in `valid`, and may suggest a name in `valid` or `also`."""
     valid = list(valid)
     if key in source.places:
         place = source.places[key]
@@ -392,11 +352,8 @@ def build(
 ) -> T:
     """Create an instance of a dataclass from a mapping; `given` sets fields that YAML cannot set.
 
-    path, source : dotted key and origin of the mapping, for error messages
-    also : further keys that an error may suggest, but does not list
-
-    Raises UserError for an unknown or missing key, for a value of the wrong type, and if the dataclass's own
-    `__post_init__` raises UserError, whose key is relative to this block.
+    Errors may suggest the keys in `also`, but do not list them. Raises UserError for an unknown or missing key, and for
+    an invalid value. The keys of errors that the dataclass's own `__post_init__` raises are relative to this block.
     """
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""
@@ -421,5 +378,4 @@ def build(
 
 
 def default_of(f: dataclasses.Field) -> Any:
-    """Return the default of a field, or dataclasses.MISSING if the field is required."""
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

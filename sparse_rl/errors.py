@@ -1,12 +1,9 @@
 """The project's errors, and helpers that suggest the nearest valid name.
 
-    UserError      a mistake that the user can fix: one line that says what is wrong, where, and how to fix it; exit
-                   status 2
-    StoppedError   a valid run that cannot continue: one line; exit status 1, or 2 for NotFiniteError, whose cause
-                   (weights or dtype) the user can fix
-
-Any other exception is a bug in this project and is shown with its traceback. Code that calls a library or a user's
-function therefore converts the errors that the user can fix into UserError.
+UserError is a mistake that the user can fix: one line with the mistake, its place and its fix; exit status 2.
+StoppedError is a valid run that cannot continue: one line; exit status 1, or 2 for NotFiniteError, whose cause (weights
+or dtype) the user can fix. Any other exception is a bug in this project and is shown with its traceback. Code that
+calls a library or a user's function therefore converts the errors that the user can fix into UserError.
 """
 
 from __future__ import annotations
@@ -27,9 +24,8 @@ def one_line(text: object, most: int = LONGEST) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for a library's failure.
-
-    The reason is the first line of the error's message, plus the second line if the first one ends with a colon.
+    """Return the reason for a library's failure: the first line of its message, and the second if the first ends in
+    ":".
     """
     first, _, rest = str(error).strip().partition("\n")
     first += f" {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else ""
@@ -72,10 +68,7 @@ class NotWrittenError(StoppedError):
 
 
 def without_room(error: BaseException | None) -> OSError | None:
-    """Return the OSError in the chain of causes of `error` that reports a write without room, or None.
-
-    A write has no room if the disk is full, or a quota or the limit of the file size is reached.
-    """
+    """Return the OSError among the causes of `error` that reports a full disk, quota or file-size limit, or None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)):
         error = error.__cause__ or error.__context__
     return error
@@ -97,8 +90,8 @@ def nearest_few(word: str, valid: Iterable[str], most: int = 4) -> str:
         return matcher.ratio()
 
     names.sort(key=similarity, reverse=True)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def listed(valid: Iterable[str], word: Any = "") -> str:
@@ -109,6 +102,5 @@ def listed(valid: Iterable[str], word: Any = "") -> str:
 
 
 def did_you_mean(word: Any, valid: Iterable[str]) -> str:
-    """Return ` (did you mean 'name'?)` for the nearest valid name, or an empty string."""
     close = nearest(word, valid)
     return f" (did you mean {close!r}?)" if close else ""

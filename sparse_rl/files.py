@@ -1,4 +1,4 @@
-"""File helpers: read the files that a user names up to a size limit, and reset permissions that a library narrowed."""
+"""Read the files that a user names, up to a size limit; reset file permissions that a library narrowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_TEXT = 2**30  # bytes of a text or results file
 
 
 def check_readable(file: str | Path, most: int = MOST_JSON) -> None:
-    """Raise UserError for a device or a pipe, which may be endless, and for a file of more than `most` bytes.
+    """Raise UserError for a file of more than `most` bytes, and for a device or a pipe, which may be endless.
 
     Raises OSError if `os.stat` fails, and IsADirectoryError for a directory.
     """
@@ -31,8 +31,7 @@ def check_readable(file: str | Path, most: int = MOST_JSON) -> None:
 def read_text(file: str | Path, most: int = MOST_JSON) -> str:
     """Return the UTF-8 text of a regular file of at most `most` bytes, with every line ending as \\n.
 
-    Raises OSError if the file cannot be read, UnicodeDecodeError if it is not UTF-8, and UserError if it is no regular
-    file or is too large.
+    Raises the errors of `check_readable`, OSError if the file cannot be read, and UnicodeDecodeError.
     """
     check_readable(file, most)
     with Path(file).open("rb") as opened:

@@ -1,10 +1,8 @@
 """Lazy packages: their public names are imported on first access.
 
-A package's `__init__` runs before any of its modules. If it imported torch, even the package's configuration could not
-be read without torch. The `__init__` of a lazy package therefore imports the public names only for type checkers, under
-`if TYPE_CHECKING:`, and defines
-
-    __getattr__ = public_names(__name__)
+A package's `__init__` runs before any of its modules. If it imported torch, the package's configuration could not be
+read without torch. So the `__init__` of a lazy package imports the public names only under `if TYPE_CHECKING:`, and
+sets `__getattr__ = public_names(__name__)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run: one JSON object per line, each with a step."""
+"""Read metrics.jsonl, the log of a run: one JSON object per line, each with a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ RECIPE_FILE = "recipe.yaml"  # beside the log in a run's directory: the run's re
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's directory; else the run directories below it, sorted by name."""
+    """Return the folder itself if it is a run's directory; otherwise the run directories below it, sorted by name."""
     if (folder / METRICS_FILE).is_file():
         return [folder]
     return sorted(file.parent for file in folder.rglob(METRICS_FILE))
 
 
 def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """Return the records of a run's log. Invalid lines, such as the torn last line of a killed run, are skipped."""
+    """Return the records of a run's log. Skip invalid lines, such as the incomplete last line of a killed run."""
     file, records = Path(folder) / name, []
     if not file.is_file():
         return []

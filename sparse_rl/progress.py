@@ -4,8 +4,8 @@
         row.advance()
         row.tell("reward 0.250")
 
-While rows are shown, this module controls the terminal: all printed output appears above the rows, line by line. In a
-launch of several processes only the first one shows rows. Without rows, output is not touched.
+While rows are shown, all printed output appears above the rows, line by line. In a launch of several processes only the
+first one shows rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from rich.text import Text
 
 FIRST_SIGN = 20.0  # without a terminal: seconds until the first progress line; each further interval is twice as long
 WIDE, NARROW = 80, 60  # terminal columns: from WIDE on the bar is long, below NARROW there is no bar
-LONGEST = 40  # maximum characters of the name of the thing that is loaded, checked or saved
+LONGEST = 40  # maximum characters of a stage's `what`, such as the path of a file
 
 
 class Stage:
-    """A running stage.
-
-    what : object of the stage, such as the file being loaded; used if there is no `total`
-    """
+    """A running stage. `what` is the object of the stage, such as the file being loaded."""
 
     def __init__(self, name: str, what: str, total: int | None, unit: str, done: int) -> None:
         self.name, self.what, self.total, self.unit, self.done = name, what, total, unit, done
@@ -42,12 +39,10 @@ class Stage:
         self.advanced = self.start
 
     def advance(self, by: int = 1) -> None:
-        """Add `by` to the number of finished units; `by` may be negative."""
         if by:
             self.done, self.advanced = self.done + by, time.monotonic()
 
     def tell(self, told: str) -> None:
-        """Set the text at the end of the row, such as a loss or a reward."""
         self.told = told
 
     def clock(self) -> str:
@@ -68,15 +63,11 @@ class Stage:
         return "" if self.total is None else f"{self.done}/{self.total} {self.unit}{'s' * (self.total != 1)}"
 
     def sign(self) -> str:
-        """Return the stage's text for a line of output when no rows are shown."""
         return self.name if self.total is None else f"in {self.unit} {min(self.done + 1, self.total)}/{self.total}"
 
 
 class Screen:
-    """The rows of this process.
-
-    console : console to draw on; by default stdout, if stdout is a terminal when the first row appears
-    """
+    """The rows of this process, drawn on `console`. None means stdout, if that is a terminal when rows appear."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.given = console
@@ -89,7 +80,7 @@ class Screen:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Mark that a command runs in this block: progress lines give the time elapsed from now on, over all stages."""
+        """Mark that a command runs in this block. Progress lines then give the time since the start of the command."""
         self._begin()
         self.in_command = True
         try:
@@ -107,7 +98,6 @@ class Screen:
 
     @contextmanager
     def show(self, row: Stage) -> Iterator[Stage]:
-        """Show the row during this block."""
         with self.lock:
             if not self.rows:
                 self._open()
@@ -163,7 +153,7 @@ class Screen:
 class Above:
     """A stream that prints lines above a screen's rows, and passes text through unchanged when there are no rows.
 
-    A library may keep a reference to this stream forever. If a library overwrites a line by carriage returns, as
+    A library may keep this stream after the rows are gone. If a library overwrites a line by carriage returns, as
     progress bars do, only the line's last state is shown.
     """
 
@@ -184,7 +174,7 @@ class Above:
         return len(text)
 
     def end(self) -> None:
-        """Print the text after the last newline, if there is any, as a line of its own."""
+        """Print the text after the last newline, if any, as a line of its own."""
         if self.waiting.strip():
             self._print(self.waiting)
         self.waiting = ""
@@ -229,8 +219,6 @@ def _terminal() -> Console | None:
 
 
 class Part(ProgressColumn):
-    """A part of a row, limited to the characters of the terminal's encoding."""
-
     def __init__(self, part: Callable[[Stage], str], encoding: str, column: Column) -> None:
         super().__init__(column)
         self.part, self.encoding = part, encoding
@@ -276,13 +264,11 @@ screen = Screen()
 def stage(
     name: str, what: str = "", *, total: int | None = None, unit: str = "", done: int = 0, shown: bool = True
 ) -> Iterator[Stage]:
-    """Show a stage until the end of the block.
+    """Show a stage, such as loading or training, until the end of the block.
 
-    name : activity, such as loading, sampling or training
-    what : object of the stage, such as a file; used if there is no `total`
-    total, unit : number of units to do, and the unit's name in the singular
-    done : number of units that are already done
-    shown : False hides the stage's row; in a launch, every process but the first hides the row anyway
+    what : object of the stage, such as a file
+    total, unit : number of units to do, and the unit's name in the singular; `done` units are done already
+    shown : False hides the row; in a launch, every process but the first hides its rows
     """
     row = Stage(name, what, total, unit, done)
     visible = shown and os.environ.get("RANK", "0") == "0"

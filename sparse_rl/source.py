@@ -6,6 +6,5 @@ INSTALL_VLLM = f'pip install "vllm=={VLLM}"'
 
 
 def how_to_install(extra: str = "") -> str:
-    """Return, in Markdown, the command that installs sparse-rl, optionally with one of its extras."""
     extras = f"[{extra}]" if extra else ""
     return f'`pip install "sparse-rl{extras} @ {URL}"`' if URL else f'`pip install ".{extras}"` in a checkout of it'

@@ -1,8 +1,7 @@
 """Temporary files: one folder per command in the system's temporary directory, shared with the command's processes.
 
-The folder is removed when the command ends. A killed command cannot remove its folder, so the next command removes the
-folder. Each process that uses a folder holds a lock on a file in the folder. The kernel releases the lock when the
-process ends, so an unlocked folder is unused.
+The folder is removed when the command ends, or by the next command if the first one was killed. Each process locks a
+file in the folder that it uses. The kernel releases the lock when the process ends, so an unlocked folder is unused.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ FOLDER = "SPARSE_RL_TEMPORARY_FOLDER"  # environment variable, read by the proce
 
 @cache
 def temporary_folder() -> str:
-    """Return the temporary folder of this process, or of the command that started this process.
-
-    A new folder is created only after the folders of killed commands have been removed.
-    """
+    """Return the temporary folder of this process, or of the command that started this process."""
     inherited = os.environ.get(FOLDER)
     if inherited is not None and _take_lock(Path(inherited) / LOCK):
         return inherited
@@ -41,7 +37,7 @@ def temporary_folder() -> str:
 
 
 def remove_temporary_folder() -> None:
-    """Remove the folder that this process created, even if the process has since replaced itself by exec."""
+    """Remove the folder that this process created, even if exec has replaced the process's program since then."""
     folder = Path(os.environ.get(FOLDER, ""))
     with contextlib.suppress(OSError):
         if (folder / LOCK).read_text() == str(os.getpid()):
