@@ -1,4 +1,4 @@
-"""A model directory holds complete safetensors files, or is refused in one line before any of it is used.
+"""A damaged model directory is refused in one line before any of it is used, or is still usable.
 
 Random damage: any file is truncated, overwritten, emptied or removed, or any value of its JSON is replaced.
 """
@@ -30,7 +30,7 @@ TEXT = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_co
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "whole"
     save_untrained(folder, 0)
     save_policy(folder, make_policy("streaming", budget=16))
@@ -39,13 +39,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def damaged(whole: Path, tmp_path: Path) -> Path:
+def damaged(undamaged: Path, tmp_path: Path) -> Path:
     """A copy of the model directory to damage."""
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+    return Path(shutil.copytree(undamaged, tmp_path / "model"))
 
 
 def refusal(folder: Path) -> str | None:
-    """Return the line that refuses a directory before training; None if it is accepted and then used without error."""
+    """Return the one-line error of a model directory. None means that it is loaded and used without error."""
     place = str(folder)
 
     def load() -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ VALUES = (None, True, -1, 0, 1, 3, 2**31, 2**70, 1e308, -0.5, "", "nonsense", "\
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The path of every value in JSON; for a long list, only the paths in its first elements."""
+    """Return the path of every value in JSON; of a long list, only the paths in its first elements."""
     results = [path] if path else []
     inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     for key, item in list(inner)[:40]:
@@ -79,9 +79,9 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def damages(draw: Any) -> Callable[[Path], None]:
-    """Kinds of damage to a model directory."""
+    """Draw a function that damages a model directory in one way."""
     name = draw(st.sampled_from((*TEXT, "config.json", WEIGHTS, WEIGHTS)))
-    how = draw(st.sampled_from(("cut", "bytes", "whole", "gone", "folder", "value", "value", "value", "less")))
+    kind = draw(st.sampled_from(("cut", "bytes", "whole", "gone", "folder", "value", "value", "value", "less")))
     share, junk = draw(st.floats(0, 1)), draw(st.binary(min_size=1, max_size=12))
     content = draw(
         st.sampled_from((b"", b"{}", b"[]", b"null", b"5", b'{"a": 1}', b"[" * 20_000, b"\xff\xfe", b"{" * 9))
@@ -92,33 +92,34 @@ def damages(draw: Any) -> Callable[[Path], None]:
         file = folder / name
         data = file.read_bytes()
         at = int(share * len(data))
-        if how == "gone":
+        if kind == "gone":
             file.unlink()
-        elif how == "folder":
+        elif kind == "folder":
             file.unlink()
             file.mkdir()
-        elif how in ("value", "less") and name in TEXT:
-            read = json.loads(data)
-            *path, last = (computed := places(read))[pick % len(computed)]
-            block = read
+        elif kind in ("value", "less") and name in TEXT:
+            document = json.loads(data)
+            *path, last = (computed := places(document))[pick % len(computed)]
+            block = document
             for key in path:
                 block = block[key]
-            if how == "less" and isinstance(block, dict):
+            if kind == "less" and isinstance(block, dict):
                 del block[last]
             else:
                 block[last] = value
-            file.write_text(json.dumps(read))
-        elif how == "whole":
+            file.write_text(json.dumps(document))
+        elif kind == "whole":
             file.write_bytes(content)
         else:
-            file.write_bytes(data[:at] + (junk + data[at + len(junk) :] if how == "bytes" else b""))
+            file.write_bytes(data[:at] + (junk + data[at + len(junk) :] if kind == "bytes" else b""))
 
     return damage
 
 
-def check(whole: Path, folder: Path, damage: Callable[[Path], None]) -> None:
+def check(undamaged: Path, folder: Path, damage: Callable[[Path], None]) -> None:
+    """Check that a copy of the model, after damage, is refused in one line or is used without error."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole, folder)
+    shutil.copytree(undamaged, folder)
     damage(folder)
     refusal(folder)
 
@@ -128,18 +129,22 @@ ONE_FOLDER = [HealthCheck.function_scoped_fixture]
 
 @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
 @given(damages())
-def test_a_damaged_model_is_refused_in_one_line(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    check(whole, tmp_path / "model", damage)
+def test_a_damaged_model_is_usable_or_refused_in_one_line(
+    undamaged: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    check(undamaged, tmp_path / "model", damage)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
 @given(damages())
-def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    check(whole, tmp_path / "model", damage)
+def test_a_damaged_model_is_usable_or_refused_in_one_line_in_1000_cases(
+    undamaged: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    check(undamaged, tmp_path / "model", damage)
 
 
-# ---- damage that the search found ----------------------------------------------------------------------------------
+# ---- damage that the random tests found ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["vocab", "added"])
@@ -155,16 +160,16 @@ def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Pa
     assert "2147483648 is not a valid token id" in str(refusal(damaged))
 
 
-def test_an_undamaged_model_is_accepted(damaged: Path) -> None:
-    """The control: an undamaged model, also in shards or saved without the head's prefix."""
+def test_control_an_undamaged_model_is_accepted_also_in_shards(damaged: Path) -> None:
+    """A missing shard, or an index that names files of another folder, is refused."""
     assert refusal(damaged) is None
     weights = load_file(damaged / WEIGHTS)
     half = len(weights) // 2
     shards = {"a.safetensors": list(weights)[:half], "b.safetensors": list(weights)[half:]}
     for name, ours in shards.items():
-        save_file({one: weights[one] for one in ours}, damaged / name, {"format": "pt"})
+        save_file({weight: weights[weight] for weight in ours}, damaged / name, {"format": "pt"})
     (damaged / WEIGHTS).unlink()
-    index = {"metadata": {}, "weight_map": {one: name for name, ours in shards.items() for one in ours}}
+    index = {"metadata": {}, "weight_map": {weight: name for name, ours in shards.items() for weight in ours}}
     (damaged / INDEX).write_text(json.dumps(index))
     assert refusal(damaged) is None
     (damaged / "b.safetensors").unlink()
@@ -175,14 +180,14 @@ def test_an_undamaged_model_is_accepted(damaged: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.0001, 0.01, 0.5, 0.99999])
-def test_a_broken_download_is_refused(damaged: Path, share: float) -> None:
+def test_a_truncated_file_of_weights_is_refused(damaged: Path, share: float) -> None:
     data = (damaged / WEIGHTS).read_bytes()
     (damaged / WEIGHTS).write_bytes(data[: int(share * len(data))])
     assert f"{damaged / WEIGHTS} cannot be read" in str(refusal(damaged))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("num_key_value_heads", -1, "num_key_value_heads is -1 in config.json"),
         ("num_key_value_heads", 3, "3 kv heads do not divide 4 heads"),
@@ -196,20 +201,20 @@ def test_a_broken_download_is_refused(damaged: Path, share: float) -> None:
         ("eos_token_id", [1, "x"], "eos_token_id"),
     ],
 )
-def test_nonsense_in_the_configuration_does_not_pass(damaged: Path, name: str, value: Any, says: str) -> None:
+def test_wrong_values_in_the_configuration_are_refused(damaged: Path, name: str, value: Any, message: str) -> None:
     config = json.loads((damaged / "config.json").read_text())
     config.pop("layer_types", None)
     (damaged / "config.json").write_text(json.dumps({**config, name: value}))
-    assert says in str(refusal(damaged))
+    assert message in str(refusal(damaged))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', "\0"])
 def test_invalid_stop_token_settings_are_refused(damaged: Path, text: str) -> None:
-    """transformers ignores a generation_config.json that it cannot read: the model would miss its stop tokens."""
+    """transformers ignores a generation_config.json that it cannot read, and the model would lack its stop tokens."""
     (damaged / "generation_config.json").write_text(text)
     assert refusal(damaged)
     (damaged / "generation_config.json").unlink()
-    assert refusal(damaged) is None  # the control: the file is optional
+    assert refusal(damaged) is None  # control: the file is optional
 
 
 class Touch:
@@ -224,6 +229,9 @@ class Touch:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, tmp_path: Path, name: str) -> None:
+    """Weights in a pickle are refused without unpickling, which would run code from the file. The error gives a command
+    that converts the file to safetensors.
+    """
     weights = load_file(damaged / WEIGHTS)
     (damaged / WEIGHTS).unlink()
     (damaged / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
@@ -232,13 +240,15 @@ def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, 
             line = load(damaged)
         except UserError as error:
             line = str(error)
-        assert f"{damaged / name} is a pickle" in line and CONVERT.format(str(damaged)) in line
+        assert f"{damaged / name} is a pickle" in line
+        assert CONVERT.format(str(damaged)) in line
     assert not (tmp_path / "touched").exists()
     if name == "pytorch_model.bin":
         torch.save(weights, damaged / name)
         exec(CONVERT.format(str(damaged)))
         assert refusal(damaged) is None
-        again = load_file(damaged / WEIGHTS)
-        assert again.keys() == weights.keys() and all(torch.equal(again[one], weights[one]) for one in weights)
+        converted = load_file(damaged / WEIGHTS)
+        assert converted.keys() == weights.keys()
+        assert all(torch.equal(converted[weight], weights[weight]) for weight in weights)
     pickle.loads(pickle.dumps(Touch(tmp_path / "touched")))
-    assert (tmp_path / "touched").exists()  # the control
+    assert (tmp_path / "touched").exists()  # control: unpickling would have run the code

@@ -1,4 +1,6 @@
-"""The table of hub models has every model that a shipped recipe names, with the published parameter counts."""
+"""The table of models on a hub has the shape of every model that a shipped recipe names. Its parameter counts are the
+published ones, so that `doctor` works without a network.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ ON_A_HUB = {name: load_recipe(name) for name in list_recipes() if load_recipe(na
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a machine without a network."""
     monkeypatch.setattr(hub, "_unreachable", lambda: "there is no network")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -37,7 +40,7 @@ def test_models_of_shipped_recipes_are_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_parameters(model: str) -> None:
+def test_parameter_counts_equal_the_published_ones(model: str) -> None:
     config = load_shape(model)
     check_replayable(config, model)
     assert count_parameters(meta_model(config)) == PUBLISHED[model]
@@ -48,13 +51,17 @@ def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
     check_lengths(ON_A_HUB[name], load_shape(ON_A_HUB[name].model))
 
 
-def test_doctor_without_a_network(capsys: pytest.CaptureFixture) -> None:
+def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:
+    """For a model that is not in the table, `doctor` says that the memory is unknown. An invalid name is an error."""
     assert main(["doctor", "qwen2.5-1.5b/grpo"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "1,543,714,304 parameters" in out and "its shape is taken from the table" in out
+    assert "1,543,714,304 parameters" in out
+    assert "its shape is taken from the table" in out
     assert main(["doctor", "qwen2.5-1.5b/grpo", "model=somebody/some-model"]) == 0
     out = capsys.readouterr().out
-    assert "memory        unknown: " in out and "there is no network" in out and "parameters" not in out
+    assert "memory        unknown: " in out
+    assert "there is no network" in out
+    assert "parameters" not in out
     assert main(["doctor", "qwen2.5-1.5b/grpo", "model=no hub name"]) == 2
     assert main(["train", "qwen2.5-1.5b/grpo", "--dry-run"]) == 2  # a command that needs the files still fails
     assert "there is no directory Qwen/Qwen2.5-1.5B-Instruct" in capsys.readouterr().err
