@@ -1,4 +1,6 @@
-"""The parallel running top-k against a heap that takes one token at a time, and against the paper's mask."""
+"""The running top-k keeps sinks, window and the k best other tokens so far, at each query. The parallel computation
+equals a heap that takes one token at a time, and the paper's mask.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from sparse_rl.kernels import RunningTopK, running_topk, running_topk_reference
 from sparse_rl.trace import NEVER
 
 
-def same(one: RunningTopK, other: RunningTopK) -> bool:
+def same(ours: RunningTopK, theirs: RunningTopK) -> bool:
+    """Return True if all fields are equal, bit for bit."""
     names = [field.name for field in dataclasses.fields(RunningTopK)]
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    return all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
 
 
 @st.composite
 def cases(draw: Any, longest: int) -> dict[str, Any]:
+    """Draw arguments of `running_topk`: random scores, often with many ties, and any sizes."""
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     length = draw(st.one_of(st.integers(1, 40), st.integers(1, longest)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -51,13 +55,13 @@ def cases(draw: Any, longest: int) -> dict[str, Any]:
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(longest=300))
-def test_equals_the_heap(case: dict[str, Any]) -> None:
+def test_the_parallel_running_top_k_equals_the_heap(case: dict[str, Any]) -> None:
     assert same(running_topk(**case), running_topk_reference(**case))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(longest=2000))
-def test_equals_the_heap_on_long_rows(case: dict[str, Any]) -> None:
+def test_the_parallel_running_top_k_equals_the_heap_on_long_rows(case: dict[str, Any]) -> None:
     assert same(running_topk(**case), running_topk_reference(**case))
 
 
@@ -67,7 +71,9 @@ def test_equals_the_heap_on_long_rows(case: dict[str, Any]) -> None:
     [(64, 4, 8, 8), (100, 0, 1, 5), (90, 3, 16, 1), (80, 4, 8, 400), (80, 4, 8, 68), (80, 4, 8, 67), (40, 4, 36, 1)],
 )
 def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k: int, ties: bool) -> None:
-    """t < s, or q - t < w, or t is among the k best of E(q) by its priority at q."""
+    """Query q sees token t if t is a sink (t < s), is in the window (q - t < w), or is among the k best of the tokens
+    between these, by the decayed scores at q.
+    """
     scores = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length + k), dtype=torch.float64)
     if ties:
         scores = (2 * scores).round()
@@ -79,20 +85,23 @@ def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k
         eligible = (t >= sinks) & (t <= q - window)
         order = aged.masked_fill(~eligible, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
         best = torch.zeros_like(aged, dtype=torch.bool).scatter_(-1, order[..., :k], True) & eligible
-        seen = (t <= q) & ((t < sinks) | (q - t < window) | best)
-        assert torch.equal(seen, (t <= q) & (q < topk.evict_at)), q
+        visible = (t <= q) & ((t < sinks) | (q - t < window) | best)
+        assert torch.equal(visible, (t <= q) & (q < topk.evict_at)), q
 
 
 def test_ties_go_to_the_earlier_token_and_decay_breaks_them() -> None:
+    """With equal scores the first tokens are kept. With decay a token's score falls as it ages, so the oldest is
+    evicted.
+    """
     equal = torch.zeros(1, 1, 12)
     topk = running_topk(equal, 1, window=2, k=3)
     assert topk.evict_at[0, 0].tolist() == [NEVER] * 4 + [6, 7, 8, 9, 10, 11, 12, 13][: 12 - 4 - 2] + [NEVER] * 2
-    later = running_topk(equal, 1, window=2, k=3, log_decay=torch.tensor([-0.01]))
-    assert later.evict_at[0, 0, 1:7].tolist() == [6, 7, 8, 9, 10, 11]  # the oldest goes
+    with_decay = running_topk(equal, 1, window=2, k=3, log_decay=torch.tensor([-0.01]))
+    assert with_decay.evict_at[0, 0, 1:7].tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def test_values_behind_the_end_of_a_row_are_ignored() -> None:
-    """A padded row gives the same result as the row without padding, whatever the padding holds."""
+def test_values_after_the_end_of_a_row_are_ignored() -> None:
+    """A row with padding of NaN gives the same result as the row without padding."""
     scores = torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([50, 31])
     padded = scores.clone()
@@ -115,16 +124,17 @@ def test_invalid_arguments_are_refused() -> None:
     assert same(running_topk(scores, 4, window=2, k=2), running_topk(torch.zeros(1, 1, 9), 4, window=2, k=2))
 
 
-@pytest.mark.parametrize("wrong", ["ties", "window", "cutoff"])
-def test_wrong_top_k_differs_from_the_reference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["ties", "window", "cutoff"])
+def test_control_a_wrong_top_k_differs_from_the_reference(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties that go to the later token, another window, or a wrong k-th best rank, the results differ."""
     case: dict[str, Any] = {"scores": torch.zeros(1, 2, 40).index_fill_(-1, torch.arange(0, 40, 3), 1.0), "sinks": 2}
     expected = running_topk_reference(**case, window=3, k=5)
     assert same(running_topk(**case, window=3, k=5), expected)
     module = "sparse_rl.kernels.topk"
-    if wrong == "ties":
+    if fault == "ties":
         sort = torch.Tensor.sort
         flipped = lambda x, **keys: sort(x + 1e-6 * torch.arange(x.shape[-1]), **keys)  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "sort", flipped)
-    elif wrong == "cutoff":
+    elif fault == "cutoff":
         monkeypatch.setattr(f"{module}.kth_smallest_of_prefixes", lambda ranks, k: ranks.new_zeros(len(ranks), 31))
-    assert not same(running_topk(**case, window=4 if wrong == "window" else 3, k=5), expected)
+    assert not same(running_topk(**case, window=4 if fault == "window" else 3, k=5), expected)

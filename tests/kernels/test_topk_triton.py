@@ -1,4 +1,5 @@
-"""The Triton form of the running top-k without a GPU: its results, its registers, and the check that runs before it.
+"""The Triton kernel of the running top-k, tested without a GPU: its results in Triton's interpreter, the registers of
+the compiled kernel, and the check that runs before the kernel is used.
 
 The interpreter runs one program after another; tests/gpu/ runs them in parallel.
 """
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from without_gpu import run, used
+from without_gpu import resources_used, run
 
 from sparse_rl.kernels.topk import check_topk, kth_smallest_of_prefixes
 
@@ -42,27 +43,27 @@ print("compared", compared)
 
 
 def test_the_interpreted_kernel_equals_the_heap() -> None:
+    """The program INTERPRETED compares the kernel with the heap in 10 cases, bit for bit."""
     assert "compared 10" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
 def test_the_compiled_kernel_spills_no_registers(tmp_path: Path) -> None:
-    report = used("topk_triton", "[kernels.compiled(target)]", tmp_path)
+    report = resources_used("topk_triton", "[kernels.compiled(target)]", tmp_path)
     assert len(report) == 2
     assert all(0 < item["REG"] <= 255 and item["LOCAL"] == item["STACK"] == 0 for item in report)
 
 
 @pytest.mark.slow
-def test_too_large_a_block_spills(tmp_path: Path) -> None:
-    """The control."""
-    usage = used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
+def test_control_too_large_a_block_spills_registers(tmp_path: Path) -> None:
+    usage = resources_used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
     assert all(entry["LOCAL"] + entry["STACK"] > 0 for entry in usage)
 
 
-def absent() -> Callable:
+def triton_is_missing() -> Callable:
     raise ImportError("No module named 'triton'\nand more")
 
 
-def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
+def off_by_one(ranks: torch.Tensor, k: int) -> torch.Tensor:
     result = kth_smallest_of_prefixes(ranks, k)
     result[-1, -1] += 1
     return result
@@ -73,14 +74,18 @@ def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
     [
         (lambda: kth_smallest_of_prefixes, [0.001, 0.002], "triton", "1.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
         (lambda: kth_smallest_of_prefixes, [0.002, 0.002], "torch", "2.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
-        (lambda: one_off, [0.001, 0.002], "torch", "it gives wrong results here, for 3 rows of 1000 tokens"),
-        (absent, [0.001, 0.002], "torch", "ImportError: No module named 'triton'"),
+        (lambda: off_by_one, [0.001, 0.002], "torch", "it gives wrong results here, for 3 rows of 1000 tokens"),
+        (triton_is_missing, [0.001, 0.002], "torch", "ImportError: No module named 'triton'"),
     ],
 )
 def test_the_kernel_is_chosen_if_it_is_exact_and_faster(
     load: Callable, seconds: list, kernel: str, finding: str
 ) -> None:
+    """`seconds` are the simulated times of the kernel and of torch's form. A kernel that is not faster, is wrong, or
+    cannot be loaded is not used, and the choice gives the reason.
+    """
     choice = check_topk(load, lambda work: seconds.pop(0), "cpu")
     assert choice.kernel == kernel
-    assert finding in choice.finding and "\n" not in str(choice)
+    assert finding in choice.finding
+    assert "\n" not in str(choice)
     assert ("Triton's kernel is not used" in str(choice)) == (kernel == "torch")

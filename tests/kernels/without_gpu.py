@@ -1,6 +1,6 @@
-"""Run Triton kernels without a GPU under Triton's interpreter, or compile them and read their registers.
+"""Run Triton kernels without a GPU in Triton's interpreter, or compile them and read the registers that they use.
 
-Each runs in a separate process: TRITON_INTERPRET is read when a kernel is defined, and excludes compilation.
+Each program runs in a separate process: TRITON_INTERPRET is read when a kernel is defined, and excludes compilation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-USED = """
+PRINTS_RESOURCES = """
 import os, re, subprocess, tempfile, triton
 from triton.backends.compiler import GPUTarget
 from sparse_rl.kernels import {module} as kernels
@@ -30,21 +30,24 @@ for generation in (80, 90):
 
 
 def run(program: str, **environment: str) -> str:
-    """Output of a program."""
+    """Return the output of a Python program that runs in a new process."""
     pytest.importorskip("triton")
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     inherited |= {"PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=inherited, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=inherited, check=False
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
 
 
-def used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
-    """Resources of kernels compiled for sm_80 and then for sm_90, such as REG; spills are LOCAL or on the STACK.
+def resources_used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
+    """Return the resources, such as REG, of kernels compiled for sm_80 and then for sm_90. Spilled registers are LOCAL
+    or on the STACK.
 
     module : module of sparse_rl.kernels
     kernels : expression for the kernels, in terms of `kernels` (the module) and `target`
     """
-    lines = run(USED.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
+    lines = run(PRINTS_RESOURCES.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
     pairs = [[pair.split(":") for pair in line.split() if ":" in pair] for line in lines]
     return [{name: int(number) for name, number in item if not name.startswith("CONSTANT")} for item in pairs]
