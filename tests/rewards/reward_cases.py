@@ -1,4 +1,4 @@
-"""Hostile texts for the reward tests, and a guard that turns a hang into a failure."""
+"""Hostile texts for the reward tests, and a time limit that turns a hang into a failure."""
 
 import json
 import threading

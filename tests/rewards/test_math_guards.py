@@ -1,4 +1,5 @@
-r"""Properties of the guards around math-verify, on random numbers and texts."""
+r"""Guards are our rules for answers that the library math-verify would misjudge. They hold for random numbers and
+texts."""
 
 import time
 from fractions import Fraction
@@ -31,7 +32,7 @@ def test_a_number_equals_all_its_notations_and_no_other_number(way: str, n: int)
 
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(n=numbers, factor=st.sampled_from(["dozen", "hundred", "thousand", "million"]))
-def test_a_word_of_scale_multiplies(n: int, factor: str) -> None:
+def test_a_word_such_as_thousand_multiplies_the_number(n: int, factor: str) -> None:
     scale = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}[factor]
     assert is_equal(str(n * scale), rf"{n}\text{{ {factor} eggs}}")
     assert not is_equal(str(n), f"{n} {factor}")
@@ -39,7 +40,8 @@ def test_a_word_of_scale_multiplies(n: int, factor: str) -> None:
 
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(value=st.fractions(0, 1000, max_denominator=500))
-def test_a_decimal_that_repeats_is_the_fraction(value: Fraction) -> None:
+def test_a_repeating_decimal_is_read_as_its_fraction(value: Fraction) -> None:
+    """The fraction is written by long division as digits with an overline over the repeating part."""
     whole, rest, digits, seen = value.numerator // value.denominator, value % 1, "", {}
     while rest not in seen:
         seen[rest] = len(digits)
@@ -47,7 +49,8 @@ def test_a_decimal_that_repeats_is_the_fraction(value: Fraction) -> None:
         rest = rest * 10 % 1
     start = seen[rest]
     reading = read(rf"{whole}.{digits[:start]}\overline{{{digits[start:]}}}")
-    assert reading is not None and reading.latex == latex_of(value)
+    assert reading is not None
+    assert reading.latex == latex_of(value)
 
 
 FRAGMENTS = [
@@ -61,7 +64,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
-@given(gold=texts, said=texts)
+@given(gold=texts, answer=texts)
 @example("18", "18 " + "a" * 1000 + "!")
 @example("18", "0." + "1" * 1900)
 @example("18", "1" * 900 + "." + "1" * 900 + "x")
@@ -75,11 +78,12 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(
 @example("18", "x=1" + " , and" * 250)
 @example("18", "\\\\" * 900 + "x")
 @example("18", "no, " * 500)
-def test_any_text_is_parsed_quickly(gold: str, said: str) -> None:
+def test_the_guards_read_any_text_within_half_a_second(gold: str, answer: str) -> None:
+    """Texts are random fragments of answers; the examples are texts on which a regular expression could be slow."""
     start = time.process_time()
-    word(said)
-    claimed(said)
-    readings = read(gold), read(said, keep_name=False)
+    word(answer)
+    claimed(answer)
+    readings = read(gold), read(answer, keep_name=False)
     if None not in readings:
         assert refused(*readings) in (True, False)
     assert time.process_time() - start < 0.5

@@ -1,4 +1,5 @@
-"""The math reward: equality by value, hard limits, and the same result from any thread or process."""
+"""The math reward judges answers by value in worker processes with hard time limits, and gives the same result in any
+thread or process."""
 
 import logging
 import multiprocessing
@@ -65,11 +66,12 @@ def math_reward():
 
 
 def boxed(answer):
+    """Return a completion with this answer in a box."""
     return rf"So it is $\boxed{{{answer}}}$."
 
 
 @pytest.mark.parametrize(("pairs", "reward"), [(EQUAL, 1.0), (DIFFERENT, 0.0)])
-def test_equality_is_by_value(math_reward, pairs, reward):
+def test_answers_are_compared_by_value(math_reward, pairs, reward):
     golds, answers = zip(*pairs, strict=True)
     assert math_reward([boxed(a) for a in answers], answer=list(golds)) == [reward] * len(pairs)
 
@@ -86,12 +88,13 @@ def test_without_a_box_the_text_is_read_unless_a_box_is_required(math_reward):
     assert strict([*texts, boxed(42)], answer=["42"] * 5) == [0.0] * 4 + [1.0]
 
 
-def test_the_answer_may_follow_megabytes(math_reward):
+def test_an_answer_after_megabytes_of_text_is_found(math_reward):
     texts = ["hm " * 1_000_000 + boxed(answer) for answer in (42, 43)]
     assert math_reward(texts, answer=["42", "42"]) == [1.0, 0.0]
 
 
-def test_conversations_are_read_like_strings(math_reward):
+def test_the_answer_of_a_conversation_is_in_its_last_message(math_reward):
+    """Completions may be lists of messages. Only the assistant's last message counts; a missing one has reward 0."""
     earlier = [{"role": "assistant", "content": boxed(1)}, {"role": "tool", "content": boxed(3)}]
     right = [*earlier, {"role": "assistant", "content": boxed(2)}]
     wrong = [*earlier, {"role": "assistant", "content": [{"type": "text", "text": boxed(3)}]}]
@@ -100,7 +103,8 @@ def test_conversations_are_read_like_strings(math_reward):
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime25", "amc23"])
-def test_real_golds_equal_themselves_and_not_their_neighbours(math_reward, name):
+def test_real_answers_equal_themselves_in_any_notation_and_no_other_answer(math_reward, name):
+    """The true answers of real data sets. Control: the answer of the next problem is refused, unless it is the same."""
     golds = gold_answers(name, 100)
     for way in ("{}", "{},", r"\boldsymbol{{{}}}", r"\text{{The answer is }} {}"):
         respelt = [way.format(gold.replace(r"\frac", r"\dfrac")) for gold in golds]
@@ -116,12 +120,12 @@ def test_an_item_that_hangs_does_not_affect_other_rewards():
     assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
     assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
     assert reward(texts[2:], answer=["42"] * 2, log_metric=metrics.__setitem__) == [1, 0]
-    assert metrics["rewards/math_timeout"] == 0.0  # the control: a wrong answer is not a timeout
+    assert metrics["rewards/math_timeout"] == 0.0  # control: a wrong answer is not a timeout
 
 
-def test_the_time_of_a_call_is_bounded_as_a_whole():
-    """The time of a whole call is bounded. The bound is on processor time, which does not depend on the machine's load;
-    each of the ten hostile answers alone would take 2 seconds."""
+def test_the_processor_time_of_a_call_is_bounded():
+    """Ten hostile answers, each of which alone would take the limit of 2 seconds, are cut off after QUICK seconds each.
+    Processor time is measured, which does not depend on the machine's load."""
     bombs = [boxed(rf"9^{{9^{{9^{{{n}}}}}}}") for n in range(9, 19)]
     reward = MathReward(timeout=2, workers=1)
     before = processor_time_of_children()
@@ -163,7 +167,7 @@ def test_a_worker_does_not_outlive_a_parent_that_is_killed(busy):
     try:
         worker = int(parent.stdout.readline())
         time.sleep(0.5)
-        assert alive(worker)  # the control
+        assert alive(worker)  # control
     finally:
         parent.kill()
         parent.wait()
@@ -175,6 +179,7 @@ def test_a_worker_does_not_outlive_a_parent_that_is_killed(busy):
 
 
 def alive(pid):
+    """Return True if a process runs."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -196,6 +201,7 @@ def test_threads_get_the_same_rewards_as_the_main_thread(math_reward):
 
 
 def score_in_child(reward, connection):
+    """Score three completions in a child process, and send the rewards to the parent."""
     connection.send(reward([boxed(42), boxed(41), HANG], answer=["42"] * 3))
     connection.close()
 
@@ -205,30 +211,31 @@ def test_daemonic_subprocesses_get_the_same_rewards(method):
     reward = MathReward(timeout=2, workers=1)
     assert reward([boxed(42)], answer=["42"]) == [1.0]  # starts a worker, which must not be shared
     context = multiprocessing.get_context(method)
-    here, there = context.Pipe()
-    child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
+    parents_end, childs_end = context.Pipe()
+    child = context.Process(target=score_in_child, args=(reward, childs_end), daemon=True)
     child.start()
-    assert here.poll(120)
-    assert here.recv() == [1.0, 0.0, 0.0]
+    assert parents_end.poll(120)
+    assert parents_end.recv() == [1.0, 0.0, 0.0]
     child.join(30)
     assert child.exitcode == 0
     assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker still works
 
 
 def test_a_fork_during_another_threads_call_does_not_block():
+    """A child process that is forked while another thread uses the only worker still gets its rewards."""
     reward = MathReward(timeout=3, workers=1)
     assert reward([boxed(42)], answer=["42"]) == [1.0]
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
+    parents_end, childs_end = context.Pipe()
+    child = context.Process(target=score_in_child, args=(reward, childs_end), daemon=True)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(reward, [HANG, boxed(42)], answer=["42"] * 2)
         time.sleep(0.5)  # the only worker is busy now
         child.start()
         assert call.result(60) == [0.0, 1.0]
     try:
-        assert here.poll(60)
-        assert here.recv() == [1.0, 0.0, 0.0]
+        assert parents_end.poll(60)
+        assert parents_end.recv() == [1.0, 0.0, 0.0]
     finally:
         child.kill()
         child.join()
@@ -238,25 +245,29 @@ def test_hostile_answers_neither_hang_nor_crash():
     reward = MathReward(timeout=2, workers=2)
     texts = [*ADVERSARIAL.values(), boxed(42)]
     rewards = within(180, lambda: reward(texts, answer=["42"] * len(texts)))
-    right = {"nested braces", "last"}  # accepted or not: they do contain the answer
+    contain_the_answer = {"nested braces", "last"}  # these may have reward 1
     for name, score in zip([*ADVERSARIAL, "last"], rewards, strict=True):
-        assert isinstance(score, float) and (score == 0.0 or name in right), name
+        assert isinstance(score, float), name
+        assert score == 0.0 or name in contain_the_answer, name
     assert rewards[-1] == 1.0
 
 
 @pytest.mark.slow
-def test_hostile_golds_neither_hang_nor_crash():
+def test_hostile_true_answers_neither_hang_nor_crash():
     reward = MathReward(timeout=2, workers=2)
     golds = [*ADVERSARIAL.values(), "42"]
     rewards = within(180, lambda: reward([boxed(42)] * len(golds), answer=golds))
     assert all(score in (None, 0.0, 1.0) for score in rewards)
-    assert rewards[-1] == 1.0 and rewards[0] is None
+    assert rewards[-1] == 1.0
+    assert rewards[0] is None
 
 
 UNPARSEABLE = ["", None, "???", "hello world", "not a number", r"\frac{1}{", r"\boxed{4", "9" * 20_000]
 
 
-def test_an_unparseable_gold_is_reported_once_and_not_scored(caplog):
+def test_an_unparseable_true_answer_is_reported_once_and_not_scored(caplog):
+    """The reward is None, the metric counts such answers, and each is reported in one short warning, not repeated in
+    the second call."""
     reward, metrics = MathReward(workers=1), {}
     golds = [*UNPARSEABLE, "42"]
     with caplog.at_level(logging.WARNING):
@@ -277,15 +288,16 @@ def test_a_missing_answer_column_gives_an_error_that_names_the_key(math_reward):
         math_reward(["1"], answer=["1", "2"])
 
 
-def test_no_completions_no_rewards(math_reward):
+def test_without_completions_there_are_no_rewards(math_reward):
     assert math_reward([], answer=[]) == []
 
 
-def test_pickling_leaves_the_workers_behind():
+def test_an_unpickled_reward_has_its_own_workers():
+    """It has the same settings, and gives the same rewards."""
     reward = MathReward(timeout=3.5, workers=1)
     texts, golds = [boxed(42), boxed(41), boxed(1)], ["42", "42", "???"]
     assert reward(texts, answer=golds) == [1.0, 0.0, None]
-    twin = pickle.loads(pickle.dumps(reward))
-    assert twin(texts, answer=golds) == [1.0, 0.0, None]
-    assert (twin.timeout, twin.workers, twin.__name__) == (3.5, 1, "math")
-    assert twin._pool._idle[0].process.pid != reward._pool._idle[0].process.pid
+    unpickled = pickle.loads(pickle.dumps(reward))
+    assert unpickled(texts, answer=golds) == [1.0, 0.0, None]
+    assert (unpickled.timeout, unpickled.workers, unpickled.__name__) == (3.5, 1, "math")
+    assert unpickled._pool._idle[0].process.pid != reward._pool._idle[0].process.pid

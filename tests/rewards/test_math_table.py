@@ -1,4 +1,5 @@
-"""The math reward against two tables, math_accepted.txt and math_rejected.txt: `gold => completion` on each line."""
+"""The math reward judges two tables correctly: math_accepted.txt and math_rejected.txt, with lines `true answer =>
+completion`."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,7 +29,7 @@ def math_reward() -> MathReward:
 
 
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
-def test_verdicts_agree_with_the_table(math_reward: MathReward, table: str, reward: float) -> None:
+def test_every_line_of_the_table_has_its_reward(math_reward: MathReward, table: str, reward: float) -> None:
     golds, completions = zip(*rows(table), strict=True)
     rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]

@@ -39,19 +39,21 @@ def test_last_boxed_balances_its_braces(text, content):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 50, 100_000])
-def test_last_boxed_at_any_depth(depth):
+def test_last_boxed_finds_a_box_with_braces_of_any_depth(depth):
     inner = "{" * depth + "x" + "}" * depth
     assert last_boxed(rf"\boxed{{{inner}}}") == inner
-    assert last_boxed(rf"\boxed{{{inner}") is None  # the control: one brace is missing
+    assert last_boxed(rf"\boxed{{{inner}") is None  # control: one brace is missing
 
 
-def test_boxed_is_exact():
+def test_boxed_compares_texts_exactly():
+    """Only spaces around the texts are ignored; 0.5 is not 1/2, an answer without a box, or in a broken box, is
+    wrong."""
     golds = [r"\frac{1}{2}", " 7 ", 7, r"\boxed{7}", r"\frac{1}{2}", "7", "7"]
     texts = [r"\boxed{ \frac{1}{2} }", r"\boxed{7}", r"\boxed{7}", r"\boxed{7}", r"\boxed{0.5}", "7", r"\boxed{7"]
     assert BoxedReward()(texts, answer=golds) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_boxed_without_a_gold_is_not_scored():
+def test_boxed_without_a_true_answer_is_not_scored():
     assert BoxedReward()([r"\boxed{}"] * 3, answer=[None, "", "1"]) == [None, None, 0.0]
     with pytest.raises(ValueError, match=r"data\.columns"):
         BoxedReward()(["1"])
@@ -74,7 +76,7 @@ def test_boxed_without_a_gold_is_not_scored():
         (r"</think> <think> \boxed{1}", 0.0),
     ],
 )
-def test_format_boxed(text, reward):
+def test_format_rewards_exactly_one_box_after_the_thinking(text, reward):
     assert FormatReward()([text, [{"role": "assistant", "content": text}]]) == [reward, reward]
 
 
@@ -117,15 +119,16 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
         "completion_ids": [list(text.encode("utf-8", "replace")[:20_000]) for text in texts],
     }
     rewards = within(60, lambda: function(texts, **columns))
-    assert len(rewards) == len(texts) and all(isinstance(reward, float) for reward in rewards)
+    assert len(rewards) == len(texts)
+    assert all(isinstance(reward, float) for reward in rewards)
 
 
 @pytest.mark.parametrize("name", [name for name in REWARDS if name != "math"])
 def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
-    twin = pickle.loads(pickle.dumps(function))
+    unpickled = pickle.loads(pickle.dumps(function))
     columns = {"answer": ["1", "2"], "answers": [["boxed1"], ["2"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
     texts = [r"\boxed{1}", "none"]
-    assert twin(texts, **columns) == function(texts, **columns)
-    assert len(set(function(texts, **columns))) == 2  # the control: the comparison distinguishes two texts
-    assert twin.__name__ == name
+    assert unpickled(texts, **columns) == function(texts, **columns)
+    assert len(set(function(texts, **columns))) == 2  # control: the two texts have different rewards
+    assert unpickled.__name__ == name

@@ -1,4 +1,5 @@
-"""make_rewards accepts and refuses arguments with clear error messages, and gives each reward its name and weight."""
+"""`make_rewards` turns the rewards that a recipe names into functions with names and weights, and refuses mistakes with
+one-line errors."""
 
 import functools
 import pickle
@@ -14,7 +15,7 @@ from rewards.math import MathReward
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def users_module(tmp_path, monkeypatch):
     """Write a user's module into the working directory, which is not on the path."""
     (tmp_path / "own_rewards.py").write_text(
         textwrap.dedent(
@@ -54,7 +55,8 @@ def test_names_and_mappings_give_functions_and_weights():
     )
     assert weights == [1.0, 2.0, -0.5]
     assert [function.__name__ for function in functions] == ["boxed", "math", "format"]
-    assert isinstance(functions[1], MathReward) and functions[1].timeout == 2.5
+    assert isinstance(functions[1], MathReward)
+    assert functions[1].timeout == 2.5
 
 
 def test_a_spec_is_not_changed():
@@ -75,25 +77,30 @@ def test_the_same_reward_twice_gets_two_names():
 
 
 @pytest.mark.parametrize("path", ["own_rewards:length", "own_rewards.py:length", "own_rewards.length"])
-def test_dotted_paths(own, path):
+def test_a_users_function_or_class_is_named_by_its_path(users_module, path):
     (plain, scaled), weights = make_rewards([path, {"name": path.replace("length", "Constant"), "value": 3.0}])
-    assert plain(["ab"]) == [2.0] and plain.__name__ == "length"
-    assert scaled(["ab"]) == [3.0] and weights == [1.0, 1.0]
+    assert plain(["ab"]) == [2.0]
+    assert plain.__name__ == "length"
+    assert scaled(["ab"]) == [3.0]
+    assert weights == [1.0, 1.0]
 
 
-def test_params_of_a_dotted_path_are_bound_and_the_name_is_kept(own):
-    (function,), weights = make_rewards([{"name": f"{own}:length", "scale": 0.5, "weight": 3}])
+def test_parameters_of_a_users_function_are_bound_and_its_name_is_kept(users_module):
+    (function,), weights = make_rewards([{"name": f"{users_module}:length", "scale": 0.5, "weight": 3}])
     assert function(["abcd"], answer=["1"]) == [2.0]
-    assert function.__name__ == "length" and weights == [3.0]
+    assert function.__name__ == "length"
+    assert weights == [3.0]
     assert pickle.loads(pickle.dumps(function))(["abcd"]) == [2.0]
 
 
-def test_trl_sees_through_a_bound_function(own):
+def test_trl_finds_the_name_of_a_bound_function_and_if_it_is_asynchronous(users_module):
     utils = pytest.importorskip("trl.trainer.utils")
-    (plain, later), _ = make_rewards([{"name": f"{own}:length", "scale": 2.0}, {"name": f"{own}:later", "scale": 2.0}])
-    assert isinstance(later, functools.partial)
-    assert [utils.get_callable_name(function) for function in (plain, later)] == ["length", "later"]
-    assert [utils.is_async_callable(function) for function in (plain, later)] == [False, True]
+    (plain, asynchronous), _ = make_rewards(
+        [{"name": f"{users_module}:length", "scale": 2.0}, {"name": f"{users_module}:later", "scale": 2.0}]
+    )
+    assert isinstance(asynchronous, functools.partial)
+    assert [utils.get_callable_name(function) for function in (plain, asynchronous)] == ["length", "later"]
+    assert [utils.is_async_callable(function) for function in (plain, asynchronous)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -133,14 +140,14 @@ def test_trl_sees_through_a_bound_function(own):
         (["boxed", "own_rewards:boxed"], "two rewards are called 'boxed'"),
     ],
 )
-def test_invalid_specs_give_a_one_line_error(own, specs, message):
+def test_invalid_specs_give_a_one_line_error(users_module, specs, message):
     with pytest.raises(ValueError) as caught:
         make_rewards(specs)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_package_imports_no_other_package():
+def test_the_package_rewards_imports_no_heavy_library_and_no_other_package():
     """Building rewards and raising their errors loads neither torch nor the other packages."""
     check = (
         "import sys; from rewards import make_rewards; make_rewards(['math', 'boxed', 'format'])\n"
@@ -153,32 +160,41 @@ def test_the_package_imports_no_other_package():
 
 def test_instances_of_one_class_do_not_share_a_name():
     (_, second), _ = make_rewards(["boxed", "boxed"])
-    assert second.__name__ == "boxed_2" and BoxedReward().__name__ == "boxed"
+    assert second.__name__ == "boxed_2"
+    assert BoxedReward().__name__ == "boxed"
 
 
-def test_a_file_is_meant_by_its_path(own, tmp_path):
-    """A path loads the file, even if an installed module or a neighbouring package has its name, and runs it once."""
+def test_a_path_loads_the_users_file_even_if_a_module_has_its_name(users_module, tmp_path):
+    """The user's json.py is loaded, not the standard library's module `json`, a folder `json` or our package `rewards`.
+    The file runs once, and sys.path does not change."""
     for name in ("sub", "json", "rewards"):
         (tmp_path / name).mkdir()
     (tmp_path / "json/__init__.py").write_text("1 / 0")
     for name in ("json.py", "sub/json.py", "rewards/own.py"):
         (tmp_path / name).write_text(f"def here(completions, **_):\n    return [{name!r} for _ in completions]\n")
-    ((function,), _), ((below,), _) = (make_rewards([f"{file}:here"]) for file in ("json.py", "./sub/json.py"))
-    assert function(["x"]) == ["json.py"] and below(["x"]) == ["sub/json.py"]
+    ((function,), _), ((in_subfolder,), _) = (make_rewards([f"{file}:here"]) for file in ("json.py", "./sub/json.py"))
+    assert function(["x"]) == ["json.py"]
+    assert in_subfolder(["x"]) == ["sub/json.py"]
     ((beside_ours,), _) = make_rewards(["rewards.own:here"])
     assert beside_ours(["x"]) == ["rewards/own.py"]
-    ((absolute,), _), ((again,), _) = (make_rewards([f"{tmp_path}/json.py:here"]), make_rewards(["json.py.here"]))
-    assert absolute is function is again
-    assert "json" in sys.modules and sys.modules["json"].__name__ == "json" and str(tmp_path) not in sys.path
+    ((absolute,), _), ((by_dotted_path,), _) = (
+        make_rewards([f"{tmp_path}/json.py:here"]),
+        make_rewards(["json.py.here"]),
+    )
+    assert absolute is function is by_dotted_path
+    assert "json" in sys.modules
+    assert sys.modules["json"].__name__ == "json"
+    assert str(tmp_path) not in sys.path
     with pytest.raises(ValueError, match=r"reward 'no\.py:here' cannot be imported: .*there is no file no\.py"):
         make_rewards(["no.py:here"])
 
 
-def test_a_module_of_a_package_may_import_its_neighbours(own, tmp_path):
+def test_a_module_of_a_package_may_import_its_neighbours(users_module, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("")
     (tmp_path / "package/scale.py").write_text("SCALE = 2.0")
     body = "from .scale import SCALE\nfrom own_rewards import length\n"
     (tmp_path / "package/mine.py").write_text(body + "def scaled(c, **_):\n    return [SCALE * x for x in length(c)]\n")
     ((function,), _), ((same,), _) = make_rewards(["package.mine:scaled"]), make_rewards(["package.mine.scaled"])
-    assert function(["abc"]) == [6.0] and function is same
+    assert function(["abc"]) == [6.0]
+    assert function is same

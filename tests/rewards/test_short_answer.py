@@ -1,4 +1,5 @@
-"""The short-answer reward: the part of a completion that is the answer, and its comparison with the true answers."""
+"""The short-answer reward takes the answer from a completion, normalises it as SQuAD does, and compares it with the
+true answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_the_answer_is_the_first_line_or_its_first_sentence(completion: str, ans
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "expected"),
     [
         ("The  Great\tWall!", "great wall"),
         ("an apple a day", "apple day"),
@@ -49,8 +50,8 @@ def test_the_answer_is_the_first_line_or_its_first_sentence(completion: str, ans
         ("Frédéric", "frédéric"),
     ],
 )
-def test_normalisation(text: str, left: str) -> None:
-    assert normalised(text) == left
+def test_normalisation_removes_case_punctuation_and_articles(text: str, expected: str) -> None:
+    assert normalised(text) == expected
 
 
 def test_normalisation_equals_squads_official_evaluation() -> None:
@@ -66,7 +67,7 @@ def test_normalisation_equals_squads_official_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answers", "exact", "contained"),
+    ("completion", "answers", "exact", "contained"),
     [
         ("The Danube.", ["danube"], 1, 1),
         ("Danube", ["the Rhine", "the Danube"], 1, 1),
@@ -82,20 +83,22 @@ def test_normalisation_equals_squads_official_evaluation() -> None:
         ("Danube\nRhine", ["Rhine"], 0, 0),
     ],
 )
-def test_one_of_the_true_answers(said: str, answers: list[str], exact: float, contained: float) -> None:
-    message = [{"role": "assistant", "content": said}]
+def test_an_answer_must_equal_or_contain_one_of_the_true_answers(
+    completion: str, answers: list[str], exact: float, contained: float
+) -> None:
+    message = [{"role": "assistant", "content": completion}]
     for match, reward in (("exact", exact), ("contained", contained)):
         function = ShortAnswerReward(match=match)  # type: ignore[arg-type]
-        assert function([said, message], answers=[answers, answers]) == [reward, reward]
+        assert function([completion, message], answers=[answers, answers]) == [reward, reward]
 
 
 def test_equality_implies_containment_and_order_does_not_matter() -> None:
     texts = ["the Danube", "Danube river", "a Rhine", "", "42", "4"]
-    for statement in texts:
+    for completion in texts:
         for one in texts:
             for two in texts:
                 rewards = {
-                    (match, order): ShortAnswerReward(match=match)([statement], answers=[list(order)])  # type: ignore[arg-type]
+                    (match, order): ShortAnswerReward(match=match)([completion], answers=[list(order)])  # type: ignore[arg-type]
                     for match in ("exact", "contained")
                     for order in ((one, two), (two, one))
                 }
@@ -113,7 +116,7 @@ def test_an_unanswerable_question_is_wrong_or_left_out(match: str, empty: list |
         assert function(completions, answers=answers) == expected
 
 
-def test_a_wrong_parameter_or_column_is_one_line() -> None:
+def test_a_wrong_parameter_or_column_is_a_one_line_error() -> None:
     for parameter in ("match", "unanswerable"):
         with pytest.raises(ValueError, match=f"reward 'short_answer': {parameter} must be one of"):
             make_rewards([{"name": "short_answer", parameter: "maybe"}])
