@@ -2,12 +2,7 @@
 
     policy = make_policy("gkv", budget=512, window=16, period=128)
 
-schedule.py   schedules: the times of compactions, and the number of entries held; needs no torch
-config.py     the settings that all policies have; needs no torch
-base.py       the contract between a policy and an engine;  entries.py  a policy's inputs and outputs
-cache.py      the interface of the hf engine's caches, and their sizes in bytes
-registry.py   make_policy, and the fingerprint of a policy
-
+Schedules (schedule.py) and settings (config.py) need no torch. base.py is the contract between a policy and an engine.
 docs/extending.md describes how to add a policy, and which tests then cover it.
 """
 

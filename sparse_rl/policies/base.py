@@ -1,9 +1,9 @@
 """The contract between a cache policy and an engine.
 
-A policy is pure tensor code over R sequences and all kv heads of one layer. The policy never sees prompts, tokens,
-models or engines, and keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves
-along with the entry. The schedule (schedule.py) decides when a compaction runs and how many entries a compaction
-leaves. If a compaction drops an entry after query q, the engine records evict_at = q + 1 for that entry.
+A policy is tensor code over R sequences and all kv heads of one layer. It sees no prompts, tokens, models or engines.
+It keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves along with the
+entry. The schedule (schedule.py) sets when a compaction runs and how many entries the compaction leaves. If a
+compaction drops an entry after query q, the engine records evict_at = q + 1.
 
 Sizes in shapes: R rows (sequences), Hkv kv heads, Hq query heads, N entries of a kv head, S tokens of a prompt,
 T tokens or queries of a call, D head_dim.
@@ -24,14 +24,13 @@ from sparse_rl.policies.schedule import Schedule
 
 
 class Policy:
-    """A cache policy. By default, a compaction keeps the sinks, the window, and the other entries with the best scores.
+    """A cache policy: a compaction keeps the sinks, the window, and the other entries with the best scores.
 
-    In all, `Entries.left` entries of each kv head are kept. A new policy is a subclass that implements `score`;
-    docs/extending.md lists the other steps and the tests.
+    A new policy is a subclass that implements `score`; docs/extending.md lists the other steps and the tests.
 
-    `observe` and `compact` do not depend on the layer: their argument `layer` only names the layer in error messages,
-    and several layers may be stacked along R in one call. `take_in` and `before_attending` may use parameters of each
-    layer (`layered_parameters`) and are called layer by layer.
+    In `observe` and `compact`, the argument `layer` only names the layer in error messages, and several layers may be
+    stacked along R in one call. `take_in` and `before_attending` are called layer by layer, because they may use
+    parameters of each layer (`layered_parameters`).
 
     config : the policy's settings, a `sparse_rl.methods.config.PolicyConfig`
     """
@@ -61,7 +60,7 @@ class Policy:
     def most_read(self, prompt: int, fed: int) -> int:
         """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed.
 
-        prompt : length of the prompt in tokens, included in `fed`
+        `fed` includes the `prompt` tokens of the prompt.
         """
         return self.schedule.most_decoding(prompt, fed)
 
@@ -71,10 +70,7 @@ class Policy:
         return False
 
     def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
-        """Return the policies of a model's layers, in order, each with the number of layers that it covers.
-
-        The numbers sum to `layers`.
-        """
+        """Return the policies of a model's layers, in order, each with the number of layers that it covers."""
         return [(self, layers)]
 
     def summaries(self, entries: int) -> int:
@@ -86,7 +82,7 @@ class Policy:
     ) -> dict[str, tuple[int, str]]:
         """Return the temporary memory that `compact` needs besides its inputs: name -> (bytes, a note on their use).
 
-        rows : number of rows compacted at once, from one layer or several
+        rows : number of rows that are compacted together, from one layer or several
         group : number of query heads per kv head
         dtype : dtype of the cache
         """
@@ -98,13 +94,13 @@ class Policy:
 
     @property
     def delay(self) -> int:
-        """Number of tokens that arrive between an entry and the policy's writing of its memory of that entry."""
+        """Number of tokens that arrive after an entry before the policy writes its memory of that entry."""
         return 0
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
         """Return the policy's initial memory of one sequence in one layer: name -> [Hkv, ...], on the CPU.
 
-        An engine forks, selects and releases this memory together with its sequence. The memory is empty by default.
+        An engine forks, selects and releases this memory together with its sequence. By default it is empty.
         """
         return {}
 
@@ -125,7 +121,7 @@ class Policy:
         raise NotImplementedError
 
     def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
-        """Return evict_at within prompts, int32 [R, Hkv, S], or None if prompts are prefilled densely, the default.
+        """Return evict_at within prompts, int32 [R, Hkv, S], or None (the default) if prompts are prefilled densely.
 
         state : name -> float32 [R, Hkv, S], the memory of all entries of the prompts
         lengths : int64 [R], number of tokens of each prompt
@@ -133,14 +129,12 @@ class Policy:
         return None
 
     def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
-        """Choose the entries that an arriving query sees, before the query attends.
+        """Choose the entries that an arriving decoding query sees: bool [R, Hkv, N], True for entries that stay.
 
         Called for each decoding query, at position q = entries.seen - 1, if `schedule.before_attending` is true.
         `entries` holds the entries that the previous query saw; the policy may write to their memory. A dropped entry
         gets evict_at = q, and its slot goes to the arriving token. After a dense prefill, `compact` runs at the end of
         a prompt that is longer than the budget.
-
-        Returns bool [R, Hkv, N], True for entries that stay.
         """
         raise NotImplementedError
 
@@ -183,8 +177,7 @@ class Policy:
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         """Return the trace sections of a sequence, except evict_at: name -> tensor, such as refit_at int32 [C].
 
-        prompt : number of tokens of the prompt
-        length : number of tokens of prompt and completion
+        prompt, length : number of tokens of the prompt, and of prompt and completion
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""The interface of the hf engine's caches, a function that makes a policy's cache, and sizes of caches in bytes."""
+"""The interface of the hf engine's caches, and sizes of caches in bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Cache(KVView, Protocol):
     """The caches of all layers for B sequences, as the hf engine drives them.
 
-    The engine first calls `begin_prefill` and runs one forward pass over the right-padded prompts; then, per token, it
+    The engine first calls `begin_prefill` and runs one forward pass over the right-padded prompts. Then, per token, it
     calls `begin_decode` and runs one forward pass.
 
     seen : number of tokens that each row has seen
@@ -33,16 +33,10 @@ class Cache(KVView, Protocol):
     def seen(self) -> list[int]: ...
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """Prepare for a forward pass over right-padded prompts, or over one piece of them.
-
-        prompt_lengths : number of tokens of each prompt
-        """
+        """Prepare for a forward pass over right-padded prompts, or over one piece of them."""
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """Prepare for a forward pass over one token per row.
-
-        active : False for rows that have ended; such a row changes no more
-        """
+        """Prepare for a forward pass over one token per row. A row that is not active has ended and changes no more."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order. A row may be repeated, to sample several completions of one prompt."""
@@ -75,18 +69,14 @@ def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsiz
 
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that a policy and its cache store for one sequence, without keys and values.
+    """Return the bytes that a policy and its cache store for one sequence, without keys, values and queries.
 
-    These are, for each entry, an int64 position and the policy's float32 memory, and the policy's memory of the
-    sequence itself.
+    Each entry has an int64 position and the policy's float32 memory; the sequence has memory of its own.
     """
     sequence_memory_bytes = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
     return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + sequence_memory_bytes)
 
 
 def query_bytes(policy: Policy, layers: int, heads: int, head_dim: int, itemsize: int) -> int:
-    """Return the bytes of the last queries of one sequence that a cache stores for the policy.
-
-    heads : number of query heads
-    """
+    """Return the bytes of the last queries of one sequence, over `heads` query heads, that a cache stores."""
     return layers * policy.last_queries * heads * head_dim * itemsize

@@ -16,8 +16,7 @@ from sparse_rl.policies.schedule import NeverEvicts, Schedule
 class PolicyConfig(NamedConfiguration):
     """Base class of the settings of all cache policies: name, schedule, and the classes that implement the policy.
 
-    The classes are named as "module:class", and are imported only when `part` is called, so that settings need no
-    torch.
+    Classes are named as "module:class" and are imported only when `part` is called, so that settings need no torch.
 
     `PolicyConfig.from_block({"policy": name, ...})` makes the settings of any policy. Raises UserError for an unknown
     name or parameter, a missing budget, and a value that breaks a parameter's rule.
@@ -58,7 +57,7 @@ class PolicyConfig(NamedConfiguration):
 
     @property
     def only_hf(self) -> str | None:
-        """Reason why only the hf engine can sample under the policy, in a few words; None if all engines can."""
+        """Short reason why only the hf engine can sample under the policy; None means that all engines can."""
         return None
 
     @property
@@ -72,8 +71,7 @@ class PolicyConfig(NamedConfiguration):
     def remark(self, group: int, layers: int) -> str | None:
         """Return a remark for the user about these settings on a model, or None if there is nothing to say.
 
-        group : number of query heads per kv head of the model
-        layers : number of layers of the model
+        The model has `layers` layers, and `group` query heads per kv head.
         """
         return None
 

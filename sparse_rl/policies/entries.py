@@ -12,7 +12,7 @@ from sparse_rl.errors import StoppedError
 
 
 def one_rank(value: Tensor) -> Tensor:
-    """Return `value`: with only one tensor-parallel rank, the mean over the ranks is the value itself."""
+    """Return `value`: with one tensor-parallel rank, the mean over the ranks is the value itself."""
     return value
 
 
@@ -20,7 +20,7 @@ def one_rank(value: Tensor) -> Tensor:
 class Entries:
     """The entries of one layer's cache for R sequences, right-padded to N entries, in any order.
 
-    The contents of the padding are meaningless; `valid` marks the real entries. Several layers may be stacked along R.
+    `valid` marks the real entries; the contents of padding are meaningless. Several layers may be stacked along R.
     The layer has Hkv kv heads, with G query heads each, and head dimension D.
 
     keys, values : [R, Hkv, N, D], keys after RoPE; None if `Policy.score_reads` (in `observe`: `observe_reads`) does
@@ -62,9 +62,7 @@ class Entries:
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return, for each kv head, the slot that holds the entry at the given position: int64 [R, Hkv].
-
-        The slot is 0 if the kv head no longer holds that position.
+        """Return the slot of the entry at a position: int64 [R, Hkv], 0 in kv heads that do not hold the position.
 
         positions : int64 [R], one position for each row
         """
@@ -82,22 +80,20 @@ class Entries:
     def competing(self, sinks: int, window: int) -> Tensor:
         """Return a mask that is True for entries that may be dropped: bool [R, Hkv, N].
 
-        The mask is False for padding, sinks and window.
-
-        sinks : number of first tokens that always stay
-        window : number of most recent tokens that always stay
+        The mask is False for padding, the first `sinks` tokens and the last `window` tokens.
         """
         older = self.positions < (self.seen - window)[:, None, None]
         return self.valid() & (self.positions >= sinks) & older
 
     def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
-        """Return the causal attention of T queries over the entries, softmax(`scaling` q K^T).
+        """Return the causal attention softmax(`scaling` q K^T) of T queries over the entries: float32 [R, Hkv, G, T,
+        N].
+
+        The attention to padding and to entries later than the query is 0.
 
         queries : [R, Hq, T, D], after RoPE, of all Hq query heads
         query_positions : int64 [R, T], positions of the queries
         seen_by_all : number of first entries that are real and not later than any query, and therefore need no mask
-
-        Returns float32 [R, Hkv, G, T, N]. The attention to padding and to entries later than the query is 0.
         """
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
@@ -144,7 +140,7 @@ class Chunk:
     earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], keys and values of the tokens right before the chunk;
         meaningless before position 0
     start : int64 [R], position of the first token
-    lengths : int64 [R], number of tokens of each row, the rest is padding; None means all T
+    lengths : int64 [R], number of tokens of each row, before its padding; None means T tokens in every row
     memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
     """
 
@@ -161,8 +157,8 @@ class Chunk:
 class Kept:
     """The outcome of a compaction: the entries that stay, and the policy's memory of them.
 
-    keep : bool [R, Hkv, N], True for entries that stay. `Entries.left` entries should stay in each kv head; a policy
-        may keep other numbers, but an engine that cannot hold such a cache raises an error (`check_counts`)
+    keep : bool [R, Hkv, N], True for entries that stay: `Entries.left` in each kv head, or another number if the engine
+        can hold such a cache (`check_counts`)
     state : name -> float32 [R, Hkv, N], the policy's memory after the compaction
     values : [R, Hkv, N, D], the values of the kept entries after the compaction; None means unchanged
     """
@@ -176,10 +172,7 @@ class Kept:
         return self.keep.sum(-1)
 
     def check_counts(self, entries: Entries, policy: str) -> None:
-        """Raise StoppedError if a kv head does not keep `Entries.left` entries. For engines that need this number.
-
-        policy : name of the policy, for the error
-        """
+        """Raise StoppedError, with the policy's name, if a kv head does not keep `Entries.left` entries."""
         left = entries.left_tensor()[:, None]
         if bool((counts := self.counts()).ne(left).any()):
             row = int(counts.ne(left).any(1).nonzero()[0, 0])

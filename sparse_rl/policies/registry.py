@@ -16,10 +16,7 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     policy : a name, a mapping {"policy": name, its parameters} (a full cache if it has no name), or the settings
     parameters : further parameters for a name or a mapping; they override the parameters in the mapping
 
-    Raises
-    ------
-    UserError
-        An unknown policy or parameter, a missing budget, or a value that breaks a parameter's rule.
+    Raises UserError for an unknown policy or parameter, a missing budget, or a value that breaks a parameter's rule.
     """
     if isinstance(policy, Policy):
         return policy

@@ -5,11 +5,8 @@ tokens that the cache has seen. All methods except `next_due` take ints or int64
 not branch on counts. The module does not import torch.
 
 A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves.
-If the prompt is at least that long, the first compaction runs at the end of the prefill. A prompt is held whole until
-its prefill ends. All layers have the same counts. Everything is counted per sequence, so that a trace never depends on
-the batch.
-
-A schedule sets only numbers of entries; the policy chooses the entries that stay (base.py).
+If the prompt is at least that long, the first compaction runs at the end of the prefill; no prompt is compacted
+earlier. All layers have the same counts. Counts are per sequence, so that a trace never depends on the batch.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ NEVER = 1 << 30  # more tokens than any sequence has
 class Schedule:
     """A compaction leaves `budget` entries, and the next one runs `period` tokens later.
 
-    For a budget that grows, a subclass overrides `left` and `first`: `first` as written here is for a constant budget.
-    Everything else follows from these two methods.
+    A subclass for a growing budget overrides `left` and `first`; all other methods follow from these two.
 
     budget : number of entries per kv head that a compaction leaves
     period : number of tokens between two compactions
@@ -40,9 +36,8 @@ class Schedule:
     counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; the counts are upper bounds
 
     def left(self, prompt: Any, seen: Any) -> Any:
-        """Return the number of entries per kv head that a compaction leaves after `seen` tokens.
-
-        The number never decreases as `seen` grows.
+        """Return the number of entries per kv head that a compaction after `seen` tokens leaves; never fewer for more
+        tokens.
         """
         return self.budget
 
@@ -76,7 +71,7 @@ class Schedule:
         return seen + (over >= 0) * (self.left(prompt, seen - since) + since - seen)
 
     def attended(self, prompt: Any, seen: Any) -> Any:
-        """Return the number of entries that the last of `seen` tokens attends to, including its own entry.
+        """Return the number of entries that the last of `seen` tokens attends to, its own included.
 
         The token attends before a compaction runs.
         """
@@ -160,10 +155,7 @@ class EvictsBeforeAttending(Schedule):
 
 @dataclass(frozen=True)
 class NothingCompacts(NeverEvicts):
-    """No compaction ever runs, but queries after the prompt may stop reading entries once `begins` tokens are seen.
-
-    begins : number of tokens seen at which an entry can first be left unread
-    """
+    """No compaction runs, but queries after the prompt may stop reading entries once `begins` tokens are seen."""
 
     evicts: ClassVar[bool] = True
     begins: int = 1
@@ -198,7 +190,7 @@ class ReadsPages(NothingCompacts):
 
 @dataclass(frozen=True)
 class PerLayer(NothingCompacts):
-    """Each layer is compacted by its own schedule; this schedule only returns counts: means over layers, rounded up.
+    """Each layer is compacted by its own schedule; this schedule only returns means of their counts, rounded up.
 
     parts : number of layers and schedule of each range of layers
     """
