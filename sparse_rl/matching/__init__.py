@@ -1,14 +1,8 @@
-"""Attention Matching (AM, "Fast KV compaction via attention matching"): fit a few entries to the output of a block.
+"""Attention Matching (AM, "Fast KV compaction via attention matching"): a few entries replace a whole block.
 
-A compaction keeps some of a block's entries, gives each key a bias so that the kept entries match the block's attention
-mass, and fits new values so that they match the block's output. The package is pure tensor code over rows and kv heads.
-Engines and the trainer call the same functions; only the trainer needs gradients.
-
-select.py      choice of the keys: by the attention that they receive, or by orthogonal matching pursuit of the mass
-fit.py         fit of the biases and values
-block.py       a compaction: `match` chooses entries and fits them, `refit` fits given entries
-record.py      a trace's record of compactions
-reference.py   reference implementations for one head and one entry at a time, plain and slow, for tests
+A block is the set of entries of a kv head that a compaction may evict. The compaction keeps some of them, and gives
+each kept entry a bias that preserves attention mass and a new value that preserves attention output. Engines and
+trainer share this tensor code; only the trainer needs gradients. reference.py has slow references for tests.
 """
 
 from sparse_rl.matching.block import Block, Fit, match, refit, residuals

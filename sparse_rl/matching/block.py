@@ -22,7 +22,7 @@ class Fit:
 
     select : attention chooses the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass
-    aggregate : how attention is aggregated over the reference queries: rms, mean or max
+    aggregate : reduction of the attention over the reference queries: rms, mean or max
     ridge : weight of the ridge in the fit of values, > 0; see `fit_values`
     paper : True uses the paper's own solvers, whose results a trainer cannot reproduce
     """
@@ -35,12 +35,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Block:
-    """N entries and n reference queries, for each of R rows and H kv heads. Only competing entries belong to the block.
+    """N entries and n reference queries of R rows and H kv heads. Only competing entries belong to the block.
 
     keys, values : [R, H, N, D], keys after RoPE
     queries : [R, H, n, D], reference queries of all query heads of a group, after RoPE
     bias : float32 [R, H, N], from earlier compactions; added to the logits
-    competing : bool [R, 1 or H, N]; an entry that does not compete stays unchanged and has no part in the fit
+    competing : bool [R, 1 or H, N]; False for entries that stay unchanged and have no part in the fit
     scaling : the factor on q . k
     """
 
@@ -67,10 +67,10 @@ class Block:
 def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the entries of a block that stay, and fit biases and values for them (AM section 3).
 
-    Gradients are not needed here: a trainer computes biases and values with `refit`.
+    A trainer, which needs gradients, calls `refit` instead.
 
-    count : number of entries that stay; at least that many entries of each row must compete. If scores are equal, the
-        earlier entry stays
+    count : number of entries that stay; each row must have at least `count` competing entries. Between equal scores,
+        the earlier entry stays
 
     Returns the indices of the entries, int64 [R, H, count], ascending; the biases, float32 [R, H, count]; and the
     values, [R, H, count, D], in the dtype of the block's values. Raises NotFiniteError if keys, values or queries are
@@ -95,7 +95,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tuple[float, float]:
-    """Return two errors of a fit against the whole block: the mass error and the output error.
+    """Return two errors of a fit: the mass error and the output error.
 
     The mass error is the mean |log(mass / mass of the block)| over the reference queries of all rows and heads. The
     output error is |output - output of the block| / |output of the block|, with norms over all these queries.
@@ -111,11 +111,11 @@ def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tupl
 
 
 def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-    """Fit biases and values for given entries, with gradients, which the trainer needs.
+    """Fit biases and values for given entries, with gradients.
 
     First, weights w = argmin |phi w - mass|^2 are computed within bounds (phi and mass: see `features`). log w is added
-    to the bias, which is then rounded to the dtype of the values. Second, the values are computed by a ridge regression
-    of the block's outputs on the attention under the new biases (fit.py).
+    to the bias, which is then rounded to the dtype of the values. Second, a ridge regression of the block's outputs on
+    the attention under the new biases gives the values (fit.py).
 
     index : int64 [R, H, t], the t entries of each kv head that stay
 
@@ -141,11 +141,10 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
 
 
 def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
-    """Return the bytes of temporary memory that Attention Matching takes to fit `rows` rows at once, in one layer.
+    """Return the bytes of temporary memory that a fit of `rows` rows in one call takes, in one layer.
 
     queries : number of reference queries of a kv head
-    entries : number of entries in a block
-    kept : number of fitted entries
+    entries, kept : number of entries in a block, and of fitted entries
 
     The memory holds, in float64, five arrays of the size of the logits, three arrays of kept x kept, and the block's
     keys, values and queries.

@@ -1,12 +1,11 @@
 """The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
 
-A kv head has n reference queries and a block of N entries; the logits include the scaling and the biases of earlier
-compactions. A set S of t entries is kept, with values of D dimensions. All functions accept any leading axes, and
-compute in the dtype of their input, which is float64.
+A kv head has n reference queries and a block of N entries, of which t are kept; a value has D dimensions. The logits
+include the scaling and earlier biases. All functions accept leading axes, and compute in their input's dtype, float64.
 
-Two things differ from the paper: the ridges, and the descent that finds the weights. The paper's own solvers are in
-`paper_weights` and `paper_values`: they turn a rounding error of 1e-6 in the queries into 0.3 nats, so a trainer cannot
-reproduce the results of a sampler that uses these solvers.
+The ridges and the gradient descent for the weights differ from the paper. The paper's own solvers, `paper_weights` and
+`paper_values`, turn a rounding error of 1e-6 in the queries into 0.3 nats. So a trainer cannot reproduce the results of
+a sampler that uses these solvers.
 """
 
 from __future__ import annotations
@@ -18,16 +17,13 @@ from torch import Tensor
 
 STEPS, POWER = 30, 12  # steps of the weights' descent, and of the power iteration for the step size (our choices)
 JITTER = 1e-13  # relative increase of the diagonal, in case keys repeat each other
-# Ridge of the weights of keys chosen by pursuit (our choice): in our measurements, it did not raise the KL divergence,
-# and results depended least on rounding.
+# Ridge of the weights of keys chosen by pursuit (our choice): in our measurements it did not raise the KL divergence,
+# and it made results depend least on rounding.
 PURSUIT_RIDGE = 0.1
 
 
 def features(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return phi = exp(logits - their maximum over entries) [..., n, N], and its sum, the mass [..., n] (A.2).
-
-    An entry with a logit of -inf contributes nothing.
-    """
+    """Return phi = exp(logits - their maximum over entries) [..., n, N], and its sum, the mass [..., n] (A.2)."""
     phi = (logits - logits.amax(-1, keepdim=True)).exp()
     return phi, phi.sum(-1)
 
@@ -35,11 +31,9 @@ def features(logits: Tensor) -> tuple[Tensor, Tensor]:
 def fit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """Return the weights w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
 
-    kept : [..., n, t], phi of the kept entries
-    mass : [..., n]
-
-    The method, accelerated projected gradient descent from `flat_weights`, is ours. The paper starts from an unbounded
-    least-squares solution and takes two steps, which is worse than no bias if many entries stay.
+    Accelerated projected gradient descent from `flat_weights` is our method. The paper starts from an unbounded
+    least-squares solution and takes two steps, which is worse than no bias if many entries stay. `kept` is phi of the
+    kept entries, [..., n, t]; `mass` is [..., n].
     """
     return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)
 
@@ -52,7 +46,7 @@ def flat_weights(kept: Tensor, mass: Tensor) -> Tensor:
 
 
 def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: int) -> Tensor:
-    """Minimise |kept w - mass|^2 within the bounds |log w| <= bound by `steps` steps of FISTA, and return w.
+    """Minimise |kept w - mass|^2 under |log w| <= bound by `steps` steps of FISTA, and return w.
 
     The step size is 1 / the greatest eigenvalue of kept^T kept.
     """
@@ -78,24 +72,20 @@ def pursuit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """Return the weights w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound.
 
     Orthogonal matching pursuit ends with a plain least-squares fit (A.2). If there are hardly more queries than
-    entries, rounding dominates the result of that fit. The ridge makes the problem well posed. Returns [..., t].
+    entries, rounding dominates that fit. The ridge makes the problem well posed. Returns [..., t].
     """
     weights = fit_values(kept, mass[..., None], flat_weights(kept, mass)[..., None], PURSUIT_RIDGE)[..., 0]
     return weights.clamp(math.exp(-bound), math.exp(bound))
 
 
 def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
-    """Return the fitted values of the kept entries, [..., t, D]: V + M, where V are the values before the fit.
+    """Return the fitted values of the kept entries, V + M: [..., t, D].
 
-    The change M minimises |x M - (y - x V)|^2 + ridge mean_j |x_j|^2 |M|^2, where x_j is the row of x of reference
-    query j.
+    V, `values`, are the values before the fit. The change M minimises |x M - (y - x V)|^2 + ridge mean_j |x_j|^2 |M|^2,
+    where x_j is the row of query j in x. So the ridge pulls towards V. The paper uses no ridge: a ridge towards zero
+    made its results worse (C.2).
 
-    x : [..., n, t], attention over the kept entries under the new biases
-    y : [..., n, D], the output of the whole block
-    values : V, [..., t, D]
-
-    The ridge pulls the result towards the values before the fit. The paper uses no ridge: its authors tried a ridge
-    that pulls towards zero, which made results worse (C.2).
+    x, y : [..., n, t], attention over the kept entries under the new biases; [..., n, D], the output of the whole block
     """
     missing = y - x @ values
     n, t = x.shape[-2:]
@@ -114,17 +104,15 @@ def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
 def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tensor:
     """Return the weights of the paper's solver (algorithm 3).
 
-    They are unbounded least-squares weights, clamped to |log w| <= bound, and then improved by `steps` projected
-    gradient steps. Keys chosen by attention use bound 3 and 2 steps; keys chosen by pursuit use bound 7 and no step
-    (C.2).
+    The solver clamps unbounded least-squares weights to |log w| <= bound, and takes `steps` projected gradient steps.
+    Keys chosen by attention use bound 3 and 2 steps; keys chosen by pursuit use bound 7 and no step (C.2).
     """
     start = paper_values(kept, mass[..., None])[..., 0]
     return descended(kept, mass, start, bound, steps)
 
 
 def paper_values(x: Tensor, y: Tensor) -> Tensor:
-    """Return the values V of least norm that minimise |x V - y|^2.
-
-    The system is solved on the CPU, because torch solves rank-deficient systems only there.
+    """Return the values V of least norm that minimise |x V - y|^2, solved on the CPU: only there can torch solve
+    rank-deficient systems.
     """
     return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)

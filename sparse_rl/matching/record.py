@@ -15,7 +15,7 @@ from sparse_rl.trace import TraceError
 
 @dataclass(frozen=True)
 class Record:
-    """The settings that determine a fit together with the entries that stay, as numbers that a trace holds.
+    """The settings that, together with the entries that stay, determine a fit. A trace holds them as numbers.
 
     sinks, window : number of first tokens, and of most recent tokens, that are not fitted
     refitted : t, the number of entries per kv head that a compaction keeps and fits
@@ -35,15 +35,15 @@ class Record:
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """Make the record from a policy's settings. config : AMConfig"""
+        """Make the record from a policy's settings, an AMConfig."""
         pursuit, paper = config.select == "omp", config.fit == "paper"
         return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
     def read(cls, settings: Tensor) -> Record:
-        """Read the record from a trace. Raises TraceError if the fits cannot be recomputed.
+        """Read the record from the trace section refit_with, float64 [7].
 
-        settings : the trace section refit_with, float64 [7]
+        Raises TraceError if the fits cannot be recomputed. `settings` is the section, a tensor [7].
         """
         sinks, window, refitted, queries, ridge, pursuit, paper = settings.tolist()
         if paper:

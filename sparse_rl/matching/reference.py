@@ -1,4 +1,4 @@
-"""Reference implementations of Attention Matching, for tests: one head and one entry at a time, in float64."""
+"""Reference implementations of Attention Matching for tests: one head and one entry at a time, in float64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from torch import Tensor
 def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int], Tensor]:
     """Choose `count` entries by orthogonal matching pursuit (AM algorithm 1 with the pruning of C.2).
 
-    Every step solves a least-squares problem. When `count` entries are chosen, those with log w < -bound are discarded,
-    and the selection continues.
-
-    phi : [n, N], features of N entries for n reference queries
-
-    Returns the entries in order of choice, and their weights w, [count].
+    If chosen entries have log w < -bound, they are discarded, and the selection continues. phi, [n, N], are the
+    features of N entries for n reference queries. Returns the entries in order of choice, and their weights w, [count].
     """
     mass, chosen, discarded, weights = phi.sum(-1), list[int](), set[int](), torch.zeros(0)
     current = torch.zeros_like(mass)
@@ -41,18 +37,14 @@ def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int
 
 
 def _mass_and_weights(phi: Tensor, chosen: list[int], bound: float) -> tuple[Tensor, Tensor]:
-    """Return the mass [n] that the chosen entries give, and their weights, by clamped least squares (algorithm 3)."""
+    """Return the mass [n] of the chosen entries, and their weights, by clamped least squares (algorithm 3)."""
     weights = torch.linalg.lstsq(phi[:, chosen], phi.sum(-1)[:, None], driver="gelsd").solution[:, 0]
     weights = weights.clamp(0.0, math.exp(bound))
     return phi[:, chosen] @ weights, weights
 
 
 def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000) -> Tensor:
-    """Return w = argmin |kept w - mass|^2 with |log w| <= bound, [t], by coordinate descent.
-
-    kept : [n, t], features of the kept entries
-    mass : [n]
-    """
+    """Return w = argmin |kept w - mass|^2 with |log w| <= bound, [t], by coordinate descent. `kept` is [n, t]."""
     low, high = math.exp(-bound), math.exp(bound)
     weights = torch.ones(kept.shape[1], dtype=kept.dtype)
     missing = mass - kept @ weights
@@ -70,12 +62,7 @@ def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000)
 
 
 def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
-    """Compute the result of `fit_values`, [t, D], as one stacked least-squares problem.
-
-    x : [n, t]
-    y : [n, D]
-    values : [t, D]
-    """
+    """Return the result of `fit_values` for one head, [t, D], as one stacked least-squares problem. `x` is [n, t]."""
     root = math.sqrt(ridge * float(sum(row @ row for row in x)) / len(x))
     stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
     wanted = torch.cat([y - x @ values, torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)])
@@ -83,8 +70,7 @@ def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
 
 
 def naive_allocation(curves: Sequence[Callable[[float], float]], ratio: float, steps: int) -> tuple[list[float], int]:
-    """Divide a budget over heads (AM algorithm 4). Returns the ratio of each head, and the number of moves between
-    heads.
+    """Divide a budget over heads (AM algorithm 4). Returns the ratio of each head, and the number of moves.
 
     curves : one function per head, ratio -> loss
     ratio : the mean ratio, with which every head starts

@@ -14,10 +14,9 @@ PURSUIT_BOUND = 7.0  # limit of |log w|; an entry with log w below the negative 
 
 
 def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
-    """Return the attention that each of N entries receives from the n reference queries: [..., N].
+    """Return the attention that each of N entries receives from n reference queries, [..., N], from logits [..., n, N].
 
-    logits : [..., n, N]
-    aggregate : reduction over the queries: rms (root mean square), mean or max
+    Attention is reduced over the queries by `aggregate`: rms (root mean square), mean or max.
     """
     attention = logits.softmax(-1)
     if aggregate == "rms":
@@ -26,15 +25,10 @@ def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
 
 
 def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
-    """Choose `count` entries of each of B heads by orthogonal matching pursuit of the mass: int64 [B, count],
-    ascending.
+    """Choose `count` entries per head by orthogonal matching pursuit of the mass: int64 [B, count], ascending.
 
-    Entries with log w below -PURSUIT_BOUND are discarded permanently, and the pursuit continues from the others, until
-    no entry is below the bound (C.2), or only `count` allowed entries are left.
-
-    phi : [B, n, N], features of N entries for n reference queries
-    allowed : bool [B, N], True for entries that may be chosen
-    gram : see `pursue`
+    Chosen entries with log w below -PURSUIT_BOUND are discarded permanently, and the pursuit continues, until all
+    weights are above the bound (C.2) or only `count` allowed entries are left. The arguments are those of `pursue`.
     """
     chosen, weights = pursue(phi, count, allowed, gram)
     allowed = allowed.clone()
@@ -54,7 +48,7 @@ def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
 
 
 def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose entries by orthogonal matching pursuit (algorithm 1).
+    """Choose entries of each of B heads by orthogonal matching pursuit (algorithm 1).
 
     Each step chooses the entry whose features agree best with the missing mass, and recomputes the weights of all
     chosen entries with a Cholesky factor that grows by a row. Step i takes O(i^2); the paper's least-squares fit from
@@ -62,7 +56,7 @@ def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor |
 
     phi : [B, n, N], features of N entries for n reference queries
     allowed : bool [B, N], True for entries that may be chosen
-    gram : True computes phi^T phi once, so that each step reads one row of that product, which suits a GPU; False reads
+    gram : True computes phi^T phi once, so that each step reads one row of the product, which suits a GPU; False reads
         phi in each step
     given : int64 [B, count], entries that are chosen already, followed by -1; None means that there are none
 
