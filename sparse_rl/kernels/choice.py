@@ -19,7 +19,7 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of a computation that this process uses.
+    """The implementation, torch or triton, that this process uses for a computation.
 
     kernel : the implementation, torch or triton
     finding : the reason for the choice, in words
@@ -46,7 +46,6 @@ def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) 
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the type of an error and the first line of the error's message."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"
 

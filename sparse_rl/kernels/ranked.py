@@ -11,8 +11,7 @@ def ranked(scores: Tensor, positions: Tensor) -> Tensor:
 
     If scores are equal, the entry at the earlier position has the greater rank.
 
-    scores : float32 [...]
-    positions : int64 [...], below 2**31
+    scores, positions : float32 [...], and int64 [...], below 2**31
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats sort in reverse

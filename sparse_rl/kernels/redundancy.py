@@ -5,9 +5,9 @@ For entry j of N entries, the mean similarity is
     mean_j = 1 / N  sum_i sim(i, j)                                                            R-KV eqs. 4-5
 
 sim(i, j) is the cosine of keys i and j. It is set to 0 if i = j, if the cosine is below 0.5, and, for each i, at the
-most recent j that is similar to i, because that entry may stay in place of the others. The N x N similarities are never
-in memory all at once. The torch implementation is the reference; redundancy_triton.py computes the same for
-half-precision keys on a GPU, up to the rounding of a cosine.
+most recent j that is similar to i, because that entry may stay in place of the others. The similarities are computed in
+tiles. The torch implementation is the reference; redundancy_triton.py computes the same for half-precision keys on a
+GPU, up to the rounding of a cosine.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ def mean_similarity(
 
 
 def _rows_at_once(rows: Sequence[int], heads: int, entries: int, most: int) -> Iterator[Any]:
-    """Yield the rows in parts of at most `most` similarities, as slices if the rows of a part are contiguous.
-
-    entries : number of entries of each row
-    """
+    """Yield the rows in parts of at most `most` similarities, as slices if the rows of a part are contiguous."""
     largest = max(last - first for first, last in similarity_tiles(entries))
     count = max(1, most // (heads * largest * entries))
     for start in range(0, len(rows), count):
@@ -87,11 +84,11 @@ def similarity_tiles(entries: int) -> list[tuple[int, int]]:
 def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
     """Return, for each of N entries, the sum of its similarities to the other entries: [..., Hkv, N].
 
-    keys : [..., Hkv, N, D]
-    order : int64 [..., Hkv, N], slots of the entries, oldest first
-
     The sum does not depend on the tiling, to the last bit: a similarity is 0 or a multiple of 2**-24 between 0.5 and 1
     (up to rounding), so float64 can add 2**28 similarities exactly.
+
+    keys : [..., Hkv, N, D]
+    order : int64 [..., Hkv, N], slots of the entries, oldest first
     """
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
     age = torch.arange(1, keys.shape[-2] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
@@ -112,19 +109,15 @@ def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
 
 @cache
 def redundancy_choice(dtype: torch.dtype, head_dim: int) -> Choice:
-    """Choose the implementation for keys of this dtype and head dimension on this process's GPU."""
     if dtype not in (torch.bfloat16, torch.float16):
         return Choice("torch", f"the keys are {str(dtype).removeprefix('torch.')}")
     return check_redundancy(_triton_form, dtype, head_dim, "cuda")
 
 
 def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: int, device: str) -> Choice:
-    """Choose Triton if it passes a comparison with the reference, else torch.
+    """Choose Triton if it passes a comparison with the reference, else torch; `load` returns the Triton implementation.
 
-    The inputs are a row of `CHECKED` entries and a padded row. The first row is also computed alone, and must not
-    depend on the other row.
-
-    load : returns the Triton implementation
+    The first of two rows (the other is padded) is also computed alone, and must not depend on the other row.
     """
 
     def judge(form: Total) -> tuple[bool, str]:
@@ -146,11 +139,9 @@ def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: in
 def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random keys [2, 2, CHECKED, head_dim], positions and lengths, the inputs of the check.
 
-    No cosine is so near 0.5 that rounding could matter.
-
-    The numbers in the keys of the first head are 1, -1 and 0, and the number of those that are not 0 is a power of 4.
-    So the cosines of these keys are exact in any precision; many are 0.5. The keys of the second head lie close to a
-    few orthogonal directions.
+    No cosine is so near 0.5 that rounding could matter: in the first head, the numbers of a key are 1, -1 and 0, and
+    the number of nonzero ones is a power of 4. So the cosines are exact in any precision; many are 0.5. The keys of the
+    second head lie close to a few orthogonal directions.
     """
     generator = torch.Generator().manual_seed(0)
     few = 4 ** ((head_dim.bit_length() - 1) // 2)
@@ -179,9 +170,9 @@ def redundancy_bytes(
 ) -> int:
     """Return the bytes of temporary memory that `mean_similarity` takes.
 
-    The torch implementation takes, for the sequences that it processes at once, a tile of similarities in float32 and
-    in float64, three float32 arrays of the size of the keys, and a few numbers per entry. The Triton implementation, if
-    it is chosen for keys of this dtype, takes a copy of the keys of all sequences and a few numbers per entry.
+    For the sequences that are computed together, torch takes a tile of similarities in float32 and in float64, three
+    float32 arrays of the size of the keys, and a few numbers per entry. Triton, if it is chosen for this dtype, takes a
+    copy of the keys of all sequences and a few numbers per entry.
     """
     if device == "cuda" and redundancy_choice(getattr(torch, dtype), head_dim).kernel == "triton":
         return sequences * kv_heads * entries * (2 * head_dim + 24)

@@ -1,9 +1,8 @@
 """The similarities of redundancy.py in Triton, for keys in half precision.
 
 Tiles of similarities are computed on the tensor cores and never stored in memory. The tensor cores multiply the keys as
-the cache holds them, in bfloat16 or float16. The products are exact in float32, and are added in float32. The norms are
-applied afterwards, so the result has only float32 rounding; keys that were normalised first would have to be rounded to
-half precision again.
+the cache holds them, and add the exact products in float32. Norms are applied afterwards: normalising first would
+round the keys to half precision again.
 
 A cosine from 0.5 to 1 is a multiple of 2**-24. In this unit, sums of similarities are sums of integers, which are the
 same in any order. So the result depends neither on the tiles, nor on the order of the atomic additions, nor on the
@@ -41,16 +40,13 @@ def _similarities(  # type: ignore[no-untyped-def]
     keys, inverse, positions, lengths, total, heads, width, dim,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the similarities of a tile of tokens to all tokens, and add their sums to `total`.
+    """Compute the similarities of a tile of tokens to all tokens, and add their sums to `total`, in units of 2**-24.
 
     The kernel sums over rows instead of columns: a . b equals b . a to the last bit if both are added in the same
     order.
 
-    keys : [R, Hkv, N, dim], for R rows, Hkv kv heads and N slots
-    inverse : float32 [R, Hkv, N], inverse norms of the keys
-    positions : int64 [R, Hkv, N]
-    lengths : int64 [R], number of entries of each row
-    total : int64 [R, Hkv, N], sums in units of 2**-24
+    keys, inverse : [R, Hkv, N, dim], and float32 [R, Hkv, N], inverse norms of the keys
+    positions, total : int64 [R, Hkv, N]
     """
     tiles = tl.cdiv(width, ROWS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -62,7 +58,7 @@ def _similarities(  # type: ignore[no-untyped-def]
     row_keys = tl.load(keys + i[:, None] * dim + place, mask=(i < length)[:, None] & (place < dim), other=0.0)
     row_inverse = tl.load(inverse + first + i, mask=i < length, other=0.0)
     sums = tl.zeros([ROWS], tl.int64)
-    # Position, slot and similarity of the most recent similar token.
+    # position, slot and similarity of the most recent similar token
     newest = tl.full([ROWS], -1, tl.int32)
     slot = tl.zeros([ROWS], tl.int32)
     newest_units = tl.zeros([ROWS], tl.int32)
@@ -89,8 +85,7 @@ def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor
     """Return, for each entry, the sum of its similarities to the other entries (see redundancy.py).
 
     keys : [R, Hkv, N, D], bfloat16 or float16 on a GPU (or float16 under TRITON_INTERPRET=1)
-    positions : int64 [R, Hkv, N]
-    lengths : int64 [R], number of entries of each row
+    positions, lengths : int64 [R, Hkv, N] and int64 [R], the number of entries of each row
 
     Returns float32 [R, Hkv, N]. An entry whose key or norm is not finite gets NaN; padding gets arbitrary values.
     """
@@ -108,10 +103,9 @@ def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor
 
 
 def compiled(target: Any, dim: int, dtype: str = "bf16") -> list[Any]:
-    """Compile both kernels for a GPU that need not be present.
+    """Compile both kernels for head dimension `dim` and a GPU that need not be present.
 
     target : a triton.backends.compiler.GPUTarget
-    dim : head dimension
     """
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""The tokens that a cache with a budget holds at each query, computed for all queries at once.
+"""The tokens that a cache with a budget holds at each query, computed for all queries together.
 
 A token t becomes eligible at query q = t + w, when it leaves the window of w tokens. s is the number of sinks. Of the
 eligible tokens
@@ -10,10 +10,10 @@ r_t of token t decays with age, at the same rate gamma for all tokens, r_t(q) = 
 query, the tokens are in the order of r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is
 best; ties go to the earlier token).
 
-Then the k-th smallest rank in every prefix of the tokens must be found. A wavelet matrix does this for all prefixes at
-once: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the half
-that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S) passes of cumsum, gather and scatter, and no
-loop over tokens, rows or heads.
+Then the k-th smallest rank in every prefix of the tokens must be found. A wavelet matrix does this for all prefixes
+together: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the
+half that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S) passes of cumsum, gather and scatter,
+and no loop over tokens, rows or heads.
 """
 
 from __future__ import annotations
@@ -154,16 +154,11 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 @cache
 def topk_choice() -> Choice:
-    """Choose the implementation of `kth_smallest_of_prefixes` for this process's GPU."""
     return check_topk(_triton_form, seconds_on_gpu, "cuda")
 
 
 def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
-    """Choose the Triton implementation if it gives the same result as torch and is faster.
-
-    load : returns the Triton implementation
-    seconds : measures the time that a function takes
-    """
+    """Choose the Triton implementation if its result equals torch's and it is faster, as measured by `seconds`."""
 
     def judge(form: Descent) -> tuple[bool, str]:
         for rows, width, k in CHECKED:
@@ -208,7 +203,7 @@ def recall(
     tokens = torch.arange(length, device=device)
     eligible_at = tokens + window
     real = (tokens >= start) & (eligible_at < end)
-    # Both hold token t from the query at which t becomes eligible (+ 1) to the earlier of its two evictions (- 1).
+    # difference array: +1 at the query at which t becomes eligible, -1 at the earlier of its two evictions
     evicted_at = torch.minimum(found.evict_at, wanted.evict_at).clamp(max=length)
     change = torch.zeros(batch, heads, length + 1, dtype=torch.long, device=device)
     shared = real & (eligible_at < evicted_at)  # False if a token is dropped as soon as it becomes eligible

@@ -21,12 +21,9 @@ def running_topk_reference(
     decay_every: int = 1,
     lengths: Tensor | None = None,
 ) -> RunningTopK:
-    """Compute the result of `running_topk`, which describes the arguments, for comparison: plain and slow, on the CPU.
+    """Compute the result of `running_topk`, which describes the arguments: plain and slow, on the CPU.
 
-    scores : [B, H, S]
-    sinks : an int, or int64 [B]
-    log_decay : [H]
-    lengths : int64 [B]
+    scores, sinks, log_decay, lengths : [B, H, S]; an int or int64 [B]; [H]; int64 [B]
     """
     batch, heads, length = scores.shape
     exact = scores if scores.dtype == torch.float64 else scores.float()

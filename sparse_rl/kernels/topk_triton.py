@@ -4,9 +4,9 @@ The ranks of a row are a permutation of 0 to M - 1. A node is a range of ranks, 
 level of that bit, the node's tokens are stored at the places from n on, oldest first. So the tokens of a prefix that
 belong to the node are the first of the node's tokens, and their number describes them.
 
-Each level is a separate kernel launch, and reads the output of the level before. So no program waits for another, and
+Each level is a separate kernel launch that reads the output of the level before. So no program waits for another, and
 blocks of 512 tokens fill a GPU even if there are few rows. Between two levels, torch counts the zeros before each
-place, over all rows at once.
+place in all rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 
 def compiled(target: Any) -> Any:
-    """Compile the kernel for a GPU that need not be present. target : a triton.backends.compiler.GPUTarget"""
+    """Compile the kernel for `target`, a triton.backends.compiler.GPUTarget that need not be present."""
     from triton.compiler import ASTSource
 
     pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")
