@@ -1,4 +1,4 @@
-"""The cache methods, one folder each. A folder holds the settings, policy, cache, replay and other code of one method.
+"""The cache methods, one folder each: settings, policy, cache, replay and other code of the method.
 
 eviction/    evictions on a schedule: streaming, H2O, TOVA, SnapKV, MorphKV, R-KV, G-KV, CAKE, lined attention
 kvpop/       KVpop: evictions by scorers that a model has learned
@@ -6,7 +6,6 @@ dms/         DMS: evictions by gates that a model has learned
 am/          Attention Matching: kept entries get biases and new values
 pages/       LuKA: clustered attention, and a separate policy for each range of layers
 
-Code that all methods share is in sparse_rl/policies (the contract, the schedule, the cache), sparse_rl/trace and
-sparse_rl/attention. The settings class of a method names its parts (sparse_rl/policies/config.py), and one line of
-CONFIGS (sparse_rl/methods/config.py) registers it. docs/extending.md describes how to add a method.
+Code that all methods share is in sparse_rl/policies (contract, schedule, cache), sparse_rl/trace and
+sparse_rl/attention. docs/extending.md describes how to add a method.
 """

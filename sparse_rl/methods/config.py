@@ -3,7 +3,7 @@
     config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
     config.schedule.peak            # maximum number of entries; see sparse_rl/policies/schedule.py
 
-These dataclasses are the only place that defines a parameter's default and the rule that its value must satisfy.
+Only these dataclasses define a parameter's default and the rule that its value must satisfy.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
 
 
 def accepted_parameters(policy: str) -> list[str]:
-    """Return the names of the parameters of the policy with this name. Raises KeyError if there is no such policy."""
+    """Return the parameter names of the policy with this name. Raises KeyError if there is no such policy."""
     return list(yaml_fields(CONFIGS[policy]))

@@ -1,4 +1,1 @@
-"""Attention Matching during sampling: kept entries stand in for the evicted ones (sparse_rl/matching).
-
-config.py    the settings;  policy.py  the policy;  view.py  the policy's replay;  sections.py  its trace sections
-"""
+"""Attention Matching during sampling: kept entries get biases and new values (sparse_rl/matching)."""

@@ -13,15 +13,14 @@ from sparse_rl.policies.config import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AMConfig(EvictingConfig):
-    """Attention Matching: kept entries get biases and new values, so that they stand in for the evicted ones.
+    """Attention Matching: kept entries get biases and new values that preserve the attention over all entries.
 
     period : number of entries that are added between two compactions; None means the budget
     reference_queries : number of last tokens whose queries choose and fit the entries; None means 128, or budget +
         period if that is less
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass
-    aggregate : how the attention of all reference queries to a key is reduced to one number: root mean square, mean
-        or max
+    aggregate : reduction of the attention over the reference queries, for each key: rms (root mean square), mean or max
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
     fit : ridge fits by ridge regression; paper uses the paper's own solvers, for comparison only, because training
         cannot replay them
@@ -34,7 +33,7 @@ class AMConfig(EvictingConfig):
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     window: PositiveInt = 16
-    period: PositiveInt | None = None  # type: ignore[assignment]  # a number from here on
+    period: PositiveInt | None = None  # type: ignore[assignment]  # __post_init__ sets a number
     reference_queries: PositiveInt | None = None
     select: Literal["attention", "omp"] = "attention"
     aggregate: Literal["rms", "mean", "max"] = "rms"
@@ -57,7 +56,7 @@ class AMConfig(EvictingConfig):
 
     @property
     def refitted(self) -> int:
-        """Number of entries that a compaction fits in each kv head; it also keeps sinks and window, unchanged."""
+        """Number of entries that a compaction fits in each kv head; sinks and window stay unchanged."""
         return self.budget - self.sinks - self.window
 
     def check_trainable(self) -> None:

@@ -1,14 +1,13 @@
-"""Attention Matching during sampling: kept entries stand in for the evicted ones (sparse_rl/matching).
+"""Attention Matching during sampling: kept entries get biases and new values (sparse_rl/matching).
 
-This policy applies section 3 of "Fast KV compaction via attention matching" (AM) at every compaction while a sequence
-is sampled. Among the competing entries, it keeps the keys that receive the most attention (or the keys that orthogonal
-matching pursuit chooses). Each kept entry gets a bias, which attention adds to the entry's logits, and a new value. The
-biases are fitted to preserve the attention mass, the values to preserve the attention output. If an entry already has a
-bias from an earlier compaction, the new bias is added to the old one.
+The policy applies section 3 of "Fast KV compaction via attention matching" (AM) at every compaction. Among the
+competing entries, it keeps the keys that receive the most attention, or that orthogonal matching pursuit chooses. Each
+kept entry gets a new value, and a bias that attention adds to its logits. The biases are fitted to preserve the
+attention mass, the values to preserve the attention output. A new bias is added to the bias of an earlier compaction.
 
 A departure from appendix F.3: the reference queries are the sampler's own queries of the last tokens; the paper repeats
-the context to get them. The trace records which entries are evicted and when; biases and values follow from that, and
-a trainer recomputes biases and values, with gradients (sparse_rl/methods/am/view.py).
+the context to get them. The trace records only the evictions and their times. From these, a trainer recomputes biases
+and values, with gradients (view.py).
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ FITTED_AT_ONCE = 2**25  # maximum number of float64 logits in one fit, which all
 
 
 def rows_at_once(logits: int) -> int:
-    """Return the number of rows of a layer to fit at once, if each row has `logits` logits."""
+    """Return the number of rows of a layer to fit in one call, if each row has `logits` logits."""
     return max(1, FITTED_AT_ONCE // logits)
 
 
 class AM(Policy):
-    """Attention Matching: a compaction gives kept entries biases and new values; see the module docstring."""
-
     config: AMConfig
     entry_memory = {BIAS: 0.0}
     bias = BIAS
@@ -47,15 +44,14 @@ class AM(Policy):
 
     @property
     def fit(self) -> Fit:
-        """Settings for choosing and fitting entries."""
         config = self.config
         return Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose entries with `match`; return the kept entries with their new biases and values.
+        """Choose entries with `match`; return them with new biases and values.
 
-        Entries are sorted by position first: engines store them in different orders, and the order in which numbers
-        are summed changes the rounding. Raises NotFiniteError if keys, queries or values are not finite.
+        Entries are sorted by position first: engines store them in different orders, and the order of summation changes
+        the rounding. Raises NotFiniteError if keys, queries or values are not finite.
         """
         assert entries.keys is not None and entries.values is not None and entries.queries is not None
         order = entries.by_position()

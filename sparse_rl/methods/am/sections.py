@@ -14,9 +14,8 @@ SETTINGS = 7  # length of refit_with
 def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Check the times of the compactions, `refit_at`; return an error message, or None if they are valid.
 
-    The times must ascend, and lie between the end of the prompt and the last query. They must match evict_at: tokens
-    are evicted only at these times, and each compaction keeps the sinks, the window and `refitted` other entries, as
-    `refit_with` says.
+    The times must ascend, from the end of the prompt to the last query. Tokens may be evicted only at these times, and
+    each compaction must keep the sinks, the window and `refitted` other entries of `refit_with`.
     """
     evict_at, last, shown = sections["evict_at"], last_query(sections), times.tolist()[:20]
     if bool((times.diff() <= 0).any()) or bool(((times < 1) | (times > last)).any()):
@@ -50,7 +49,7 @@ def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str
 def check_refit_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Check the fit settings, `refit_with`; return an error message, or None if they are valid.
 
-    The seven numbers are sinks, window, refitted, reference queries, ridge, and two flags
+    The seven numbers are sinks, window, refitted, reference queries, ridge and two flags
     (sparse_rl/matching/record.py).
     """
     message = f"refit_with {values.tolist()[:20]} is not a valid list of fit settings"

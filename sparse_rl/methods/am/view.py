@@ -1,14 +1,11 @@
-"""Replay of Attention Matching in training: recompute the kept entries of every compaction instead of storing them.
+"""Replay of Attention Matching in training: the kept entries of every compaction are recomputed, not stored.
 
-The trace records the times of the compactions and the entries that stayed. The compactions divide a sequence into
-*segments*; all queries of a segment see the same kept entries. In each segment, one dense attention call attends to the
-entries that the previous compaction left, with their biases, and causally to the segment's own tokens. Between two
-segments, the sampler's function (sparse_rl/matching) recomputes biases and values, with gradients: through these
-gradients, the model learns to represent tokens well even after their eviction. No mask of sequence length x sequence
-length is made.
+Compactions divide a sequence into *segments*, whose queries all see the same kept entries. In each segment, one dense
+attention call covers the entries that the previous compaction left, with their biases, and, causally, the segment's own
+tokens. Between segments, the sampler's function (sparse_rl/matching) recomputes biases and values. Its gradients teach
+the model to represent tokens well even after their eviction. No mask of sequence length x sequence length is made.
 
-Rows differ in length and in their compactions. The c-th compactions of all rows that have at least c of them are done
-in one call.
+Rows differ in length and in their number of compactions. All rows that have a c-th compaction run it in one call.
 
 Sizes in shapes: B rows of the batch, R rows of a segment, T columns of a segment, S columns of the batch, L layers, H
 (or Hkv) kv heads, Hq query heads, K kept entries, D head_dim.
@@ -51,11 +48,8 @@ class Segment:
 
 @dataclass
 class Held:
-    """The entries that a compaction left, K for each kv head.
-
-    index : int64 [R, H, K], columns of the entries, ascending
-    bias : float32 [R, H, K], biases of the entries
-    values : [R, H, K, D], values of the entries
+    """The entries that a compaction left, K per kv head: columns (int64 [R, H, K], ascending), biases (float32 [R, H,
+    K]) and values ([R, H, K, D]).
     """
 
     index: Tensor
@@ -66,9 +60,9 @@ class Held:
 class MatchedView(TraceView):
     """Replays the traces of Attention Matching, which record evictions and fits.
 
-    The view reads three trace sections: evict_at int32 [L, B, Hkv, S]; refit_at int32 [B, C], the times of up to C
-    compactions of each row; refit_with float64 [7], the settings of the fits. `kernel` is ignored. If `through` is
-    False, no gradient flows through biases and values.
+    Trace sections: evict_at int32 [L, B, Hkv, S]; refit_at int32 [B, C], the times of up to C compactions of each row;
+    refit_with float64 [7], the settings of the fits. `kernel` is ignored. If `through` is False, no gradient flows
+    through biases and values.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -93,10 +87,7 @@ class MatchedView(TraceView):
         return [("fits and masks", 3 * fits // 2 + masks, note)]  # the backward pass needs more memory
 
     def _segments(self, refit_at: Tensor) -> list[Segment]:
-        """Return the segments of a forward pass, which are the same for every layer.
-
-        refit_at : int32 [B, C], number of tokens seen at each compaction
-        """
+        """Return the segments, the same for every layer; refit_at, int32 [B, C], holds the times of the compactions."""
         real = self.evict_at[0, :, 0] > 0  # no query sees a pad key
         width = real.shape[1]
         start = real.int().argmax(1)
@@ -118,7 +109,6 @@ class MatchedView(TraceView):
         return segments
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
         held: Held | None = None
@@ -141,10 +131,7 @@ class MatchedView(TraceView):
         value: Tensor,
         scaling: float,
     ) -> Held:
-        """Replay the compaction between segments `before` and `after`; return the entries that the rows then hold.
-
-        held : the entries that the previous compaction left; None if this is the first compaction
-        """
+        """Replay a compaction; return the entries that the rows then hold. `held` is None at the first compaction."""
         record, heads = self.record, key.shape[1]
         rows, kept_rows = after.rows, after.kept_rows
         now = after.own[:, :1]
@@ -193,7 +180,7 @@ def _tensors(held: Held | None) -> tuple[Tensor, ...]:
 
 
 def _saved(function: Any, *tensors: Tensor) -> Any:
-    """Return function(*tensors), with gradient checkpointing: only `tensors` are saved for the backward pass."""
+    """Return function(*tensors) with gradient checkpointing, which saves only `tensors` for the backward pass."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -205,10 +192,7 @@ def _columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value: Tensor, *held: Tensor) -> Tensor:
-    """Attend from a segment's queries to the entries `held` and, causally, to the segment's own tokens.
-
-    Returns the attention output [R, Hq, T, D].
-    """
+    """Attend from a segment's queries to the entries `held` and, causally, to the segment's own tokens."""
     rows, own = segment.rows, segment.own
     heads, width = key.shape[1], own.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
@@ -231,7 +215,6 @@ def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value:
 
 
 def _refit(block: Any, chosen: Tensor, record: Record, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the biases and values of the kept entries `chosen`; see `sparse_rl.matching.refit`."""
     return refit(block(*tensors), chosen, record.fit)
 
 
@@ -246,11 +229,9 @@ def _block(
     value: Tensor,
     *held: Tensor,
 ) -> Block:
-    """Return the `Block` of a compaction: its N entries per kv head, and its reference queries.
+    """Return the `Block` of a compaction of `rows`: N entries per kv head, and the reference queries.
 
-    rows : int64 [R], rows of the batch that compact
-    index : int64 [R, H, N], columns of the entries
-    competing : bool [R, H, N], True for entries that compete
+    index, competing : int64 and bool [R, H, N], columns of the entries, and a mask of those that compete
     query_columns : int64 [R, reference queries], columns of the reference queries
     held : biases and values of the entries that an earlier compaction fitted; empty at the first compaction
     """

@@ -1,7 +1,7 @@
 """GatedCache: physical caches whose kv heads hold different numbers of entries, because DMS's gates decide per head.
 
-In each kv head, a new token takes any free slot, and a mask marks the slots in use. A layer's buffers are as long as
-the largest number of entries that any of the layer's heads has held so far.
+In each kv head, a new token takes any free slot, and a mask marks the slots in use. A layer's buffers grow when one of
+its heads has no free slot, and never shrink after prefill.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ GROW = 16  # slots added at a time
 
 
 class GatedCache(EvictingCache):
-    """The caches of DMS, whose kv heads hold different numbers of entries.
-
-    For each row, `lengths` and `_held` are only upper bounds of the entries held: the number of tokens seen.
-    """
+    """The caches of DMS. `lengths` and `_held` count the tokens seen, an upper bound of the entries held."""
 
     policy: DMS
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """See EvictingCache.begin_decode."""
         self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
         self._plan(self.seen, device)
         self._active = torch.tensor(active, device=device)
@@ -64,10 +60,7 @@ class GatedCache(EvictingCache):
         return out
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """Drop the entries that are due, then put each row's new token into a free slot of each kv head.
-
-        key, value : [B, Hkv, D], of the new token of each of the B rows
-        """
+        """Drop the entries that are due, then put each row's new token into a free slot of each kv head."""
         now, active = self._seen_tensor - 1, self._active[:, None]
         count = layer.keys.shape[2]
         entries = self._entries(layer, slice(None), count, scaling, ("keys", "values"))

@@ -19,19 +19,11 @@ GOES = "goes"  # 1.0 if the gate is open
 
 
 class DMS(LearnedPolicy):
-    """DMS: kv heads hold different numbers of entries; see the module docstring."""
-
     config: DMSConfig
     entry_memory = {GOES: 0.0}
 
     def goes(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Return 1.0 for tokens to drop when they leave the window (open gate, not a sink), else 0.0.
-
-        scores : float32 [R, Hkv, T], scores of T tokens in each of R rows
-        positions : int64 [R, T], positions of the tokens
-
-        Returns float32 [R, Hkv, T].
-        """
+        """Return 1.0 for tokens to drop when they leave the window, else 0.0: float32 [R, Hkv, T], like the scores."""
         return ((scores + self.config.bias > 0) & (positions >= self.config.sinks)[:, None]).float()
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
@@ -44,12 +36,7 @@ class DMS(LearnedPolicy):
         return torch.where((state[GOES] > 0) & (at < lengths[:, None, None]), at, NEVER).int().contiguous()
 
     def gone_in_prompt(self, state: dict[str, Tensor], positions: Tensor, ends: Tensor) -> Tensor:
-        """Return a mask that is True for entries that are dropped before the end of their prompt: bool [R, Hkv, N].
-
-        state : the policy's memory of N entries per kv head, in each of R rows
-        positions : int64 [R, Hkv, N], positions of the entries
-        ends : int64 [R, 1, 1], number of tokens of each prompt
-        """
+        """Return a mask, bool [R, Hkv, N], that is True for entries that are dropped before their prompt ends."""
         return (state[GOES] > 0) & (positions + self.config.window < ends)
 
     def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:

@@ -5,11 +5,9 @@ The gate of token t is the Gumbel-sigmoid with temperature tau and logistic nois
     alpha_t = sigmoid((score_t + bias + g) / tau)
 
 If q - t >= w, where w is the window, log(1 - alpha_t) is added to the logit of query q and token t. Under dense
-prefill, this is done only for queries q after the prompt.
-
-For B rows of S tokens, the added terms of one layer would have the shape [B, Hkv, S, S], so they are computed for CHUNK
-queries at a time, and once more in the backward pass. Without a temperature the gates are hard, as in decoding: query
-t + w and later queries do not see a token t with score + bias > 0.
+prefill, this is done only for queries q after the prompt. The added terms of one layer would have the shape
+[B, Hkv, S, S], so they are computed for CHUNK queries at a time, and again in the backward pass. Without a temperature
+the gates are hard, as in decoding: query t + w and later queries do not see a token t with score + bias > 0.
 """
 
 from __future__ import annotations
@@ -36,19 +34,16 @@ CHUNK = 256  # queries whose biases are computed at a time
 class GatedView:
     """A `kv_view` for one forward and backward pass over B right-padded rows of S columns.
 
-    Parameters
-    ----------
     scorers : one function per layer, called with (keys, values, window); it returns the scores, float32 [B, Hkv, S],
         and the logarithm of each kv head's decay gamma, [Hkv]
     policy : settings; only sinks, window and bias are used
-    lengths : int64 [B], number of tokens of each row
-    prompts : int64 [B], number of tokens of each prompt; no gate applies to the queries of a prompt. None means that
-        gates apply from the first query
+    lengths, prompts : int64 [B], number of tokens of each row and of its prompt, to whose queries no gate applies. No
+        prompts (None) means that gates apply from the first query
     temperature : tau; None means hard gates
     kernel : one of ATTENTION_KERNELS, used with hard gates
 
-    Attributes
-    ----------
+    Attributes after the forward pass:
+
     open : for each layer, the sum of alpha over all real tokens and heads, with its autograd graph; for hard gates, the
         number of open gates
     gates : number of gates of a layer
@@ -76,12 +71,10 @@ class GatedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Return the memory that the soft gates need."""
         held = gates_bytes(replayed.rows, replayed.heads, replayed.kv_heads, replayed.length, replayed.itemsize)
         return [("gates", held, "estimate, soft biases of a chunk of one layer's queries")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # the decay has no effect, but gets a gradient
         places = torch.arange(key.shape[2], device=key.device)
@@ -108,12 +101,10 @@ class GatedView:
     def _soft_attention(
         self, query: Tensor, key: Tensor, value: Tensor, stays: Tensor, goes_at: Tensor, scaling: float
     ) -> Tensor:
-        """Return the attention output under soft gates, computed in chunks of queries.
+        """Attend under soft gates, in chunks of queries whose biases the backward pass recomputes.
 
-        The backward pass recomputes the biases of each chunk.
-
-        stays : [B, Hkv, S], log(1 - alpha), the term that a token's gate adds to its logits
-        goes_at : [B, S], the first query to which a token's gate applies
+        stays, goes_at : [B, Hkv, S], log(1 - alpha), added to a token's logits, and [B, S], the first query to which
+            the token's gate applies
         """
         wide, parts = computing_dtype(query, value), list[Tensor]()
         grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
@@ -127,11 +118,8 @@ class GatedView:
         return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
     def evict_at(self, logits: Tensor, may_go: Tensor, goes_at: Tensor) -> Tensor:
-        """Return evict_at under hard gates, int32 [B, Hkv, S]: the first query that does not see each token.
-
-        logits : [B, Hkv, S], score + bias; the gate is open if it is positive
-        may_go : bool [B, S], False for sinks and padding
-        goes_at : [B, S], the first query to which a token's gate applies
+        """Return evict_at under hard gates, int32 [B, Hkv, S]. A gate is open if its logit, score + bias, is positive;
+        it applies from query `goes_at` [B, S] on.
         """
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
@@ -141,7 +129,7 @@ class GatedView:
 
     @torch.no_grad()
     def _logistic(self, layer: int, like: Tensor) -> Tensor:
-        """Return the logistic noise of a layer. Calls for the same layer return the same noise."""
+        """Return the logistic noise of a layer. Gradient checkpointing calls again and gets the same noise."""
         if layer not in self._noise:
             uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
             self._noise[layer] = uniform.log() - (-uniform).log1p()
@@ -158,14 +146,9 @@ def _attend_softly(
     value: Tensor,
     stays: Tensor,
 ) -> Tensor:
-    """Attend causally, under soft gates, from a chunk of C consecutive queries to all tokens up to the last query.
+    """Attend causally, under soft gates, from C consecutive queries to all tokens up to the last query.
 
-    first : position of the first query
-    goes_at : [B, S], the first query to which a token's gate applies
-    query : [B, Hkv, G, C, D], with G query heads per kv head
-    stays : [B, Hkv, S], log(1 - alpha)
-
-    Returns the attention output [B, Hkv, G, C, D].
+    `first` is the position of the first query; `query` and the result are [B, Hkv, G, C, D].
     """
     last = first + query.shape[3]
     tokens = torch.arange(last, device=query.device)
@@ -182,7 +165,7 @@ def _attend_softly(
 def gates_bytes(sequences: int, heads: int, kv_heads: int, length: int, itemsize: int) -> int:
     """Return the bytes that DMS's soft gates need for one chunk of a layer's queries.
 
-    They need the biases in float32 and in the attention's dtype, and three arrays of logits for the backward pass.
+    They hold the biases in float32 and in the attention's dtype, and three arrays of logits for the backward pass.
     """
     pairs = sequences * min(CHUNK, length) * length
     return pairs * (kv_heads * (4 + itemsize) + 3 * heads * itemsize)

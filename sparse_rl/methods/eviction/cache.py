@@ -2,12 +2,11 @@
 
 The cache is a `kv_view` (sparse_rl/attention/interface.py): the attention of each layer passes its new queries, keys
 and values to the cache. The cache stores keys and values, attends, lets the policy observe the attention, and compacts.
+This module depends on tensors and a policy, not on models or sampling.
 
-The entries of row b occupy the first lengths[b] slots of every buffer, in every kv head. They are in order of position,
+The entries of row b fill the first lengths[b] slots of every buffer, in every kv head. They are in order of position,
 unless the policy decides before a query attends. An entry that a compaction drops after query q is recorded as
 evict_at = q + 1; an entry that is dropped when query q arrives is recorded as evict_at = q.
-
-This module depends on tensors and a policy, not on models or sampling.
 
 Sizes in shapes: B rows (sequences), L layers, Hkv kv heads, Hq query heads, C slots, N slots that queries attend to,
 S columns of the prompts or of the record, W recent queries that the policy reads, D head_dim.
@@ -35,7 +34,7 @@ GROW = 128  # slots, or positions of the record, added at a time
 
 @dataclass
 class Layer:
-    """The buffers of one layer. Those of keys, values, positions and state have C slots per kv head.
+    """The buffers of one layer. The buffers of keys, values, positions and state have C slots per kv head.
 
     keys, values : [B, Hkv, C, D]
     positions : int64 [B, Hkv, C], positions of the tokens in their sequences
@@ -54,18 +53,15 @@ class Layer:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def slotted(self) -> dict[str, Tensor]:
-        """Return the buffers that have C slots, by name."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
 
     def replace(self, buffers: dict[str, Tensor]) -> None:
-        """Replace the buffers that have slots by `buffers`, whose names are those that `slotted` returns."""
+        """Replace the buffers that have slots by `buffers`, which has the names that `slotted` returns."""
         self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
         self.state = {name: buffers[name] for name in self.state}
 
 
 class EvictingCache:
-    """A `Cache` for policies that evict entries; see the module docstring."""
-
     past = 0
     piece: int | None = None
 
@@ -107,10 +103,7 @@ class EvictingCache:
                 layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
 
     def _plan(self, held: list[int], device: torch.device) -> None:
-        """Prepare a forward pass for all layers: store the counts of entries, and mark the rows that will compact.
-
-        held : number of entries that each row holds while its queries attend
-        """
+        """Prepare a forward pass for all layers. Each row holds `held` entries while its queries attend."""
         self._held = held
         self._held_tensor = torch.tensor(held, device=device)
         self._seen_tensor = torch.tensor(self.seen, device=device)
@@ -145,7 +138,7 @@ class EvictingCache:
         return EvictionTrace.recorded(self.evict_at(row, length), self.further(row, length))
 
     def evict_at(self, row: int, length: int) -> Tensor:
-        """Return the record of evictions of one row, for its first `length` tokens: int32 [L, Hkv, length]."""
+        """Return the evictions of one row's first `length` tokens: int32 [L, Hkv, length]."""
         record = torch.stack([self.layers[i].evict_at[row] for i in sorted(self.layers)])
         missing = length - record.shape[-1]
         return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
@@ -166,7 +159,6 @@ class EvictingCache:
     # ---- the attention's side ---------------------------------------------------------------------------------------
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         if layer not in self.layers:
             return self._prefill(layer, query, key, value, scaling)
         return self._decode(layer, query, key, value, scaling)
@@ -199,14 +191,14 @@ class EvictingCache:
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
             self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
-        # The prompt's buffers are freed: only the entries that the policy kept are copied.
+        # The prompt's buffers are freed, because only the kept entries are copied.
         capacity = max(self.lengths)
         layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
         self.layers[index] = layer
         return out
 
     def _empty_memory(self, key: Tensor) -> dict[str, Tensor]:
-        """Return the policy's initial memory of each sequence, before any token: name -> [B, Hkv, ...]."""
+        """Return the policy's initial memory of each sequence: name -> [B, Hkv, ...]."""
         empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
         return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
 
@@ -273,10 +265,7 @@ class EvictingCache:
         return max(self._held), self._mask
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """Put each row's new token into the slot of the entry that is dropped for it, or into a free slot.
-
-        key, value : [B, Hkv, D], of the new token of each row
-        """
+        """Put each row's new token into the slot of the entry that is dropped for it, or into a free slot."""
         held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
         entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
         shape, device = key.shape[:2], key.device
@@ -297,12 +286,7 @@ class EvictingCache:
         self._write(layer, slot, key, value, state)
 
     def _write(self, layer: Layer, slot: Tensor, key: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
-        """Write the new token of each active row into a slot of each kv head.
-
-        slot : int64 [B, Hkv], slots to write to
-        key, value : [B, Hkv, D], of the new tokens
-        state : name -> [B, Hkv], the policy's memory of the new entries
-        """
+        """Write the new token of each active row into `slot`, int64 [B, Hkv]."""
         batch, heads = slot.shape
         where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
         active, now = self._active[:, None], (self._seen_tensor - 1)[:, None].expand(slot.shape)
@@ -327,10 +311,7 @@ class EvictingCache:
     ) -> Entries:
         """Return the entries of some rows, as a policy reads them.
 
-        rows : the rows; with a slice, the result holds views of the buffers, with an index tensor, copies
-        held : number of slots to include
-        reads : names of the tensors that the policy reads: "keys", "values"
-        left : number of entries that a compaction must leave in each row
+        rows : with a slice, the result holds views of the buffers; with an index tensor, copies
         lengths : int64 [B], number of entries of each row; None means the entries that the row attends to
         """
         queries = None
@@ -351,7 +332,7 @@ class EvictingCache:
     def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
         """Compact the rows `due`: let the policy choose entries, record the evictions, move kept entries to the front.
 
-        held : number of slots in use, at most, in these rows
+        `held` is the maximum number of slots in use in these rows.
         """
         left = [self.lengths[row] for row in due]
         all_rows = len(due) == layer.keys.shape[0]
@@ -383,10 +364,7 @@ class EvictingCache:
 
 
 def _oldest_first(queries: Tensor, seen: Tensor) -> Tensor:
-    """Return queries [B, Hq, W, D] in order of position; as given, the query at position p is in slot p % W.
-
-    seen : int64 [B], number of tokens seen by each row
-    """
+    """Return queries [B, Hq, W, D] in order of position. In the input, the query at position p is in slot p % W."""
     order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
 

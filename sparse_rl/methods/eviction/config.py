@@ -58,7 +58,7 @@ class H2OConfig(EvictingConfig):
 
     name: ClassVar[str] = "h2o"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.h2o:H2O"
-    window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
+    window: NonNegativeInt | None = None  # type: ignore[assignment]  # __post_init__ sets a number
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)  # checks the budget before it is halved
@@ -72,8 +72,8 @@ class LinedConfig(PolicyConfig):
     """Keeps a fraction of the tokens besides sinks and window, by H2O's scores (LuKA sections 3.1 and 4.2).
 
     compression : one of every `compression` tokens is kept
-    of : basis of the fraction: with seen, it is a fraction of all tokens seen except sinks and window, so that the
-        cache grows; with prompt, it is a fraction of the prompt's tokens
+    of : basis of the fraction: with seen, all tokens seen except sinks and window, so that the cache grows; with
+        prompt, the prompt's tokens
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     period : number of tokens between two compactions

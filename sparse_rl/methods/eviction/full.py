@@ -1,4 +1,4 @@
-"""Full cache, the baseline RL-Full: no entry is evicted. Under any policy, this holds before the first compaction."""
+"""Full cache, the baseline RL-Full: no entry is evicted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from sparse_rl.policies.base import Policy
 
 
 class Full(Policy):
-    """A policy that keeps all entries; its `compact` is never called."""
+    """Keeps all entries; `compact` is never called."""
 
     config: FullConfig

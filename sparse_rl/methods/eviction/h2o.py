@@ -1,10 +1,8 @@
 """H2O: keep the tokens with the most accumulated attention (heavy hitters) and the most recent tokens.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference" (2023), §4: the score of token j is the sum
-of the attention A[q, j] that all queries q so far have paid to it, F_j = sum_q A[q, j], without decay. The sum covers
-prefill and decoding.
-Under grouped-query attention, the sum includes all query heads of the group. By default, half of the budget is recent
-tokens.
+F_j = sum_q A[q, j] of the attention that all queries q of prefill and decoding have paid to it, without decay. Under
+grouped-query attention, the sum includes all query heads of the group.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ CHUNK = 256  # prompt queries whose attention is computed at a time
 
 
 class H2O(Policy):
-    """Scores an entry by the sum of the attention that it has received so far (H2O section 4)."""
-
     config: H2OConfig
     entry_memory = {"mass": 0.0}
     every_query = True

@@ -1,6 +1,6 @@
 """Lined attention: keep heavy hitters, whose number is a fraction of the tokens, and the most recent tokens.
 
-LuKA section 3.1 keeps "a fixed fraction of past tokens with the highest accumulated attention", and a window. So the
+LuKA section 3.1 keeps "a fixed fraction of past tokens with the highest accumulated attention", and a window, so the
 budget grows with the sequence. In section 4.2 the budget is constant: the fraction is taken of the prompt's length.
 With a prompt of P tokens and n tokens seen, a compaction leaves this number of entries:
 
@@ -8,7 +8,7 @@ With a prompt of P tokens and n tokens seen, a compaction leaves this number of 
     of: prompt    left(P, n) = sinks + window + floor(P / compression)
 
 A departure: at each step, the paper selects again among all past tokens. Here an evicted token never comes back, as
-under every other policy, and its memory is freed. Entries are scored as in H2O.
+under every other policy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,4 @@ from sparse_rl.methods.eviction.h2o import H2O
 
 
 class Lined(H2O):
-    """Keeps sinks, window and a fraction of the other tokens, chosen by H2O's score (see the module docstring)."""
-
     config: LinedConfig  # type: ignore[assignment]  # LinedConfig has no budget

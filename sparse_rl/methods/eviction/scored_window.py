@@ -2,7 +2,7 @@
 
 SnapKV, MorphKV, R-KV, G-KV and CAKE use one score with different parts switched on. A[g, w, j] is the attention of
 query head g of the group, at query w of the window, to entry j. The softmax runs over all entries held, causally inside
-the window. The scores below are those of competing entries j, which are neither sinks nor in the window:
+the window. Scores are computed for competing entries j, which are neither sinks nor in the window:
 
     S_j  = mean_w max_g A[g, w, j]                         local score            G-KV eqs. 1-2
     S^_j = S_j / max_i S_i                                 normalised             G-KV eq. 3
@@ -50,7 +50,7 @@ NO_HISTORY = -1.0
 
 
 class ScoredWindow(Policy):
-    """Base class of the policies in this module. It computes the parts of the score from the window's queries."""
+    """Base class of the policies in this module, which computes the parts of the score from the window's queries."""
 
     config: ScoredWindowConfig
 
@@ -70,10 +70,7 @@ class ScoredWindow(Policy):
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: Tensor, entries: Entries, kernel: int) -> Tensor:
-        """Return each entry's maximum score over `kernel` neighbours in order of position: [R, Hkv, N].
-
-        Only competing entries count.
-        """
+        """Return each competing entry's maximum score over `kernel` neighbours in order of position: [R, Hkv, N]."""
         order = entries.by_position()
         competing = entries.competing(self.config.sinks, self.config.window)
         in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
@@ -82,8 +79,6 @@ class ScoredWindow(Policy):
 
 
 class SnapKV(ScoredWindow):
-    """Scores by the window's mean attention, max-pooled over neighbouring entries (SnapKV eq. 4)."""
-
     config: SnapKVConfig
 
     def score(self, layer: int, entries: Entries) -> Tensor:
@@ -91,8 +86,6 @@ class SnapKV(ScoredWindow):
 
 
 class MorphKV(ScoredWindow):
-    """Scores by the window's mean attention, without pooling (MorphKV section 3)."""
-
     config: MorphKVConfig
 
     def score(self, layer: int, entries: Entries) -> Tensor:
@@ -100,8 +93,6 @@ class MorphKV(ScoredWindow):
 
 
 class RKV(ScoredWindow):
-    """Scores by the pooled mean attention minus the redundancy of the key, weighted by `lam` (R-KV eq. 7)."""
-
     config: RKVConfig
     compares_keys = True
 
@@ -111,8 +102,6 @@ class RKV(ScoredWindow):
 
 
 class GKV(ScoredWindow):
-    """Scores by a global score, carried over between compactions, minus the redundancy of the key (G-KV section 5)."""
-
     config: GKVConfig
     entry_memory = {"history": NO_HISTORY}
 
@@ -140,8 +129,6 @@ class GKV(ScoredWindow):
 
 
 class CAKE(ScoredWindow):
-    """Scores by the mean of the window's attention plus gamma times its variance (CAKE, as compared in G-KV)."""
-
     config: CAKEConfig
 
     def score(self, layer: int, entries: Entries) -> Tensor:
@@ -150,15 +137,12 @@ class CAKE(ScoredWindow):
 
 
 def _over_max(scores: Tensor, competing: Tensor) -> Tensor:
-    """Divide the scores of each head by the maximum over its competing entries; return 0 if that maximum is 0."""
+    """Divide the scores of each head by the maximum over its competing entries; 0 if that maximum is 0."""
     top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
     return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def redundancy(entries: Entries) -> Tensor:
-    """Return the redundancy of N entries: the softmax of each key's mean similarity to the other keys (R-KV §3.2).
-
-    Returns float32 [R, Hkv, N], for R rows and Hkv kv heads.
-    """
+    """Return the redundancy of N entries, float32 [R, Hkv, N] (R-KV §3.2; see the module docstring)."""
     assert entries.keys is not None
     return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

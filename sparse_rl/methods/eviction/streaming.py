@@ -1,8 +1,7 @@
 """StreamingLLM: keep the attention sinks and the most recent tokens.
 
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. The window is the budget minus
-the sinks. (The paper's rolling cache renumbers the positions of its entries; here each entry keeps its position in the
-sequence, as in G-KV's baseline.)
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. A departure: the paper's rolling
+cache renumbers the positions of its entries; here each entry keeps its position, as in G-KV's baseline.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from sparse_rl.policies.entries import Entries
 
 
 class Streaming(Policy):
-    """Scores by position, so that sinks and the most recent tokens stay."""
-
     config: StreamingConfig
     score_reads = ()
 

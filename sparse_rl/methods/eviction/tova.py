@@ -15,8 +15,6 @@ from sparse_rl.policies.entries import Entries
 
 
 class Tova(Policy):
-    """Scores an entry by the last query's attention to it, the mean over all heads of a layer (TOVA section 3.2)."""
-
     config: TovaConfig
 
     @property

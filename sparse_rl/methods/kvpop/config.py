@@ -1,4 +1,4 @@
-"""The settings of the learned policies, whose evictions depend on the scores of a model's scorers."""
+"""The settings of the learned policies, which evict by the scores of a model's scorers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of the learned policies, which use the scorers of a model and keep the scorers' memory of a sequence."""
+"""Base class of the learned policies, which use a model's scorers and keep the scorers' memory of a sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparse_rl.policies.entries import Chunk
 class LearnedPolicy(Policy):
     """Base class of policies that evict by the scores of the tokens, before a query attends.
 
-    scorers : one scorer per layer, set by `bound_to`; empty until then
+    The attribute `scorers` has one scorer per layer after `bound_to`, and is empty until then.
     """
 
     config: LearnedConfig
@@ -36,10 +36,9 @@ class LearnedPolicy(Policy):
         return self.with_scorers(scorers)
 
     def check(self, scorer: ScorerConfig | None, whose: str) -> None:
-        """Raise UserError if a model has no scorers, or if they differ from the policy's settings.
+        """Raise UserError if a model has no scorers (None), or scorers that differ from the policy's settings.
 
-        scorer : the settings of the model's scorers; None means that the model has no scorers
-        whose : the name of the model in the message
+        `whose` names the model in the message.
         """
         if scorer is None:
             remedy = "train some with kind: kvpop, or use another policy"
@@ -51,7 +50,6 @@ class LearnedPolicy(Policy):
             raise UserError(f"the scorers of {whose} are {theirs}, but the policy asks for {ours}", "cache.scorer")
 
     def with_scorers(self, scorers: Sequence[Scorer]) -> Self:
-        """Return a copy of the policy that decides by these scorers, one for each layer."""
         bound = copy.copy(self)
         bound.scorers = scorers
         return bound
@@ -69,9 +67,9 @@ class LearnedPolicy(Policy):
         return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
 
     def scores_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return scores and positions of T tokens: those that are `delay` positions before the tokens of the chunk.
+        """Return the scores, float32 [R, Hkv, T], and positions, int64 [R, T], of T tokens.
 
-        Returns the scores float32 [R, Hkv, T], for R rows, and the positions int64 [R, T], clamped to at least 0.
+        These tokens are `delay` positions before the tokens of the chunk; positions are clamped to at least 0.
         """
         count = chunk.keys.shape[2]
         x = torch.cat([chunk.keys, chunk.values], dim=-1)

@@ -1,4 +1,4 @@
-"""KVpop's boundary loss: scorers learn which tokens a cache should keep, from the tokens next to its decisions."""
+"""KVpop's boundary loss: scorers learn which tokens a cache should keep, from the tokens near the boundary."""
 
 from __future__ import annotations
 
@@ -45,22 +45,18 @@ class BoundaryLoss:
     small loss. If the new token is itself the worst of the k, there is no pair. Our choices: the values of omega_min,
     tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
 
-    In the configuration, temperature is tau; margin turns the weight by D on; margin_floor is omega_min;
-    margin_temperature is tau_omega; balance_min and balance_max are c_min and c_max. Queries are drawn with repetition,
-    and a share `late` of them with a density that grows linearly towards the row's end.
+    `BoundaryConfig` names these parameters. Queries are drawn with repetition; a share `late` of them has a density
+    that grows linearly towards the row's end.
     """
 
     def __init__(self, config: BoundaryConfig) -> None:
         self.config = config
 
     def draw(self, lengths: Tensor, first: int, width: int) -> Tensor:
-        """Draw the positions of N queries for each of B rows, from position `first` up to the row's end.
+        """Draw the positions of N queries for each of B rows, from position `first` up to the row's end: int64 [B, N].
 
-        lengths : int64 [B], number of tokens of each row
-        width : number of tokens of the longest row; used only if the configuration sets no number of queries, because
-            then every token from `first` on is a query
-
-        Returns int64 [B, N], with -1 in rows that are too short.
+        Rows that are too short have -1. If the configuration sets no number of queries, every token from `first` on is
+        a query, so that N is `width`, the length of the longest row.
         """
         count = (lengths - first).clamp(min=0)[:, None]
         if self.config.queries is None:
@@ -79,8 +75,6 @@ class BoundaryLoss:
         target : the layer's target scores r*, and the tokens that a cache would hold that ranks by r*
         log_decay : log gamma, float32 [Hkv]
         queries : int64 [B, N], from `draw`; -1 means no query
-        window : w in the class docstring
-        decay_every : n in the class docstring
         """
         best, heads = target.best, target.scores.shape[1]
         at = queries.clamp(min=0)[:, None].expand(-1, heads, -1)
@@ -104,8 +98,7 @@ class BoundaryLoss:
     def __call__(self, scores: Tensor, log_decay: Tensor, pairs: Pairs, *, decay_every: int) -> Tensor:
         """Return the loss L of one layer, a scalar: the mean over the layer's pairs. Gradients reach scores and gamma.
 
-        scores : r, float32 [B, Hkv, S], for B rows of S tokens
-        log_decay : log gamma, float32 [Hkv]
+        scores, log_decay : r, float32 [B, Hkv, S], and log gamma, float32 [Hkv]
         """
         lead = _lead(scores, log_decay, decay_every, pairs.new, pairs.boundary)
         losses = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
@@ -113,9 +106,6 @@ class BoundaryLoss:
 
 
 def _lead(scores: Tensor, log_decay: Tensor, decay_every: int, new: Tensor, boundary: Tensor) -> Tensor:
-    """Return r_new(q) - r_bnd(q), the decayed score difference of each pair, which does not depend on q.
-
-    Returns float32 [B, Hkv, N].
-    """
+    """Return r_new(q) - r_bnd(q), float32 [B, Hkv, N], which does not depend on q."""
     younger = boundary // decay_every - new // decay_every  # <= 0
     return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

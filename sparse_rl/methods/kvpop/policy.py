@@ -7,10 +7,7 @@ rate gamma, so their order never changes and a dropped token never returns. The 
     r_t(q) = r_t + (floor(q / n) - floor(t / n)) log gamma        (n = 1 in the papers' main runs)
 
 where n is `decay_every`. A departure: for n > 1 the papers write floor((q - t) / n), under which a dropped token could
-come back.
-
-In training, `sparse_rl.kernels.running_topk` decides for all queries at once; in decoding, this module decides for one
-query after another.
+come back. In training, `sparse_rl.kernels.running_topk` decides for all queries together.
 """
 
 from __future__ import annotations
@@ -28,18 +25,13 @@ PRIORITY = "priority"  # r_t - floor(t / n) log gamma; it orders tokens as r_t(q
 
 
 class KVpop(LearnedPolicy):
-    """The policy KVpop. In decoding, a full kv head holds exactly `budget - state_entries` entries."""
+    """The policy KVpop. In decoding, a kv head holds exactly `budget - state_entries` entries once it is full."""
 
     config: KVpopPolicyConfig
     entry_memory = {PRIORITY: 0.0}
 
     def priority(self, scores: Tensor, log_decay: Tensor, positions: Tensor) -> Tensor:
-        """Return r_t - floor(t / n) log gamma, the priority by which `running_topk` ranks tokens too.
-
-        scores : r, [R, Hkv, T], of T tokens in each of R rows
-        log_decay : log gamma, [Hkv]
-        positions : int64 [R, T], positions t of the tokens
-        """
+        """Return r_t - floor(t / n) log gamma, [R, Hkv, T], the priority by which `running_topk` ranks tokens too."""
         return scores - self.aged(log_decay[:, None], positions[:, None])
 
     def aged(self, log_decay: Tensor, positions: Tensor) -> Tensor:
@@ -92,7 +84,7 @@ class KVpop(LearnedPolicy):
     def worst(self, entries: Entries, but: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Find the worst competing entry of each kv head when the newest query arrives.
 
-        but : number of tokens that do not compete although they have left the window: those that left it last
+        but : number of tokens that do not compete although they have left the window: those that left the window last
 
         Returns the slot of the entry, its priority, and a flag that is True if a priority is NaN, each [R, Hkv] for R
         rows. Among equal priorities, the latest entry is the worst.
@@ -100,5 +92,5 @@ class KVpop(LearnedPolicy):
         competing = entries.competing(self.config.sinks, self.config.window + but)
         among = entries.state[PRIORITY].masked_fill(~competing, float("inf"))
         worst = among.amin(-1)
-        slot = entries.positions.masked_fill(among != worst[..., None], -1).argmax(-1)  # among equals the latest
+        slot = entries.positions.masked_fill(among != worst[..., None], -1).argmax(-1)  # the latest of equal entries
         return slot, worst, worst.isnan()  # a minimum propagates NaN

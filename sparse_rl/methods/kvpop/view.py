@@ -1,7 +1,7 @@
 """Attention in training under the evictions that scorers decide; each layer decides by its own keys and values.
 
-The evictions of a forward pass are decided once. Gradient checkpointing recomputes the forward pass; the recomputation
-uses the same evictions, because a kernel that sums in another order could otherwise evict another token.
+The evictions of a forward pass are decided once. Gradient checkpointing recomputes the forward pass with the same
+evictions, because a kernel that sums in another order could otherwise evict another token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from sparse_rl.methods.config import KVpopPolicyConfig
 
 
 def share_held(held: Tensor, lengths: Tensor) -> Tensor:
-    """Return the share of each row's fed tokens (all but the last) that is held at the row's end, the mean over heads.
+    """Return the share of each row's fed tokens (all but the last) that is held at the row's end: float [B].
 
-    held : float [B, Hkv, S], from 0 to 1, the degree to which the last query that is fed sees each token
-    lengths : int64 [B], number of tokens of each row
-
-    Returns float [B].
+    The share is a mean over heads. `held`, float [B, Hkv, S], from 0 to 1, is the degree to which the last query that
+    is fed sees each token.
     """
     fed = (lengths - 1).clamp(min=1)
     counted = torch.arange(held.shape[-1], device=held.device) < fed[:, None]
@@ -41,7 +39,7 @@ class LayerTarget:
     """The training target of a layer's scorer.
 
     scores : float32 [B, Hkv, S], the scores that the scorer learns to predict
-    best : the tokens that a cache would keep that ranks by `scores`
+    best : the tokens that a cache keeps if it ranks them by `scores`
     """
 
     scores: Tensor
@@ -50,12 +48,7 @@ class LayerTarget:
 
 @dataclass
 class _Decided:
-    """A layer's decisions.
-
-    evict_at : int32 [B, Hkv, S], the first query that does not see each token
-    evicts : True if any token is evicted
-    known : third input of the loss, from `prepare`
-    """
+    """A layer's decisions: evict_at, int32 [B, Hkv, S]; True if any token is evicted; the third input of the loss."""
 
     evict_at: Tensor
     evicts: bool
@@ -65,30 +58,26 @@ class _Decided:
 class LearnedView:
     """A `kv_view` for one forward and backward pass over B right-padded rows of S columns.
 
-    Parameters
-    ----------
     scorers : one function per layer, called with (keys, values, window); it returns the scores, float32 [B, Hkv, S],
         and the logarithm of each kv head's decay gamma, [Hkv]
     policy : settings; only sinks, window, k and decay_every are used
     lengths : int64 [B], number of tokens of each row
     prompts : int64 [B], number of tokens of each prompt; evictions that fall within a prompt happen at its end, so that
         prompt queries see all prompt tokens before them. None means that evictions apply from the first query
-    target : computes the training target that the scorers learn to predict; None means that there is no target, and the
-        view only attends
+    target : computes the training target of the scorers; None means that the view only attends
     prepare : function, (training target, log gamma) -> the third input of `loss`; called once per layer, without
         gradients
     loss : function, (scores, log gamma, result of `prepare`) -> a scalar
     kernel : one of ATTENTION_KERNELS
     recorded : int32 [L, B, Hkv, S], evict_at of an engine, used in attention instead of the scorers' own decisions
 
-    Attributes
-    ----------
-    own : for each layer, evict_at as the scorers decide, int32 [B, Hkv, S]; stored only if `recorded` is given
-    losses : for each layer, the loss, after the forward pass; the losses keep the autograd graph alive
-    recalls : for each layer, a pair (held, of), summed over all queries: `of` counts the tokens that the target would
-        keep, and `held` counts those among them that are kept
-    retained : for each layer, float [B], the share of each row's tokens that is held at the row's end, as in
-        EvictionTrace.retention
+    Attributes after the forward pass, for each layer:
+
+    own : evict_at as the scorers decide, int32 [B, Hkv, S]; stored only if `recorded` is given
+    losses : the loss; it keeps the autograd graph alive
+    recalls : a pair (held, of), summed over all queries: `of` counts the tokens that the target would keep, and `held`
+        counts those among them that are kept
+    retained : float [B], the share of each row's tokens that is held at the row's end, as in EvictionTrace.retention
     """
 
     def __init__(
@@ -115,13 +104,11 @@ class LearnedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Return the memory that replaying the evictions needs, and the memory of the scorers' training target."""
         sizes = replayed.rows, replayed.heads, replayed.head_dim, replayed.length
         held = future_bytes(*sizes, replayed.model_itemsize, replayed.cuda)
         return [*ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         if layer not in self._decided:
             self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)

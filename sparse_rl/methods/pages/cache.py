@@ -1,9 +1,9 @@
 """PagedCache: holds all keys and values and the summaries of closed pages; a query reads only a cover of them.
 
-A cover represents every token once, either by the token's own entry or by a summary. Token t of a row is in slot t.
-When a query arrives, the pages that close at this query are summarised. Then the query chooses up to K pages, and
-attends to the sinks, the tail, the tokens of the chosen pages, and the summaries of the other pages. So a step reads
-O(sinks + window + number of pages + K n) entries, with n tokens in a page.
+A cover represents every token once, by its own entry or by a summary. Token t of a row is in slot t. When a query
+arrives, the pages that close at this query are summarised. Then the query opens up to K pages, and attends to sinks,
+tail, the tokens of the opened pages, and the other summaries. So a step reads O(sinks + window + number of pages + K n)
+entries, with n tokens in a page.
 
 Sizes in shapes: B rows, Hkv kv heads, Hq query heads, C slots, M pages, K pages that a query opens, S tokens,
 D head_dim.
@@ -36,15 +36,12 @@ ROOM = 64  # pages for which memory is added at a time
 
 
 class PagedCache(EvictingCache):
-    """The caches of clustered attention: all entries, and a summary of each closed page; see the module docstring."""
-
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         assert isinstance(policy, Clustered)
         self.config, self.pages, self.most_opened = policy.config, policy.pages, policy.most_opened
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """See EvictingCache.begin_decode."""
         super().begin_decode(active, device)
         queries = [n - 1 for n in self.seen]
         self._closed = self.pages.all_closed(self.prompt_lengths, queries)
@@ -197,13 +194,9 @@ def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _prompt_attention(query: Tensor, key: Tensor, scaling: float, lengths: Tensor) -> Tensor:
-    """Return the attention that each prompt token receives from all queries of its prompt: [B, Hkv, S].
+    """Return the attention that each prompt token receives: [B, Hkv, S].
 
-    The attention is summed over the queries, and averaged over the query heads of a group.
-
-    query : [B, Hq, S, D]
-    key : [B, Hkv, S, D]
-    lengths : int64 [B], number of tokens of each prompt
+    The attention is summed over the queries of the prompt, and averaged over the query heads of a group.
     """
     heads, width = key.shape[1:3]
     grouped, key_positions = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)

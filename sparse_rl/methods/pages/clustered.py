@@ -21,14 +21,11 @@ from sparse_rl.policies.base import Policy
 
 
 class Clustered(Policy):
-    """LuKA's clustered attention: the cache holds all entries, and queries read most pages as summaries."""
-
     config: ClusteredConfig
     score_reads = ()
 
     @property
     def pages(self) -> Pages:
-        """Division of tokens into pages, as the settings define it."""
         return Pages.of(self.config)
 
     def most_opened(self, closed: int) -> int:

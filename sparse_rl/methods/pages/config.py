@@ -43,7 +43,7 @@ class ClusteredConfig(PolicyConfig):
     page: PositiveInt = 16
     window: NonNegativeInt = 128
     sinks: NonNegativeInt = 0
-    open_pages: NonNegativeInt | None = None  # a number from here on
+    open_pages: NonNegativeInt | None = None  # __post_init__ sets a number
     bias: Literal["log_n", "none"] = "log_n"
     values: Literal["kept", "zero"] = "kept"
     compressor: Literal["mean", "attention", "random"] = "mean"
@@ -116,7 +116,7 @@ class LayeredConfig(PolicyConfig):
     view_class: ClassVar[str] = "sparse_rl.methods.pages.layered_view:LayeredView"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
-    parts: list[PartConfig] | None = None  # a list from here on
+    parts: list[PartConfig] | None = None  # __post_init__ sets a list
 
     def __post_init__(self) -> None:
         if self.parts is None:
@@ -126,8 +126,8 @@ class LayeredConfig(PolicyConfig):
             raise UserError("name at least one part, for example [{layers: 1, cache: full}]", "parts")
         for place, part in enumerate(self.ranges):
             if not part.cache.in_parts:
-                wrong = f"{part.cache.name} is for all layers together and cannot be a part"
-                raise UserError(wrong, f"parts[{place}].cache")
+                message = f"{part.cache.name} is for all layers together and cannot be a part"
+                raise UserError(message, f"parts[{place}].cache")
         if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
             raise UserError("clustered parts must have the same settings", "parts")
 

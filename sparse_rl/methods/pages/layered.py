@@ -17,7 +17,7 @@ from sparse_rl.policies.schedule import PerLayer
 
 
 class Layered(Policy):
-    """A separate policy for each range of layers; an engine gives each range its own cache.
+    """A separate policy for each range of layers.
 
     parts : the policies, in order of layers
     spans : number of layers of each part; taken from the settings until the policy is `bound_to` a model

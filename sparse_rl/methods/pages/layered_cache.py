@@ -21,13 +21,6 @@ OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections with values for all layers, an
 
 
 class LayeredCache:
-    """A `Cache` that contains a separate cache for each range of layers.
-
-    policy : the policy, bound to the model
-
-    parts : a range of layers and the cache of these layers, for each range from the first layer on
-    """
-
     past = 0
     piece = None
 
@@ -88,7 +81,6 @@ class LayeredCache:
         return sum(cache.allocated_bytes() for _, cache in self.parts)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         return self._of(layer).attend(layer, query, key, value, scaling)
 
     def _of(self, layer: int) -> EvictingCache:

@@ -42,6 +42,5 @@ class LayeredView(TraceView):
         return max(held, key=lambda items: sum(size for _, size, _ in items))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         view, place = self.of_layer[layer]
         return view.attend(place, query, key, value, scaling)

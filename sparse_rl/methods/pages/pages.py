@@ -24,11 +24,9 @@ class Pages:
     window : minimum number of tokens between a page's end and its closing
     sinks : number of tokens before the first page, always raw
     most : K, maximum number of pages that a query opens
-    weighed : True if log n is added to a summary's logit, so that a summary weighs as much as n tokens; if False, it
-        weighs as much as one token
-    valued : True if a summary has a value; if False, the value is zero
-    uniform : True if a summary is the plain mean of its tokens; if False, the trace section pi holds the weights of
-        tokens in their summaries
+    weighed : True if log n is added to a summary's logit, so that it weighs as much as n tokens
+    valued : False if the values of summaries are zero
+    uniform : True if a summary is the plain mean of its tokens; if False, the trace section pi has the tokens' weights
     joint : True if one softmax covers all entries that are read; if False, the tokens of an opened page share the
         weight that the page's summary has in the softmax over sinks, tail and summaries (equation 3), and the trace
         cannot be replayed
@@ -45,7 +43,6 @@ class Pages:
 
     @classmethod
     def of(cls, config: Any) -> Pages:
-        """Return the division that a policy's settings define. config : ClusteredConfig"""
         return cls(
             config.page,
             config.window,
@@ -59,7 +56,7 @@ class Pages:
 
     @classmethod
     def read(cls, settings: Tensor) -> Pages:
-        """Return the division under which a trace was sampled. settings : the trace section paged_with, int32 [8]"""
+        """Return the division under which a trace was sampled, from its section paged_with: int32 [8]."""
         size, window, sinks, most, *flags = settings.tolist()
         return cls(size, window, sinks, most, *map(bool, flags))
 
@@ -73,27 +70,23 @@ class Pages:
         return math.log(self.size) if self.weighed else 0.0
 
     def closed(self, prompt: Any, query: Any) -> Any:
-        """Return the number of closed pages for a query; the closed pages are always the first ones.
+        """Return the number of closed pages for a query, always the first pages.
 
-        prompt : length of the prompt, an int or an int64 tensor
-        query : position of the query, an int or an int64 tensor of the same shape
+        The prompt's length and the query's position are ints or int64 tensors of one shape.
         """
         behind = query - self.window - self.sinks
         return (query >= prompt) * (behind > 0) * behind // self.size
 
     def closing(self, prompt: int, length: int) -> Tensor:
-        """Return the trace section closed_at: for each page that closes, the first query that sees its summary.
+        """Return the trace section closed_at, int32: for each page that closes, the first query that sees its summary.
 
-        prompt : length of the prompt
-        length : length of the whole sequence; its last token is not a query
-
-        Returns int32 [number of pages that close].
+        The last token of the sequence of `length` tokens is not a query.
         """
         numbers = torch.arange(int(self.closed(prompt, length - 2)))
         return (self.sinks + (numbers + 1) * self.size + self.window).clamp(min=prompt).to(torch.int32)
 
     def tokens(self, pages: Tensor) -> Tensor:
-        """Return the positions of the n tokens of each page: int64 [..., n]. pages : page numbers, int64 [...]"""
+        """Return the positions of the n tokens of each page: int64 [..., n]; `pages` are page numbers, int64 [...]."""
         return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)
 
     def all_closed(self, prompts: Sequence[int], queries: Sequence[int]) -> list[int]:
@@ -121,22 +114,13 @@ def summarise(keys: Tensor, values: Tensor, pages: Pages, weights: Tensor | None
 
 
 def attention_weights(received: Tensor) -> Tensor:
-    """Return the weights of a page's n tokens in its summary, the softmax of the attention that the tokens received.
-
-    received : [..., n], attention that the tokens have received when the page closes
-
-    Returns float32 [..., n].
-    """
     return received.softmax(-1).float()
 
 
 def random_weights(layer: int, heads: int, numbers: Tensor, size: int) -> Tensor:
-    """Return summary weights that are 1 for one random token of each page, and 0 for the page's other tokens.
+    """Return summary weights that are 1 for one random token of each page, else 0: float32 [heads, M, size].
 
-    numbers : int64 [M], page numbers; the choice of tokens depends only on layer, head and page
-    size : number of tokens of a page
-
-    Returns float32 [heads, M, size].
+    The random choice depends only on layer, head and page; `numbers` has the M page numbers.
     """
     chosen = []
     for page in numbers.tolist():
@@ -156,7 +140,6 @@ def choose(
 
     logits : [B, Hkv, G, raw + M], logits of the cover for G query heads per kv head: first the raw entries, then the
         summaries of M pages; -inf marks entries that are not seen
-    raw : number of raw entries
     most : K, maximum number of pages to open
     threshold : only pages with a larger mass are opened; None means no threshold
     allowed : int64 [B], maximum number of pages per row; None means K

@@ -1,14 +1,12 @@
 """Replay of clustered attention in training: queries open the recorded pages, and summaries are recomputed.
 
-Summaries are recomputed from keys and values, with gradients. The choice of pages has no gradient: it is a decision,
-like an eviction. If the trace records the weights of tokens in summaries, the weights are treated as decisions too:
-they depend on the model, but get no gradient.
+Summaries have gradients. The choice of pages has none: it is a decision, like an eviction. Recorded weights of tokens
+in summaries depend on the model too, but are also treated as decisions, without a gradient.
 
-Queries are processed in chunks. For a chunk, the view gathers the entries that its queries read: the sinks, the tail
-that any query of the chunk sees, the summaries, and for each query the tokens of the pages that it opens. So the cost
-of a layer grows with the number of tokens times the number of entries that a query reads, and no mask of tokens x
-tokens is made. The kernel `dense` is the reference: every query attends, under a mask, to all tokens and all summaries
-of its row.
+For a chunk of queries, the view gathers the entries that the queries read: the sinks, the tail that any query of the
+chunk sees, the summaries, and for each query the tokens of the pages that it opens. So the cost of a layer grows with
+the number of tokens times the number of entries that a query reads, and no mask of tokens x tokens is made. The kernel
+`dense` is the reference: every query attends, under a mask, to all tokens and all summaries of its row.
 
 Sizes in shapes: L layers, B rows, S columns, P pages, K pages that a query opens, Hkv kv heads with G query heads each,
 C queries of a chunk, R raw entries (sinks and tail) that a chunk reads, D head_dim.
@@ -35,10 +33,8 @@ CHUNK = 128  # queries at a time
 
 @dataclass
 class Chunk:
-    """A chunk of consecutive queries.
+    """A chunk of consecutive queries, from column `first` to column `last` - 1.
 
-    first : column of the first query
-    last : column after the last query
     low : int64 [B], the first column after the sinks that the first query of the chunk reads as a raw token
     tail : number of columns from the smallest `low` to `last`
     closed : number of pages that are closed for the last query of the chunk, the maximum over rows
@@ -87,7 +83,6 @@ class PagedView(TraceView):
         return [("pages of one layer", size, "estimate, of one chunk of queries at a time")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `KVView.attend`."""
         opened = self.opened[layer].to(self.device, non_blocking=True).long()
         heads, dim = key.shape[1], key.shape[3]
         at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
@@ -142,14 +137,10 @@ class PagedView(TraceView):
         page_keys: Tensor,
         page_values: Tensor,
     ) -> Tensor:
-        """Attend from the queries of a chunk to the entries that they read.
+        """Attend from the queries of a chunk, [B, Hkv, G, C, D], to the entries that they read.
 
         opened : int64 [B, Hkv, S, K], pages that each query opens
-        query : [B, Hkv, G, C, D], the queries of the chunk
-        key, value : [B, Hkv, S, D]
         page_keys, page_values : [B, Hkv, P, D], the summaries
-
-        Returns the attention output [B, Hkv, G, C, D].
         """
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
@@ -210,7 +201,7 @@ class PagedView(TraceView):
         scaling: float,
         opened: Tensor,
     ) -> Tensor:
-        """Attend with one masked call over all tokens and all summaries; this is the reference implementation."""
+        """The reference implementation: attend with one masked call over all tokens and all summaries."""
         batch, heads, width, dim = key.shape
         now = torch.arange(width, device=self.device)
         count = self.closes.shape[1]

@@ -1,10 +1,10 @@
 """The base class of all scorers. Scorers compute in float32 for any dtype of the model; no gradient reaches the model.
 
-Scores decay with age, at a rate gamma. It is learned per kv head, as a number alpha, between two bounds,
+Scores decay with age, at a rate gamma. A number alpha, learned for each kv head, sets gamma between two bounds:
 
     log gamma = log gamma_min + sigmoid(alpha) (log gamma_max - log gamma_min)
 
-and gets its gradient from the boundary loss, which compares tokens of different age.
+The gradient of alpha comes from the boundary loss, which compares tokens of different age.
 
 Sizes in shapes: B or R rows (sequences), Hkv kv heads, S or T tokens, D dimensions of a key and of a value.
 """
@@ -27,15 +27,13 @@ class Scorer(nn.Module):
     """The scorer of one layer: for every kv head, it predicts how much each token matters after leaving the window.
 
     A subclass implements `score`; it also implements `read` if the score of a token depends on other tokens. An
-    untrained scorer gives all tokens the score 0, so that they are ranked by recency alone.
-
-    `forward` scores all tokens of a text at once, for training; `follow` scores one token after another, for decoding.
-    Both give the same scores, up to rounding.
+    untrained scorer gives all tokens the score 0, so that they are ranked by recency alone. `forward` scores all tokens
+    of a text, for training; `follow` scores one token after another, for decoding. Both give the same scores, up to
+    rounding.
 
     config : the scorer's settings (config.py)
     heads : number of kv heads
     dim : dimensions of a key, and of a value
-
     delayed : True if a token's score is known only when the token leaves the window, not when it is inserted
     """
 
@@ -93,12 +91,10 @@ class Scorer(nn.Module):
     def read(
         self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None
     ) -> Tensor:
-        """Do the work of `follow`, which describes the arguments. Returns the scores float32 [R, Hkv, T].
+        """Do the work of `follow`, without autocast: return the scores, float32 [R, Hkv, T].
 
-        memory : name -> [R, Hkv, ...], updated in place
-        x, asked : float32 [R, Hkv, T, 2 D]
-        positions : int64 [R, T]
-        lengths : int64 [R]; None means all T
+        `memory` is name -> [R, Hkv, ...]; x and asked are float32 [R, Hkv, T, 2 D]; positions is int64 [R, T]; lengths
+        is int64 [R] or None.
         """
         return self.score(asked, 0)
 
@@ -145,10 +141,7 @@ def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
-    """Return a parameter of this shape, which starts with Hkv.
-
-    scale : standard deviation of the normal random numbers that the parameter starts with; 0 means zeros
-    """
+    """Return a parameter of this shape, which starts with Hkv: normal random numbers times `scale`, or zeros."""
     return nn.Parameter(torch.randn(*shape) * scale if scale else torch.zeros(*shape))
 
 

@@ -73,7 +73,7 @@ class MLSTMConfig(DecayingConfig):
     norm : true adds an RMS norm to the readout of each kv head; the papers' readout has none
     softcap : bound of the absolute value of both gates before their exp or sigmoid; null means no bound
     skip : true adds a linear function of the token's key and value to the readout
-    chunk : number of tokens processed at once in training
+    chunk : number of tokens that training and prefill process together
     """
 
     name: ClassVar[str] = "mlstm"

@@ -9,17 +9,17 @@ token u under the window w are:
     r_u = a . SiLU(h_u)
 
 Because phi > 0, the denominator needs no guard, and a factor common to C and z cancels. The weight of token j at query
-q is exp(sum_{j < s <= q} log f_s + log i_j), up to such a factor; the factor is chosen to make the largest weight 1
-(the stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m)) instead, which gives other
-results; therefore this module contains its own chunkwise form. There is no output gate. r has no additive constant,
-because a constant would cancel in every comparison.
+q is exp(sum_{j < s <= q} log f_s + log i_j), up to such a factor, which is chosen to make the largest weight 1 (the
+stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m)) instead, which gives other results;
+therefore this module contains its own chunkwise form. There is no output gate. r has no additive constant, because a
+constant would cancel in every comparison.
 
 Two settings are off by default: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor
 the workshop paper's appendix F has; and `skip`, which adds W_s x_u to h_u, with W_s = 0 at the start.
 
-Our choices, because the papers do not give them: initially, W_q and W_k copy the first numbers of the key, and W_v
-those of the value, with noise of 0.02; a = 0; log i = 0 (a constant cancels); the forget gate's bias goes from 3 to 6
-over the kv heads, and its weights are 0; both gates are soft-capped at 15 (`softcap: null` turns this off).
+Our choices, because the papers do not give them: initially, W_q and W_k copy the first numbers of the key, and W_v the
+first numbers of the value, with noise of 0.02; a = 0; log i = 0 (a constant cancels); the forget gate's bias goes from
+3 to 6 over the kv heads, and its weights are 0; both gates are soft-capped at 15 (`softcap: null` turns this off).
 
 Sizes in shapes: B sequences, H or Hkv kv heads, S tokens, D dimensions of a key, F features, V numbers of a memory's
 value.
@@ -44,8 +44,6 @@ EMPTY = -1e30  # log of the largest weight in an empty memory; finite, because -
 
 
 class MLSTM(Scorer):
-    """The scorer with a memory. Its equations are in the module docstring, its settings in MLSTMConfig."""
-
     def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
         if dim % 2:
@@ -124,8 +122,7 @@ class MLSTM(Scorer):
 class Parts:
     """Data that tokens write into the memory.
 
-    key : [B, H, S, F], all positive
-    value : [B, H, S, V]
+    key, value : [B, H, S, F], all positive, and [B, H, S, V]
     log_input, log_forget : [B, H, S], logarithms of the gates
     """
 
@@ -148,7 +145,7 @@ class State:
 
     @classmethod
     def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
-        """Return the state of an empty memory. shape : [B, H], or [H] for one sequence"""
+        """Return the state of an empty memory for a shape [B, H], or [H] for one sequence."""
         top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
         return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
@@ -170,13 +167,8 @@ class State:
 def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Tensor, State]:
     """Return the readouts q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], and the state after the last token.
 
-    state : the state before the first token
-    query : [B, H, S, F], one query q_t per token
-    parts : data that the tokens write
-    chunk : number of tokens of a chunk
-
-    A query reads the tokens of its own chunk one by one, and earlier chunks through the state before its chunk. The
-    time is O(S chunk + S^2 / chunk^2).
+    A query reads the tokens of its own chunk of `chunk` tokens one by one, and earlier chunks through the state before
+    its chunk. The time is O(S chunk + S^2 / chunk^2). `query` is [B, H, S, F], one query q_t per token.
     """
     length = query.shape[2]
     pad = -length % chunk
