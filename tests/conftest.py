@@ -77,6 +77,7 @@ def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 @cache
 def lend(name: str) -> PreTrainedModel:
+    """Return the shared model of that name; skip the test if the trained model is not installed."""
     if name not in TRAINED:
         return build(name)
     folder, _ = TRAINED[name]

@@ -33,6 +33,7 @@ class Slow:
 
 
 def slow_logprobs(model: object, context: Context, question: list[int], completion: list[int]) -> torch.Tensor:
+    """Return the log-probs [T] of a completion's T tokens after the context and a question, by the reference."""
     ids = torch.tensor([[*question, *completion]])
     places = torch.arange(ids.shape[1])[None] + len(context.tokens)
     with torch.no_grad():

@@ -39,13 +39,13 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnDevice:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
-        made.inner = inner
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+        tensor.inner = inner
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("only while it is counted")
+        raise AssertionError("operators on the device may only run inside a `Counted` block")
 
     def tolist(self) -> list[Any]:
         return self.cpu().tolist()
@@ -72,9 +72,9 @@ class Counted(TorchDispatchMode):
         self.patches.undo()
 
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Blocking copy, as on a GPU; torch's own function would keep only the shape on the meta device."""
-        made = self.tensor(data, **kwargs)
-        return made if device is None else made.to(device)
+        """Copy blockingly, as on a GPU; torch's own function would keep only the shape on the meta device."""
+        tensor = self.tensor(data, **kwargs)
+        return tensor if device is None else tensor.to(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__.split(".")[0], dict(kwargs or {})

@@ -1,6 +1,5 @@
-"""A policy for tests only, in no registry, whose budget grows with the tokens seen; it needs only
-two schedule methods.
-"""
+"""A policy for tests only, in no registry, whose budget grows with the tokens seen. Its schedule overrides two
+methods."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def in_one_line(work: Callable[[], T]) -> T | str:
         return work()
     except UserError as error:
         line = str(error)
-        assert line.isprintable() and 0 < len(line) <= LONGEST, line
+        assert line.isprintable(), line
+        assert 0 < len(line) <= LONGEST, line
         return line
     finally:
         assert time.process_time() - start < 10
@@ -38,11 +39,12 @@ def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
 
 
 def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
+    """Return a copy of evict_at in which every eviction is `by` positions later."""
     return torch.where(evict_at < NEVER, evict_at + by, NEVER).to(torch.int32)
 
 
 def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Return copies of the rollouts by name, each with traces that are wrong in one way."""
+    """Return controls by name: copies of the rollouts whose traces are all wrong in the way that the name says."""
     right = [r.trace.evict_at for r in rollouts]
     wrong = {
         "evict_at + 1": [shifted(e, 1) for e in right],

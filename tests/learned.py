@@ -1,6 +1,6 @@
 """Learned policies for the tests: scorers far from their start, and the check that decoding decides as in training.
 
-The scores that training computes for a whole text at once equal those that decoding computed token by token, up to
+Training computes the scores of a whole text together, and decoding computes them token by token; both are equal up to
 rounding. So the record must be the plain `running_topk_reference` of the training scores, unless two priorities tie.
 """
 
@@ -32,6 +32,7 @@ SCORERS: dict[str, dict[str, Any]] = {
 
 
 def learned_policy(scorer: str | dict[str, Any], budget: int = 20, **parameters: Any) -> Any:
+    """Return a small KVpop policy; `scorer` is a name in SCORERS or a scorer's own settings."""
     block = SCORERS[scorer] if isinstance(scorer, str) else scorer
     return make_policy("kvpop", budget=budget, **{"window": 5, "sinks": 2, "scorer": block, **parameters})
 
@@ -66,8 +67,8 @@ class Listening(ReplayView):
 
 @torch.no_grad()
 def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Rollout]) -> tuple[list[str], int, int]:
-    """Return three numbers: clear choices that differ from the plain reference, heads that differ by ties, and all
-    heads.
+    """Return (clear choices that differ from the plain reference, one line of text for each; number of heads that
+    differ by ties; number of all heads).
 
     Each layer is judged on the keys and values that it has under the recorded trace, so that a tie in one layer does
     not spread to the next.

@@ -21,9 +21,9 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
-                storage = one.untyped_storage()
+        for produced in tree_leaves(out):
+            if isinstance(produced, torch.Tensor) and produced.untyped_storage()._cdata not in given:
+                storage = produced.untyped_storage()
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))

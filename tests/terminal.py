@@ -85,10 +85,12 @@ class Screen:
             self.lines.append("")
 
     def shown(self) -> list[str]:
+        """Return the lines of the screen, without trailing spaces."""
         return [line.rstrip() for line in self.lines]
 
 
 def environment() -> dict[str, str]:
+    """Return environment variables for a command in another folder that imports the code under test."""
     paths = os.pathsep.join([os.getcwd(), *sys.path])
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
 

@@ -20,37 +20,44 @@ SCRIPTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_benchmark_starts(script: Path, tmp_path: Path) -> None:
-    ran = subprocess.run([sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert f"usage: {script.name}" in ran.stdout
+def test_every_benchmark_starts_in_any_folder_and_leaves_no_file(script: Path, tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert f"usage: {script.name}" in process.stdout
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the module benchmarks.results."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     return importlib.import_module("benchmarks.results")
 
 
-def test_errors_are_over_seeds(results: ModuleType) -> None:
+def test_over_seeds_gives_mean_and_standard_error(results: ModuleType) -> None:
     assert results.over_seeds([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
     assert math.isnan(results.over_seeds([1.0])[1])
 
 
 def test_seeds_are_added_only_to_a_file_of_the_same_settings(results: ModuleType, tmp_path: Path) -> None:
+    """`with_rows_before` merges new rows with those of the results file; a new row replaces the old row of its seed. A
+    file with other settings is refused. Each row records the commit and date of its own measurement.
+    """
+
     def key(row: dict[str, Any]) -> Any:
         return row["seed"]
 
     out, first = tmp_path / "deep" / "found.json", [{"seed": 0, "right": 1}, {"seed": 1, "right": 2}]
     assert [(row["seed"], row["right"]) for row in results.with_rows_before(out, {}, first, key)] == [(0, 1), (1, 2)]
     results.write(out, settings={"steps": [1]}, rows=[{**row, "commit": "old", "date": "1999-01-01"} for row in first])
-    more = results.with_rows_before(out, {"steps": [1]}, [{"seed": 1, "right": 9}, {"seed": 2, "right": 3}], key)
-    assert [(row["seed"], row["right"]) for row in more] == [(0, 1), (1, 9), (2, 3)]
-    assert [row["commit"] == "old" for row in more] == [True, False, False]
-    results.write(out, settings={"steps": [1]}, rows=more)
+    merged = results.with_rows_before(out, {"steps": [1]}, [{"seed": 1, "right": 9}, {"seed": 2, "right": 3}], key)
+    assert [(row["seed"], row["right"]) for row in merged] == [(0, 1), (1, 9), (2, 3)]
+    assert [row["commit"] == "old" for row in merged] == [True, False, False]
+    results.write(out, settings={"steps": [1]}, rows=merged)
     *_, line = results.provenance(out.parent).splitlines()
-    assert "old" in line and more[1]["commit"] in line and f"1999-01-01, {more[1]['date']}" in line
+    assert "old" in line
+    assert merged[1]["commit"] in line
+    assert f"1999-01-01, {merged[1]['date']}" in line
     with pytest.raises(SystemExit, match="other settings"):
         results.with_rows_before(out, {"steps": [2]}, [], key)
     assert json.loads(out.read_text())["measured"].keys() >= {"command", "commit", "date", "machine", "torch"}
@@ -70,5 +77,8 @@ def test_the_docs_list_how_every_results_file_was_measured(results: ModuleType) 
     ],
 )  # fmt: skip
 def test_a_fact_counts_by_its_first_answer(results: ModuleType, completion: str, share: float) -> None:
+    """The prompt asks for `du`, whose answer is 2; after it the completion may state other known facts (ba=7). The
+    result is the share of the two facts that the completion states correctly, each by its first mention.
+    """
     facts_said = importlib.import_module("benchmarks.facts_said").facts_said
     assert facts_said(["known: ba=7 the of du=2 asked: du?"], [completion]) == [share]

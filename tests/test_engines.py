@@ -31,6 +31,7 @@ SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
 
 
 def grpo(**keys: Any) -> GRPORecipe:
+    """Return a small GRPO recipe with these keys."""
     mapping = {
         "kind": "grpo", "model": "m", "output_dir": "o", "data": SYNTHETIC, "rewards": ["boxed"],
         "cache": {"policy": "streaming", "budget": 32, "period": 8}, "max_completion_length": 100,
@@ -41,19 +42,21 @@ def grpo(**keys: Any) -> GRPORecipe:
 
 
 def evaluation(**keys: Any) -> EvalRecipe:
+    """Return a small evaluation recipe with these keys."""
     recipe = make_recipe({"kind": "eval", "model": "m", "output_dir": "o", "tasks": {"t": SYNTHETIC}, **keys})
     assert isinstance(recipe, EvalRecipe)
     return recipe
 
 
 def config(head_dim: int = 32) -> SimpleNamespace:
+    """Return the configuration of a small Llama model."""
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
     return SimpleNamespace(model_type="llama", max_position_embeddings=2**17, **shape)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """machine(vllm=None | "cpu" | "cuda"): what is installed."""
+    """machine(None | "cpu" | "cuda") simulates the installed build of vllm; None means that vllm is not installed."""
 
     def make(vllm: str | None) -> None:
         find = importlib.util.find_spec
@@ -80,11 +83,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (None, True, 128, 'vllm is not installed: pip install "vllm==0.31.*"'),
     ],
 )
-def test_auto_takes_vllm_where_it_can(
+def test_auto_takes_vllm_if_it_can_run_and_else_hf(
     installed: str | None, cuda: bool, head_size: int, refusal: str | None, machine: Callable
 ) -> None:
-    """`auto` takes vllm if it can; otherwise it takes hf and gives the reason, and a recipe that names vllm is refused
-    with the same reason and the fix.
+    """If vllm cannot run here (`refusal`), `auto` takes hf and gives the reason, and a recipe that names vllm is
+    refused with the same reason and the fix.
     """
     machine(installed)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
@@ -99,32 +102,37 @@ def test_auto_takes_vllm_where_it_can(
 
 
 @pytest.mark.parametrize(("installed", "name"), [(None, "hf"), ("cpu", "vllm"), ("cuda", "vllm")])
-def test_the_default_engine(installed: str | None, name: str, machine: Callable) -> None:
+def test_the_default_engine_is_vllm_if_installed_and_else_hf(
+    installed: str | None, name: str, machine: Callable
+) -> None:
     machine(installed)
     assert default_engine() == name in ENGINES
 
 
 def test_policies_that_only_hf_supports_use_hf(machine: Callable) -> None:
+    """KVpop with masked prefill is such a policy: if one of the recipe's policies has it, `auto` takes hf, and `vllm`
+    is refused. Control: with dense prefill alone, `auto` takes vllm.
+    """
     machine("cpu")
     masked, plain = (
         PolicyConfig.from_block({"policy": "kvpop", "budget": 600, "prefill": prefill})
         for prefill in ("masked", "dense")
     )
-    why = "kvpop: vllm does not mask prompts (prefill: masked)"
+    reason = "kvpop: vllm does not mask prompts (prefill: masked)"
     assert choose_engine(RolloutConfig(), config(32), [plain], False) == ("vllm", "vllm engine")
-    assert choose_engine(RolloutConfig(), config(32), [plain, masked], False) == ("hf", f"hf engine ({why})")
+    assert choose_engine(RolloutConfig(), config(32), [plain, masked], False) == ("hf", f"hf engine ({reason})")
     with pytest.raises(UserError) as caught:
         choose_engine(RolloutConfig(engine="vllm"), config(32), [plain, masked], False)
-    assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
+    assert str(caught.value) == f"rollout.engine: {reason}; use the engine hf"
 
 
 def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
     """A refusal prints no warning before its error. Control: for the same cache, hf prints a warning."""
     machine("cpu")
-    vllm, hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
+    on_vllm, on_hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
-        resolve(vllm, config(32))
-    (remark,) = resolve(hf, config(32)).remarks
+        resolve(on_vllm, config(32))
+    (remark,) = resolve(on_hf, config(32)).remarks  # control
     assert remark.startswith("layered: the model's 2 layers")
 
 
@@ -135,36 +143,39 @@ def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: p
     machine("cpu")
     assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
     monkeypatch.setitem(FAMILIES, "llama", "vllm has no code for it")
-    why = "llama: vllm has no code for it"
-    assert choose_engine(RolloutConfig(), config(32), (), False) == ("hf", f"hf engine ({why})")
+    reason = "llama: vllm has no code for it"
+    assert choose_engine(RolloutConfig(), config(32), (), False) == ("hf", f"hf engine ({reason})")
     with pytest.raises(UserError) as caught:
         choose_engine(RolloutConfig(engine="vllm"), config(32), (), False)
-    assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
-    with pytest.raises(UserError, match=f"^model: {why}; use"):
+    assert str(caught.value) == f"rollout.engine: {reason}; use the engine hf"
+    with pytest.raises(UserError, match=f"^model: {reason}; use"):
         refuse_engine(make_policy("full"), config(32), otherwise="; use the engine hf")
 
 
-def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
+def test_a_model_in_memory_is_sampled_with_hf(machine: Callable) -> None:
+    """A live module has no configuration file (None). vllm cannot sample from it, since vllm has its own weights."""
     machine("cpu")
     assert choose_engine(RolloutConfig(), None, ())[0] == "hf"
     with pytest.raises(UserError, match=r"rollout\.engine: vllm keeps its own copy of the weights"):
         choose_engine(RolloutConfig(engine="vllm"), None, ())
 
 
-def test_the_choice_is_made_once(machine: Callable) -> None:
+def test_a_resolved_recipe_keeps_its_engine(machine: Callable) -> None:
+    """Resolving replaces `auto` by the chosen engine. Resolving again changes nothing, even on another machine."""
     machine("cpu")
     chosen = resolve(grpo(), config(16))
     assert chosen.findings["rollouts"] == "hf engine (head size 16 is not supported by vllm on this platform)"
-    machine(None)  # a later change of the installed packages changes nothing
-    again = resolve(chosen.recipe, config(32))
-    assert again.recipe == chosen.recipe and again.findings["rollouts"] == "hf engine"
+    machine(None)  # vllm is removed
+    resolved_again = resolve(chosen.recipe, config(32))
+    assert resolved_again.recipe == chosen.recipe
+    assert resolved_again.findings["rollouts"] == "hf engine"
     assert chosen.recipe.rollout.engine == "hf"
 
 
 @pytest.mark.parametrize(("queries", "warned"), [(9, True), (10, False)])
-def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine: Callable) -> None:
-    """Too few reference queries for a fit give a warning: with two query heads per kv head, each reference query gives
-    two equations for 20 fitted entries.
+def test_too_few_reference_queries_give_a_warning(queries: int, warned: bool, machine: Callable) -> None:
+    """A fit of 20 entries (budget 24 - window 4) needs 20 equations. With two query heads per kv head, each reference
+    query gives two: 9 queries are too few, 10 are enough.
     """
     machine(None)
     cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
@@ -178,7 +189,8 @@ def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_make_engine_names_the_missing_requirement(machine: Callable, tmp_path: Path) -> None:
+def test_make_engine_refuses_unusable_arguments_with_the_reason(machine: Callable, tmp_path: Path) -> None:
+    """Refused: vllm that is not installed, a live module for vllm, an unknown engine, an option of another engine."""
     machine(None)
     with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.31\.\*", or use the engine hf'):
         make_engine("vllm", model=tmp_path)
@@ -191,7 +203,7 @@ def test_make_engine_names_the_missing_requirement(machine: Callable, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("rollout", "says"),
+    ("rollout", "message"),
     [
         ({"engine": "trt"}, "rollout.engine: expected one of auto, hf, vllm"),
         ({"kv_cache_gb": 0}, "rollout.kv_cache_gb: expected a number > 0 or null"),
@@ -203,13 +215,15 @@ def test_make_engine_names_the_missing_requirement(machine: Callable, tmp_path: 
         ({"sleep": 1}, "rollout.sleep: expected true or false"),
     ],
 )
-def test_invalid_engine_settings_are_refused(rollout: dict, says: str) -> None:
+def test_invalid_engine_settings_are_refused(rollout: dict, message: str) -> None:
     with pytest.raises(UserError) as caught:
         grpo(rollout=rollout)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_valid_engine_settings_are_accepted() -> None:
+    """Controls of the refusals above. `max_model_len` must hold the longest prompt (here 50) and completion (100)."""
     keys = {"kv_cache_gb": 2, "gpu_memory_utilization": 1.0, "max_model_len": 101, "sleep": True, "engine": "vllm"}
     assert grpo(rollout=keys).rollout.kv_cache_gb == 2.0
     bounded = {"data": {**SYNTHETIC, "max_prompt_tokens": 50}}
@@ -219,8 +233,8 @@ def test_valid_engine_settings_are_accepted() -> None:
 
 
 def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine: Callable) -> None:
-    """An evaluation gives the engine the same share of the GPU as serving does; in training the engine leaves room for
-    the update.
+    """An evaluation gives the engine 90 % of the GPU's memory by default. In training the default is 30 %, since the
+    update needs the rest. A share that the recipe gives is kept.
     """
     machine("cuda")
     assert ALONE == 0.9
@@ -230,7 +244,7 @@ def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine: Callable) -> Non
     assert engine_arguments(lower)["gpu_memory_utilization"] == 0.5
 
 
-def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
+def test_tensor_parallel_is_refused_without_vllm(machine: Callable) -> None:
     machine("cuda")
     rollout = RolloutConfig(tensor_parallel=4)
     assert choose_engine(rollout, config(), (), True)[0] == "vllm"
@@ -246,21 +260,23 @@ def test_a_dry_run_prints_the_chosen_engine(machine: Callable, tmp_path: Path, m
     save_untrained(tmp_path / "32", 0)
     save_untrained(tmp_path / "16", 0, head_dim=16)
 
-    def found(size: int, **rollout: Any) -> str:
-        recipe = grpo(model=str(tmp_path / str(size)), output_dir=str(tmp_path / "out"), rollout=rollout)
+    def printed(head_dim: int, **rollout: Any) -> str:
+        recipe = grpo(model=str(tmp_path / str(head_dim)), output_dir=str(tmp_path / "out"), rollout=rollout)
         return prepare_training(recipe, here=False).findings["rollouts"]
 
-    assert found(32) == found(32, engine="vllm") == "vllm engine"
-    assert found(16) == "hf engine (head size 16 is not supported by vllm on this platform)"
-    assert found(16, engine="hf") == "hf engine"
+    # vllm for a CPU supports heads of 32 numbers, but not of 16
+    assert printed(32) == printed(32, engine="vllm") == "vllm engine"
+    assert printed(16) == "hf engine (head size 16 is not supported by vllm on this platform)"
+    assert printed(16, engine="hf") == "hf engine"
     with pytest.raises(UserError, match=r"rollout\.engine: head size 16 .*; use the engine hf"):
-        found(16, engine="vllm")
+        printed(16, engine="vllm")
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_given_only_its_parameters() -> None:
+def test_an_engine_gets_only_the_options_that_it_accepts() -> None:
+    """From one `rollout` block, vllm gets all of its options, and hf only `dtype` and `max_batch`."""
     rollout = {"max_batch": 7, "kv_cache_gb": 2.0, "gpu_memory_utilization": 0.5, "engine": "vllm"}
     given = engine_arguments(grpo(rollout=rollout, dtype="float32"))
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
@@ -283,9 +299,11 @@ def test_an_engine_is_given_only_its_parameters() -> None:
         (200, "unknown", None, None, None),
     ],
 )
-def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prompt: Any, length: Any) -> None:
-    """The longest sequence follows from the bounds on prompts, including those of the validation; without bounds it is
-    the model's maximum.
+def test_the_longest_sequence_follows_from_the_bounds_on_prompts(
+    data: Any, held_out: Any, max_model_len: Any, prompt: Any, length: Any
+) -> None:
+    """The engine's longest prompt is the larger bound (`max_prompt_tokens`) of training and validation data, and its
+    longest sequence has 100 tokens more, or `max_model_len`. Without a bound both are None: the model's maximum.
     """
     keys: dict[str, Any] = {"data": {**SYNTHETIC, **({"max_prompt_tokens": data} if data else {})}}
     if held_out is not None:
@@ -299,27 +317,32 @@ def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prom
 
 
 def test_memory_counts_the_engines_copy_of_the_weights(machine: Callable) -> None:
-    """The plan counts vLLM's weights and pool, only while sampling if the engine sleeps; hf has neither."""
+    """The memory plan counts vLLM's own weights and its pool of KV blocks; if the engine sleeps during updates, only
+    while sampling. The hf engine has neither.
+    """
     machine("cpu")
     model = build_model(0).config
 
     def items(make: Callable = grpo, **keys: Any) -> dict[str, Any]:
         return {item.name: item for item in plan(make(dtype="float32", **keys), model, cuda=False).items}
 
-    own = items(rollout={"kv_cache_gb": 0.5})
-    assert own["vllm: weights"].device == 4 * 102_848 and own["vllm: weights"].when == "always"
-    assert own["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # the blocks of 64 x 1024 tokens
-    cache = next(item for name, item in own.items() if name.startswith("KV cache"))
+    with_vllm = items(rollout={"kv_cache_gb": 0.5})
+    assert with_vllm["vllm: weights"].device == 4 * 102_848  # 4 bytes for each parameter
+    assert with_vllm["vllm: weights"].when == "always"
+    assert with_vllm["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # the blocks of 64 x 1024 tokens
+    cache = next(item for name, item in with_vllm.items() if name.startswith("KV cache"))
     assert cache.when == "avoided"
     assert items(rollout={"max_batch": 10_000})["vllm: KV pool"].device == 2**30
     assert items(rollout={"max_batch": 10_000, "kv_cache_gb": 0.5})["vllm: KV pool"].device == 2**29
     assert items(rollout={"sleep": True})["vllm: weights"].when == "sampling"
     assert "gathered weights" not in items(launch={"zero_stage": 3})
-    hf = items(rollout={"engine": "hf"}, launch={"zero_stage": 3})
-    assert not any(name.startswith("vllm") for name in hf) and "gathered weights" in hf
+    with_hf = items(rollout={"engine": "hf"}, launch={"zero_stage": 3})
+    assert not any(name.startswith("vllm") for name in with_hf)
+    assert "gathered weights" in with_hf
     spread = items(evaluation, rollout={"tensor_parallel": 2}, max_completion_length=100)
-    assert spread["vllm: weights"].device == 2 * 102_848 and "weights" not in spread
+    assert spread["vllm: weights"].device == 2 * 102_848
+    assert "weights" not in spread
 
 
-def test_head_sizes() -> None:
-    assert min(CPU_HEAD_SIZES) == 32 == build_model(0).config.head_dim  # the quickstart's model
+def test_the_quickstarts_model_has_the_smallest_head_that_vllm_supports_on_a_cpu() -> None:
+    assert min(CPU_HEAD_SIZES) == 32 == build_model(0).config.head_dim

@@ -1,5 +1,5 @@
-"""Evaluation: the estimators equal enumeration, and every row equals a recount of the completions
-it was computed from.
+"""`evaluate` writes one row for each task and cache. The estimators equal enumeration, and every row equals a recount
+of the completions from which it was computed.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def strange(completions, prompts, completion_ids, problem_id, log_metric, **_):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """A tiny untrained model on disk; its completions are random."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_untrained(folder, 0)
     return folder
@@ -78,15 +79,18 @@ def recipe_of(tmp_path, model, monkeypatch):
 
 
 def rows_of(n, none=()):
+    """Return n problems; those in `none` have an answer that the accuracy "even" cannot score."""
     return [{"prompt": f"Qa{i}b{9 - i}?", "answer": "none" if i in none else str(i), "problem_id": i} for i in range(n)]
 
 
 def completions(recipe_dir):
+    """Return the completions that the last evaluation wrote."""
     return [json.loads(line) for line in (recipe_dir / "out" / "eval_completions.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_mean_over_all_subsets(n):
+    """pass@k equals the share of the subsets of k samples that contain a correct one, by enumeration."""
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         samples = [True] * correct + [False] * (n - correct)
         hits = [any(subset) for subset in itertools.combinations(samples, k)]
@@ -94,16 +98,22 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
 
 
 def test_the_standard_error_is_over_problems():
+    """The standard error treats problems, not samples, as independent."""
     values = [0.0, 0.25, 1.0, 0.5]
     mean, error = mean_and_error(values)
-    assert mean == statistics.mean(values) and error == pytest.approx(statistics.stdev(values) / 2)
-    assert mean_and_error([1.0]) == (1.0, None) and mean_and_error([]) == (None, None)
+    assert mean == statistics.mean(values)
+    assert error == pytest.approx(statistics.stdev(values) / 2)
+    assert mean_and_error([1.0]) == (1.0, None)
+    assert mean_and_error([]) == (None, None)
     # control: the estimate is smaller if the samples of one problem are treated as independent
     samples = [1.0] * 8 + [0.0] * 8
     assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
 
 
 def test_a_row_summarises_its_completions(recipe_of, tmp_path):
+    """Every number of a row equals the same statistic recounted from the written completions: 6 problems with 4 samples
+    each, of which problem 2 has no score; once under streaming with budget 8, once with a full cache.
+    """
     recipe = recipe_of(rows_of(6, none={2}), sweep={"policy": ["streaming", "full"], "budget": [8]})
     rows = evaluate(recipe, progress=False)
     assert [(r.policy, r.budget) for r in rows] == [("streaming", 8), ("full", None)]
@@ -124,48 +134,60 @@ def test_a_row_summarises_its_completions(recipe_of, tmp_path):
         assert row.retention_correct == pytest.approx(statistics.mean(right))
         assert row.length == pytest.approx(statistics.mean(x["tokens"] for x in own_lines))
         assert row.truncated == pytest.approx(statistics.mean(x["finish_reason"] == "length" for x in own_lines))
-        assert row.tokens == sum(x["tokens"] for x in own_lines) and row.seconds > 0
+        assert row.tokens == sum(x["tokens"] for x in own_lines)
+        assert row.seconds > 0
     assert rows[0].peak_entries == 9 < rows[1].peak_entries == max(x["tokens"] for x in completions(tmp_path)) + 6 - 1
     fed = [x["tokens"] + 5 if x["tokens"] > 1 else 0 for x in completions(tmp_path) if x["policy"] == "full"]
-    assert 0 < rows[0].mean_peak_entries <= 9 and rows[1].mean_peak_entries == pytest.approx(statistics.mean(fed))
-    assert rows[0].longest_prompt == 6 and rows[1].retention == 1 > rows[0].retention
+    assert 0 < rows[0].mean_peak_entries <= 9
+    assert rows[1].mean_peak_entries == pytest.approx(statistics.mean(fed))
+    assert rows[0].longest_prompt == 6
+    assert rows[1].retention == 1 > rows[0].retention
 
 
 def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
-    """Each accuracy is the mean over only the problems that it can score; the rest of the row does not change."""
-    own = {"even": "evaluation_accuracy:even", "long": "evaluation_accuracy:long"}
+    """`further_accuracy` names more accuracies of the same completions. Each is the mean over only the problems that it
+    can score ("long": 3 of 6), and the table shows it in its own column; the rest of the row does not change.
+    """
+    accuracies = {"even": "evaluation_accuracy:even", "long": "evaluation_accuracy:long"}
     rows = rows_of(6)
     plain = evaluate(recipe_of(rows), progress=False)[0]
     before = completions(tmp_path)
-    row = evaluate(recipe_of(rows, further_accuracy=own), progress=False)[0]
+    row = evaluate(recipe_of(rows, further_accuracy=accuracies), progress=False)[0]
     lines = completions(tmp_path)
     assert replace(row, further_accuracy={}, seconds=0, tokens_per_second=0) == replace(
         plain, seconds=0, tokens_per_second=0
     )
     rewards = [line.pop("further_rewards") for line in lines]
-    assert lines == before and [given["even"] for given in rewards] == [line["reward"] for line in lines]
+    assert lines == before
+    assert [given["even"] for given in rewards] == [line["reward"] for line in lines]
     even, long = row.further_accuracy["even"], row.further_accuracy["long"]
     assert (even.accuracy, even.standard_error, even.problems) == (row.accuracy, row.standard_error, row.problems)
     shares = [
         statistics.mean(len(x["completion"]) > 20 for x in lines if x["problem"] == problem) for problem in (0, 2, 4)
     ]
-    assert long.problems == 3 and long.accuracy == pytest.approx(statistics.mean(shares))
-    assert long.standard_error == pytest.approx(statistics.stdev(shares) / 3**0.5) and 0 < long.accuracy < 1
+    assert long.problems == 3
+    assert long.accuracy == pytest.approx(statistics.mean(shares))
+    assert long.standard_error == pytest.approx(statistics.stdev(shares) / 3**0.5)
+    assert 0 < long.accuracy < 1
     content = json.loads((tmp_path / "out" / "eval.json").read_text())["rows"][0]["further_accuracy"]
     assert content["long"] == {"accuracy": long.accuracy, "standard_error": long.standard_error, "problems": 3}
     table = accuracy_table([row])
     cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
-    assert cells["even"] == cells["pass@1"] and cells["long"].endswith(" (3)") and "(m)" in str(table.caption)
+    assert cells["even"] == cells["pass@1"]
+    assert cells["long"].endswith(" (3)")
+    assert "(m)" in str(table.caption)
     assert accuracy_table([plain]).caption is None
     odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # text that rich would interpret as markup
     console = Console(file=io.StringIO(), width=200)
     console.print(accuracy_table([odd]))
-    assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
+    assert "[/a]" in console.file.getvalue()
+    assert "[/b]" in console.file.getvalue()
 
 
-def test_short_answers_may_skip_unanswerable_questions(recipe_of):
-    """The estimate of short answers counts an unanswerable question as wrong or leaves it out, for texts that are all
-    right or all wrong.
+def test_short_answers_count_or_leave_out_unanswerable_questions(recipe_of):
+    """Of 4 questions one has no answer. The reward `short_answer` counts it as wrong (4 problems) or, with
+    `unanswerable: left_out`, leaves it out (3 problems). Also: errors of accuracy functions are one line that names
+    their key.
     """
     rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
     spec = {"name": "short_answer", "match": "contained"}
@@ -184,8 +206,10 @@ def test_short_answers_may_skip_unanswerable_questions(recipe_of):
             evaluate(recipe_of(rows_of(2), further_accuracy={"mine": f"evaluation_accuracy:{wrong}"}), progress=False)
 
 
-def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
-    """All tasks run on one engine, which is closed before the next is opened; rows are in the order of the tasks."""
+def test_each_cache_has_one_engine_and_only_one_is_open(recipe_of, as_vllm, monkeypatch):
+    """All tasks run on one engine for each cache, which is closed before the next is opened, also after an error. The
+    log `as_vllm` shows the opens and closes. Rows are in the order of the tasks.
+    """
     recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "budget": [8]})
     recipe = replace(recipe, tasks={"a": recipe.tasks["one"], "b": recipe.tasks["one"]})
     expected = evaluate(recipe, progress=False)
@@ -208,14 +232,17 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
     rows = evaluate(recipe, progress=False)
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert make_recipe(content["recipe"]) == recipe
-    assert content["seed"] == 42 and "torch" in content["versions"] and content["format_version"] == 1
-    assert content["rows"][0]["accuracy"] == rows[0].accuracy and content["rows"][0]["budget"] is None
+    assert content["seed"] == 42
+    assert "torch" in content["versions"]
+    assert content["format_version"] == 1
+    assert content["rows"][0]["accuracy"] == rows[0].accuracy
+    assert content["rows"][0]["budget"] is None
     assert accuracy_table(rows).row_count == 1
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """Results do not depend on the batch: repeated problems, even far apart, are sampled anew for any batch size.
-    Another seed gives other results.
+    """For any batch size, completions are the same. A problem that occurs twice gets other samples the second time.
+    Control: another seed gives other completions.
     """
     rows = rows_of(5) + rows_of(1)
 
@@ -229,33 +256,44 @@ def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
     assert first != texts(seed=1)
 
 
-def test_a_live_model_gives_the_same_results(recipe_of, tmp_path):
+def test_a_model_in_memory_gives_the_same_results_as_its_directory(recipe_of, tmp_path):
     first = evaluate(recipe_of(rows_of(3)), progress=False)
     lines = completions(tmp_path)
     second = evaluate(recipe_of(rows_of(3)), model=build_model(0), progress=False)
-    assert first[0].accuracy == second[0].accuracy and lines == completions(tmp_path)
+    assert first[0].accuracy == second[0].accuracy
+    assert lines == completions(tmp_path)
 
 
 def test_correct_means_a_reward_of_at_least_one(recipe_of):
+    """With rewards of 0.5 no completion is correct."""
     row = evaluate(recipe_of(rows_of(2), "half"), progress=False)[0]
-    assert row.accuracy == 0 and row.retention_correct is None
+    assert row.accuracy == 0
+    assert row.retention_correct is None
 
 
 def test_held_and_read_entries_are_reported_separately(recipe_of):
+    """Clustered attention holds all entries and reads few of them; `lined` reads all that it holds; `layered` has one
+    layer of each, and its numbers are between. The table has the columns held and read only if they differ.
+    """
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     lined = {"policy": "lined", "window": 4, "period": 1}
     parts = [{"layers": 1, "cache": lined}, {"layers": 1, "cache": clustered}]
     swept = [clustered, "full", lined, {"policy": "layered", "parts": parts}]
     *rows, lined_row, layered_row = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
-    assert rows[0].retention == 1 and rows[0].mean_peak_entries > rows[0].read_entries
-    assert lined_row.retention < 0.9 and lined_row.peak_entries == lined_row.read_entries < rows[0].read_entries
+    assert rows[0].retention == 1
+    assert rows[0].mean_peak_entries > rows[0].read_entries
+    assert lined_row.retention < 0.9
+    assert lined_row.peak_entries == lined_row.read_entries < rows[0].read_entries
     assert lined_row.retention < layered_row.retention < 1
     assert lined_row.peak_entries < layered_row.peak_entries < rows[0].peak_entries
     assert layered_row.read_entries < layered_row.peak_entries
     longest = rows[1].peak_entries
-    assert rows[1].read_entries == longest > 20 and rows[0].peak_entries > rows[0].read_entries > 8
+    assert rows[1].read_entries == longest > 20
+    assert rows[0].peak_entries > rows[0].read_entries > 8
     names = [str(column.header) for column in accuracy_table(rows).columns]
-    assert "held" in names and "read" in names and "peak" not in names
+    assert "held" in names
+    assert "read" in names
+    assert "peak" not in names
     assert "peak" in [str(column.header) for column in accuracy_table(rows[1:]).columns]
 
 
@@ -267,37 +305,47 @@ def test_labels_of_caches_of_one_policy_show_the_difference(recipe_of):
 
 
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
-    """A completion that has not ended continues with the forced text; the tokens before it are unchanged."""
+    """With `forced_answer`, a completion that has not ended 7 + 5 tokens before the limit of 40 continues with the
+    forced text (5 tokens) and 7 tokens of answer; its tokens before that, and shorter completions, are unchanged.
+    """
     free = evaluate(recipe_of(rows_of(6)), progress=False)[0]
     before = completions(tmp_path)
     row = evaluate(recipe_of(rows_of(6), forced_answer={"text": "=[5]=", "tokens": 7}), progress=False)[0]
     after = completions(tmp_path)
     start = 40 - 7 - 5
     long = [line["tokens"] > start for line in before]
-    assert any(long) and not all(long)
+    assert any(long)
+    assert not all(long)
     for was, now, forced in zip(before, after, long, strict=True):
         if not forced:
             assert now == was
         else:
             before_it, text, _ = now["completion"].partition("=[5]=")
-            assert text and was["completion"].startswith(before_it) and start + 5 <= now["tokens"] <= 40
-    assert row.forced == sum(long) / len(long) and free.forced == 0
+            assert text
+            assert was["completion"].startswith(before_it)
+            assert start + 5 <= now["tokens"] <= 40
+    assert row.forced == sum(long) / len(long)
+    assert free.forced == 0
 
 
 @pytest.mark.parametrize(("tokens", "max_completion_length"), [(38, 40), (64, 40), (1, 3)])
-def test_a_forced_answer_without_room_is_refused(recipe_of, tokens, max_completion_length):
+def test_a_forced_answer_that_leaves_no_tokens_before_it_is_refused(recipe_of, tokens, max_completion_length):
     answer = {"text": "=5", "tokens": tokens}
     with pytest.raises(UserError, match="nothing is left of"):
         evaluate(recipe_of(rows_of(1), forced_answer=answer, max_completion_length=max_completion_length))
 
 
-def test_all_problems_left_out(recipe_of):
+def test_without_a_scored_problem_the_accuracy_is_none(recipe_of):
     row = evaluate(recipe_of(rows_of(2, none={0, 1})), progress=False)[0]
-    assert row.accuracy is None and row.excluded == 2 and row.pass_at_k == {} and row.length > 0
+    assert row.accuracy is None
+    assert row.excluded == 2
+    assert row.pass_at_k == {}
+    assert row.length > 0
     assert accuracy_table([row]).row_count == 1
 
 
 def test_the_accuracy_gets_the_same_arguments_as_a_reward(recipe_of):
+    """The function `strange` checks its arguments; problem 0 has reward 0, so the accuracy is 2/3."""
     row = evaluate(recipe_of(rows_of(3), "strange"), progress=False)[0]
     assert row.accuracy == pytest.approx(2 / 3)
 
@@ -321,13 +369,13 @@ def test_without_a_cache_the_models_saved_policy_is_used(recipe_of, tmp_path):
         ("missing", "accuracy: reward .* cannot be imported"),
     ],
 )
-def test_a_wrong_accuracy_function_is_one_line(recipe_of, accuracy, message):
+def test_an_error_of_the_accuracy_function_is_one_line(recipe_of, accuracy, message):
     with pytest.raises(UserError, match=message) as caught:
         evaluate(recipe_of(rows_of(2), accuracy), progress=False)
     assert "\n" not in str(caught.value)
 
 
-def test_math_needs_answers(recipe_of):
+def test_a_math_accuracy_needs_a_column_of_answers(recipe_of):
     with pytest.raises(UserError, match=r"tasks\.one\.columns\.answer"):
         evaluate(replace(recipe_of([{"prompt": "Q?"}]), accuracy="boxed"), progress=False)
 
@@ -335,14 +383,18 @@ def test_math_needs_answers(recipe_of):
 def test_an_engine_with_separate_weights_gives_the_same_samples(recipe_of, tmp_path, as_vllm):
     recipe = recipe_of(rows_of(3), cache={"policy": "streaming", "budget": 8})
     expected = sample(recipe, tmp_path / "hf")
-    own = sample(replace(recipe, rollout=replace(recipe.rollout, engine="vllm")), tmp_path / "own")
-    assert own == expected
+    with_own_weights = sample(replace(recipe, rollout=replace(recipe.rollout, engine="vllm")), tmp_path / "own")
+    assert with_own_weights == expected
     lines = [(tmp_path / name / "completions.jsonl").read_text() for name in ("hf", "own")]
-    assert lines[0] == lines[1] and as_vllm == ["streaming", "closed"]
+    assert lines[0] == lines[1]
+    assert as_vllm == ["streaming", "closed"]
 
 
 @pytest.mark.parametrize("kind", ["eval", "grpo"])
 def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
+    """`sample` writes completions and, in files of one batch each, their traces in the same order, with the fingerprint
+    of model and policy.
+    """
     cache = {"policy": "streaming", "budget": 8, "period": 4}
     recipe = recipe_of(rows_of(5), cache=cache)
     if kind == "grpo":
@@ -353,9 +405,12 @@ def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
     recipe = replace(recipe, rollout=replace(recipe.rollout, max_batch=8))  # two problems at a time
     outputs = sample(recipe, tmp_path / "samples", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "samples" / "completions.jsonl").read_text().splitlines()]
-    made_by = {"model": model_fingerprint(load_config(str(model))), "policy": fingerprint(make_policy(cache))}
+    expected_fingerprint = {
+        "model": model_fingerprint(load_config(str(model))),
+        "policy": fingerprint(make_policy(cache)),
+    }
     files = sorted((tmp_path / "samples").glob("traces-*.safetensors"))
-    parts = [load_traces(file, made_by) for file in files]
+    parts = [load_traces(file, expected_fingerprint) for file in files]
     assert [len(part) for part in parts] == [8, 4]
     for line, trace, fact in zip(lines, [trace for part in parts for trace in part], outputs, strict=True):
         assert {name: line[name] for name in fact} == fact
@@ -365,5 +420,5 @@ def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
 
 
 def test_samples_of_a_full_cache_have_no_traces(recipe_of, tmp_path):
-    assert all(one["retention"] == 1 for one in sample(recipe_of(rows_of(2), cache="full"), tmp_path / "samples"))
+    assert all(output["retention"] == 1 for output in sample(recipe_of(rows_of(2), cache="full"), tmp_path / "samples"))
     assert sorted(file.name for file in (tmp_path / "samples").iterdir()) == ["completions.jsonl", "rollouts.json"]

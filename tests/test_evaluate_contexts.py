@@ -1,5 +1,6 @@
-"""Evaluation after compacted contexts equals a loop over the engine, and the whole context if no entry is evicted; user
-mistakes are refused.
+"""With the recipe's key `prompt_cache`, `evaluate` reads each long context once, compacts its cache, and answers all
+questions about the context from the compacted cache. The rows equal a plain loop over the engine, and without evictions
+the answers equal those of the full prompt. Mistakes in recipes are refused in one line.
 """
 
 from __future__ import annotations
@@ -72,26 +73,27 @@ def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the completions that an evaluation wrote."""
     return [json.loads(line) for line in (folder / "eval_completions.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
 def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     """Record every read of a context as (tokens, kinds of reference queries)."""
-    seen: list[tuple[int, list[str]]] = []
+    readings: list[tuple[int, list[str]]] = []
     study = HFEngine.study
 
     def counting(self: HFEngine, tokens: Any, config: PromptCacheConfig, *more: Any) -> Any:
-        seen.append((len(tokens), config.queries))
+        readings.append((len(tokens), config.queries))
         return study(self, tokens, config, *more)
 
     monkeypatch.setattr(HFEngine, "study", counting)
-    return seen
+    return readings
 
 
 def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable, tmp_path: Path) -> None:
-    """A context without evictions gives the same greedy answers as the full prompt, which has the same tokens. Control:
-    a context with few kept entries gives other answers.
+    """A context without evictions (policy "full") gives the same greedy answers as the full prompt, which has the same
+    tokens. Control: a context of which hardly anything is kept ("none") gives other answers.
     """
     (whole,) = evaluate(recipe_of(), progress=False)
     answers = {line["problem"]: line["completion"] for line in lines_of(tmp_path / "out")}
@@ -99,17 +101,24 @@ def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable,
     results: dict[str, dict[int, str]] = {"full": {}, "none": {}}
     for line in lines_of(tmp_path / "out"):
         results[line["policy"]][line["problem"]] = line["completion"]
-    assert results["full"] == answers and results["none"] != answers
+    assert results["full"] == answers
+    assert results["none"] != answers
     assert (full.accuracy, full.retention, full.peak_entries) == (whole.accuracy, 1.0, whole.peak_entries)
-    assert none.retention < 0.6 and none.peak_entries < 25
-    assert cache_labels([full, none]) == ["full", "none"] and full.parameters == {"first": 0, "last": 0}
+    assert none.retention < 0.6
+    assert none.peak_entries < 25
+    assert cache_labels([full, none]) == ["full", "none"]
+    assert full.parameters == {"first": 0, "last": 0}
 
 
 def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, model: str) -> None:
+    """For each ratio, a loop that compacts each context and samples the answers gives the same completions; accuracy,
+    retention, bytes and numbers of tokens in the rows follow from them.
+    """
     block = {"ratio": [0.1, 0.4], "queries": ["repeat", "self_study"], "study_tokens": 4, "study_samples": 1, "last": 2}
     recipe = recipe_of(block, samples=2, temperature=1.0)
     rows = evaluate(recipe, progress=False)
-    assert [row.parameters["ratio"] for row in rows] == [0.1, 0.4] and cache_labels(rows) == ["am 0.1", "am 0.4"]
+    assert [row.parameters["ratio"] for row in rows] == [0.1, 0.4]
+    assert cache_labels(rows) == ["am 0.1", "am 0.4"]
     lines = lines_of(tmp_path / "out")
     tokenizer, engine = load_tokenizer(model), make_engine("hf", model=model, policy="full")
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -122,25 +131,33 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, 
             contexts.append(engine.compact(encode(f"[{text}"), config, study))
             questions = [encode(f"Q{c}?]>;") for c in "abcde"[number::2]]
             sampling = SamplingConfig(12, n=2, temperature=1.0, top_p=0.95, seed=42)
-            made = engine.generate(questions, sampling, context=contexts[-1])
-            texts = tokenizer.batch_decode([r.completion_ids for r in made], skip_special_tokens=True)
+            rollouts = engine.generate(questions, sampling, context=contexts[-1])
+            texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
             asked = [line for line in own_lines if line["problem"] % 2 == number]
             assert [line["completion"] for line in asked] == texts
             assert [line["problem"] for line in asked] == [p for p in range(number, 5, 2) for _ in range(2)]
-            retained += [r.trace.retention() for r in made]
+            retained += [r.trace.retention() for r in rollouts]
         assert row.accuracy == pytest.approx(mean(";" not in line["completion"] for line in own_lines))
-        assert row.retention == pytest.approx(mean(retained)) and row.problems == 5 and row.samples == 2
-        assert row.contexts is not None and row.contexts.contexts == 2 and row.contexts.tokens == mean((41, 31))
+        assert row.retention == pytest.approx(mean(retained))
+        assert row.problems == 5
+        assert row.samples == 2
+        assert row.contexts is not None
+        assert row.contexts.contexts == 2
+        assert row.contexts.tokens == mean((41, 31))
         assert row.contexts.bytes == mean(c.nbytes for c in contexts) < row.contexts.whole_bytes
         assert set(row.contexts.seconds) == {"prefill", "queries", "compaction"}
     written = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert written["rows"][1]["contexts"]["bytes"] == rows[1].contexts.bytes
     assert make_recipe(written["recipe"]) == recipe
     cells = {str(column.header): list(column.cells) for column in accuracy_table(rows).columns}
-    assert cells["cache"] == ["am 0.1", "am 0.4"] and len(cells["context"]) == len(cells["made in"]) == 2
+    assert cells["cache"] == ["am 0.1", "am 0.4"]
+    assert len(cells["context"]) == len(cells["made in"]) == 2
 
 
 def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Callable, studies: list) -> None:
+    """Reading a context collects the reference queries for the fits. The caches below need two kinds of queries, so
+    each of the two contexts is read twice. "full" and "none" need no queries and share a reading.
+    """
     blocks = [
         {"policy": "full", "queries": ["random"]},
         {"ratio": [0.1, 0.2], "select": "omp"},
@@ -153,10 +170,12 @@ def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Call
     assert [row.policy for row in rows] == ["full", "am", "am", "evict", "am", "none"]
 
 
-def test_keys_are_settings_of_the_reading_or_of_the_compaction() -> None:
+def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
-    assert read | COMPACTION == names and not read & COMPACTION  # a new key must be in exactly one of the two
+    # a new key must be in exactly one of the two sets
+    assert read | COMPACTION == names
+    assert not read & COMPACTION
 
 
 def test_stages_are_announced(model: str) -> None:
@@ -167,9 +186,10 @@ def test_stages_are_announced(model: str) -> None:
     questions = Questions([SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], [])
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
     engine = make_engine("hf", model=model, policy="full")
-    for one in compacted_contexts(engine, questions, caches, messages.append):
-        messages.append(f"made {one.cache} {one.problems} {len(one.context.layers[0].keys[0, 0])}")
-        assert one.costs.seconds["compaction"] > 0
+    for compacted in compacted_contexts(engine, questions, caches, messages.append):
+        entries = len(compacted.context.layers[0].keys[0, 0])
+        messages.append(f"made {compacted.cache} {compacted.problems} {entries}")  # cache, its problems, kept entries
+        assert compacted.costs.seconds["compaction"] > 0
     assert messages == [
         "context 1 of 2: 35 tokens, prefill", "context 1 of 2: 35 tokens, queries, second reading of the context",
         "context 1 of 2: compaction, am 0.1", "made 0 [0] 4",
@@ -181,29 +201,34 @@ def test_stages_are_announced(model: str) -> None:
 
 
 def test_rows_are_written_after_each_context(recipe_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are written after each context, so that a long run that is stopped keeps its results so far."""
-    seen: list[list[tuple[str, int]]] = []
+    """Rows are written after each context and cache, so that a long run that is stopped keeps its results so far. The
+    two contexts have 3 and 2 problems; (policy, number of problems) is recorded at each write.
+    """
+    written_rows: list[list[tuple[str, int]]] = []
     monkeypatch.setattr(
         "sparse_rl.commands.eval.write_results",
-        lambda file, recipe, rows, **more: seen.append([(row.policy, row.problems) for row in rows]),
+        lambda file, recipe, rows, **more: written_rows.append([(row.policy, row.problems) for row in rows]),
     )
     evaluate(recipe_of([{"policy": "am"}, {"policy": "evict"}]), progress=False)
-    assert seen == [
+    assert written_rows == [
         [("am", 3)], [("am", 3), ("evict", 3)], [("am", 5), ("evict", 3)], [("am", 5), ("evict", 5)]
     ]  # fmt: skip
 
 
-def test_an_answer_is_forced_behind_a_context(recipe_of: Callable, tmp_path: Path) -> None:
+def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: Path) -> None:
+    """With `forced_answer`, the forced text occurs in completions that would exceed the limit."""
     (row,) = evaluate(recipe_of({}, forced_answer={"text": "=[5]=", "tokens": 3}, samples=2), progress=False)
-    assert row.forced > 0 and any("=[5]=" in line["completion"] for line in lines_of(tmp_path / "out"))
+    assert row.forced > 0
+    assert any("=[5]=" in line["completion"] for line in lines_of(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_rollouts_behind_a_context(
+def test_rollouts_after_a_context_are_saved_with_their_traces(
     policy: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """Rollouts after a context use the first prompt cache. The trace files are in the order of the lines, and record
-    the evictions after the context.
+    """`sample` continues from contexts compacted by the first prompt cache. Trace files are in the order of the lines
+    of completions, and record which entries of the context were kept (20 %). `verify` can replay plain evictions, but
+    not the fits of am, which no file stores.
     """
     recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
     outputs = sample(recipe, tmp_path / "kept", problems=3)
@@ -216,8 +241,9 @@ def test_rollouts_behind_a_context(
     for line, trace in zip(lines, traces, strict=True):
         context = line["prompt"][0]["content"][:-3]
         assert line["prompt_ids"] == prompt_ids(line["prompt"], tokenizer, None, context)
-        kept = (trace.evict_at[..., : len(context) + 1] > len(context) + 1).sum(-1)
-        assert bool((kept == 1 + round(0.2 * len(context))).all()) and len(trace) > len(line["prompt_ids"])
+        retained_counts = (trace.evict_at[..., : len(context) + 1] > len(context) + 1).sum(-1)
+        assert bool((retained_counts == 1 + round(0.2 * len(context))).all())
+        assert len(trace) > len(line["prompt_ids"])
         assert ("compacted_at" in trace.further) is (policy == "am")
     capsys.readouterr()
     if policy == "am":  # no file stores the biases and values of am
@@ -243,14 +269,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "message"), WRONG)
-def test_a_wrong_recipe_is_one_line(keys: dict[str, Any], message: str, recipe_of: Callable) -> None:
+def test_a_mistake_in_the_recipe_is_a_one_line_error(keys: dict[str, Any], message: str, recipe_of: Callable) -> None:
     with pytest.raises(UserError, match=message) as caught:
         recipe_of(**{"prompt_cache": {}, **keys})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft", "perplexity"])
-def test_other_kinds_have_no_such_key(kind: str) -> None:
+def test_other_kinds_of_recipes_refuse_the_key_prompt_cache(kind: str) -> None:
     with pytest.raises(UserError, match=r"prompt_cache: unknown key"):
         make_recipe({"kind": kind, "prompt_cache": {}})
 
@@ -258,6 +284,9 @@ def test_other_kinds_have_no_such_key(kind: str) -> None:
 def test_errors_of_contexts_and_files_are_one_line(
     recipe_of: Callable, studies: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """Contexts that are too short or too long, a file of head budgets for another model, and a wrong key on the command
+    line are refused in one line. At the end the same commands run without mistakes.
+    """
     with pytest.raises(
         UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, but first \+ last are 61"
     ):
@@ -278,34 +307,39 @@ def test_errors_of_contexts_and_files_are_one_line(
     assert "context 1 of 2: compaction, am 0.5" in capsys.readouterr().out
 
 
-def test_the_same_point_is_evaluated_once(recipe_of: Callable) -> None:
+def test_equal_prompt_caches_are_evaluated_once(recipe_of: Callable) -> None:
+    """Repeated ratios are listed once; "full" does not depend on the ratio, so it is listed once too."""
     points = recipe_of([{"ratio": [0.1, 0.1, 0.2]}, {"ratio": 0.2}, {"policy": "full", "ratio": [0.1, 0.2]}])
-    assert [(one.policy, one.ratio) for one in points.prompt_caches()] == [("am", 0.1), ("am", 0.2), ("full", 0.1)]
+    caches = [(cache.policy, cache.ratio) for cache in points.prompt_caches()]
+    assert caches == [("am", 0.1), ("am", 0.2), ("full", 0.1)]
     assert points.prompt_caches()[0] == replace(PromptCacheConfig(), first=0)
     assert recipe_of(rollout={"engine": "auto"}).rollout.engine == "auto"
 
 
 @pytest.mark.slow
-def test_vllm_goes_on_from_contexts_that_hf_has_compacted(
+def test_vllm_continues_from_contexts_that_hf_has_compacted(
     recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vllm continues from contexts that hf has compacted: answers, rows and rollouts equal those of hf, and the files
-    that pass between the engines are deleted at the end.
+    """Answers, rows and rollouts equal those of hf alone, and the files that pass between the engines are deleted at
+    the end.
     """
     pytest.importorskip("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     blocks = [{"policy": "full"}, {"ratio": [0.1, 0.4], "last": 2}, {"policy": "none"}]
     on_vllm = {"rollout": {"engine": "vllm", "kv_cache_gb": 0.05, "max_batch": 4}}
     rows = evaluate(recipe_of(blocks, samples=2, temperature=1.0), progress=False)
-    wanted = lines_of(tmp_path / "out")
+    hf_lines = lines_of(tmp_path / "out")
     for row, theirs in zip(rows, evaluate(recipe_of(blocks, samples=2, temperature=1.0, **on_vllm)), strict=True):
         assert (row.accuracy, row.retention, row.parameters) == (theirs.accuracy, theirs.retention, theirs.parameters)
-        assert row.contexts is not None and theirs.contexts is not None and row.contexts.bytes == theirs.contexts.bytes
+        assert row.contexts is not None
+        assert theirs.contexts is not None
+        assert row.contexts.bytes == theirs.contexts.bytes
     of = lambda lines: {(str(x["parameters"]), x["problem"], x["sample"]): x["completion"] for x in lines}  # noqa: E731
-    assert of(lines_of(tmp_path / "out")) == of(wanted)
+    assert of(lines_of(tmp_path / "out")) == of(hf_lines)
     ours, theirs = (sample(recipe_of(blocks[1], **more), tmp_path / name) for more, name in (({}, "a"), (on_vllm, "b")))
-    assert [one["tokens"] for one in ours] == [one["tokens"] for one in theirs]
-    for own_rows, other in zip(load_traces(next((tmp_path / "a").glob("traces*"))),
+    assert [output["tokens"] for output in ours] == [output["tokens"] for output in theirs]
+    for trace, vllm_trace in zip(load_traces(next((tmp_path / "a").glob("traces*"))),
                            load_traces(next((tmp_path / "b").glob("traces*"))), strict=True):  # fmt: skip
-        assert own_rows.evict_at.equal(other.evict_at) and {*own_rows.sections} == {*other.sections}
+        assert trace.evict_at.equal(vllm_trace.evict_at)
+        assert {*trace.sections} == {*vllm_trace.sections}
     assert not [*tmp_path.rglob("contexts-*")]

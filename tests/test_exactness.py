@@ -1,7 +1,7 @@
-"""The invariant (docs/architecture.md): in replay, every sampled token has the sampler's log-prob.
+"""The invariant (docs/architecture.md): in replay, the trainer gives every sampled token the sampler's log-prob.
 
-The tests cover one matrix of policies, periods and models. Controls: under each wrong trace the log-probs are far from
-the sampler's.
+It holds for every policy, period and model. Controls: under wrong traces (evictions one position too early or too late,
+no evictions, kv heads swapped) the log-probs are far from the sampler's.
 """
 
 from __future__ import annotations
@@ -49,20 +49,22 @@ def check_cell(
     rollouts = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
     with torch.no_grad():
         dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
-        own = max(gap(replay_logprobs(model, rollouts), rollouts), gap(dense, rollouts))
-        record_property("gap", own)
-        tally(policy.name, gap=own)
-        assert own <= TOLERANCE
+        true_gap = max(gap(replay_logprobs(model, rollouts), rollouts), gap(dense, rollouts))
+        record_property("gap", true_gap)
+        tally(policy.name, gap=true_gap)
+        assert true_gap <= TOLERANCE
 
         evicted = [bool((r.trace.evict_at < NEVER).any()) for r in rollouts]
         if policy.name == "full":
             assert not any(evicted)
             return
         assert all(evicted), "a row where nothing is evicted shows nothing"
-        for name, wrong in wrong_traces(rollouts).items():
-            far = gap(replay_logprobs(model, wrong), rollouts)
-            record_property(name, far)
-            assert far >= max(100 * own, least), f"{name}: {far:.1e} does not tell it from the right trace, {own:.1e}"
+        for name, with_wrong_trace in wrong_traces(rollouts).items():
+            wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
+            record_property(name, wrong_gap)
+            assert wrong_gap >= max(100 * true_gap, least), (
+                f"{name}: {wrong_gap:.1e} does not tell it from the right trace, {true_gap:.1e}"
+            )
 
 
 @pytest.mark.parametrize("model_name", MODELS)
@@ -77,6 +79,7 @@ def test_replay_equals_sampling(
     record_property: Callable,
     tally: Callable,
 ) -> None:
+    """Sampled with evictions, then replayed under the recorded traces: the gap is at most 1e-5 (`check_cell`)."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
     prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
     check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, record_property, tally)
@@ -92,8 +95,8 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """Replay equals sampling under a policy that is not registered, whose compaction keeps one more entry for every 4
-    tokens seen, so that the rows of a batch keep different counts.
+    """The policy is not registered. Its compactions keep one more entry for every 4 tokens seen, so the rows of a batch
+    keep different numbers of entries.
     """
     policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
     prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
@@ -101,8 +104,8 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """The control "heads swapped" has an effect, since a method that scores per kv head evicts differently in each
-    head.
+    """A policy that scores each kv head separately evicts differently in each head, so swapping the heads gives a wrong
+    trace.
     """
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=BUDGET, window=4, period=8))
     rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True))

@@ -24,47 +24,48 @@ from sparse_rl.models.load import load_config, load_tokenizer
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
 
 
-def device(file: Path, most: int) -> str:
+def device(file: Path, limit: int) -> str:
+    """Make the file a link to an endless device. This and the next functions return the expected error."""
     file.symlink_to("/dev/zero")
     return "not a regular file"
 
 
-def pipe(file: Path, most: int) -> str:
+def pipe(file: Path, limit: int) -> str:
     os.mkfifo(file)
     return "not a regular file"
 
 
-def too_large(file: Path, most: int) -> str:
+def too_large(file: Path, limit: int) -> str:
     with file.open("wb") as opened:
-        opened.truncate(most + 1)
-    return f"it has {most + 1:,} bytes, and at most {most:,} are read"
+        opened.truncate(limit + 1)
+    return f"it has {limit + 1:,} bytes, and at most {limit:,} are read"
 
 
 ENDLESS = [device, pipe, too_large]
 
 
-@pytest.mark.parametrize("made", ENDLESS)
-def test_endless_files_are_refused(made: Callable, tmp_path: Path) -> None:
-    refused = made(tmp_path / "file", MOST_JSON)
+@pytest.mark.parametrize("make_endless", ENDLESS)
+def test_read_text_refuses_endless_files(make_endless: Callable, tmp_path: Path) -> None:
+    refused = make_endless(tmp_path / "file", MOST_JSON)
     with pytest.raises(UserError, match=refused):
         read_text(tmp_path / "file")
 
 
-def test_ends_of_lines(tmp_path: Path) -> None:
+def test_all_ends_of_lines_are_read_as_newlines(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a\r\nb\rc\n")
     assert read_text(tmp_path / "file") == "a\nb\nc\n"
 
 
-def test_a_file_that_is_as_large_as_may_be_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("é" * 5)
+def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("é" * 5)  # 10 bytes
     assert read_text(tmp_path / "file", 10) == "é" * 5
     with pytest.raises(UserError, match="it has 10 bytes, and at most 9 are read"):
         read_text(tmp_path / "file", 9)
 
 
-@pytest.mark.parametrize("made", ENDLESS)
+@pytest.mark.parametrize("make_endless", ENDLESS)
 @pytest.mark.parametrize(
-    ("read", "most"),
+    ("read", "limit"),
     [
         (lambda file: read_pieces(str(file), None, 8), MOST_TEXT),
         (lambda file: compact_text(str(QUICKSTART), str(file), PromptCacheConfig(), "float32", None), MOST_JSON),
@@ -73,36 +74,37 @@ def test_a_file_that_is_as_large_as_may_be_is_read(tmp_path: Path) -> None:
     ],
     ids=["perplexity", "context", "plot", "budgets"],
 )
-def test_readers(read: Callable, most: int, made: Callable, tmp_path: Path) -> None:
+def test_commands_refuse_endless_files(read: Callable, limit: int, make_endless: Callable, tmp_path: Path) -> None:
+    """The functions by which commands read a user's file refuse it in one line that names the file."""
     file = tmp_path / "eval.json"
-    refused = made(file, most)
+    refused = make_endless(file, limit)
     with pytest.raises(UserError, match=f"{file} .*{refused}"):
         read(file)
 
 
-@pytest.mark.parametrize("made", [device, pipe])
-def test_data(made: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_endless", [device, pipe])
+def test_endless_files_of_data_are_refused(make_endless: Callable, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    made(file, 0)
+    make_endless(file, 0)
     with pytest.raises(UserError, match="not a regular file"):
         load_data(DataConfig(path=str(file)), None)
 
 
-@pytest.mark.parametrize("made", ENDLESS)
+@pytest.mark.parametrize("make_endless", ENDLESS)
 @pytest.mark.parametrize(
     "name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 )
-def test_files_of_a_model(name: str, made: Callable, tmp_path: Path) -> None:
+def test_endless_files_of_a_model_are_refused(name: str, make_endless: Callable, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(QUICKSTART, model)
     (model / name).unlink(missing_ok=True)
-    refused = made(model / name, MOST_JSON)
+    refused = make_endless(model / name, MOST_JSON)
     for load in (load_config, load_tokenizer):
         with pytest.raises(UserError, match=f"{name} cannot be read: .*{refused}"):
             load(str(model))
 
 
-def test_small_files_that_are_too_large(tmp_path: Path) -> None:
+def test_too_large_files_of_policy_and_origin_are_refused(tmp_path: Path) -> None:
     for name, read in ((POLICY_FILE, saved_policy), ("rollouts.json", read_origin)):
         too_large(tmp_path / name, MOST_JSON)
         with pytest.raises(UserError, match="are read"):

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.gpu`: no stage stops the others, no measured row is lost, and no number is claimed that is not
-there.
+"""`python -m benchmarks.gpu` measures in stages, each in a process of its own. No stage stops the others, no measured
+row is lost, and the report claims no number that was not measured.
 
-The loop is tested with made-up stages, which take no time; the stages themselves in their small form on a CPU (slow).
+The loop over the stages is tested with made-up stages, which take no time. The stages themselves are tested at small
+sizes on a CPU (slow).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ BROKEN = {
 }
 
 
-def test_a_broken_stage_is_one_line_and_the_others_run(command: Command) -> None:
+def test_a_broken_stage_is_reported_in_one_line_and_the_others_run(command: Command) -> None:
     command.new(["raises", "killed", "fine", "garbage", "silent", "second"])
     assert command.statuses == {**dict.fromkeys(BROKEN, "failed"), "fine": "done", "second": "done"}
     for name, reason in BROKEN.items():
@@ -202,7 +203,7 @@ def test_a_row_that_fails_leaves_the_other_rows(command: Command) -> None:
     assert command.result("fine") == "done"
 
 
-def test_prints_are_no_rows_and_nan_is_valid_json(command: Command) -> None:
+def test_printed_text_is_no_row_and_nan_is_written_as_valid_json(command: Command) -> None:
     command.new(["prints"])
     (row,) = command.stages["prints"]["rows"]
     assert (row["ms"], row["s"]) == ("nan", 1)
@@ -216,7 +217,7 @@ def test_a_stage_without_a_number_is_not_run(command: Command) -> None:
     assert command.result("fine") == "done"
 
 
-def test_an_absent_library_leaves_out_its_stages_alone(command: Command) -> None:
+def test_only_stages_that_need_an_absent_library_are_left_out(command: Command) -> None:
     needs = {"fine": {"needs": ["no_such_library"]}, "second": {"needs": ["json"]}}
     command.new(["fine", "second"], stages=needs)
     assert command.result("fine") == "not run: no_such_library is not installed"
@@ -224,11 +225,13 @@ def test_an_absent_library_leaves_out_its_stages_alone(command: Command) -> None
     assert not any(line.startswith("fine") for line in command.measured())
 
 
-# ---- going on -------------------------------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_killed_at_any_moment_goes_on(command: Command) -> None:
-    """Every row is in the results once. Only a row that was being measured at a kill is measured twice."""
+def test_a_command_killed_at_any_moment_can_be_resumed(command: Command) -> None:
+    """The command is killed at six random moments and resumed. In the end every row is in the results once. Only a row
+    that was being measured at a kill is measured twice.
+    """
     names, generator = ["slow_a", "slow_b", "slow_c"], random.Random(0)
     kills = 0
     words = ["--device", "cpu", "--out", str(command.out)]
@@ -272,7 +275,7 @@ def test_a_killed_command_leaves_no_stage_running(command: Command) -> None:
     os.kill(sleeper, signal.SIGKILL)
 
 
-def test_a_stage_that_failed_twice_is_tried_again_only_by_name(command: Command) -> None:
+def test_a_stage_that_failed_twice_runs_again_only_if_it_is_named(command: Command) -> None:
     names = ["fine", "raises"]
     command.new(names)
     for failures in (1, 2, 2):
@@ -284,7 +287,7 @@ def test_a_stage_that_failed_twice_is_tried_again_only_by_name(command: Command)
     assert set(command.measured().values()) == {1}
 
 
-def test_a_stage_that_is_done_is_measured_again_only_by_name(command: Command) -> None:
+def test_a_stage_that_is_done_runs_again_only_if_it_is_named(command: Command) -> None:
     command.new(["fine", "second"])
     command.resume(["fine", "second"], "--only", "fine")
     assert command.measured() == {
@@ -294,24 +297,24 @@ def test_a_stage_that_is_done_is_measured_again_only_by_name(command: Command) -
     assert [row["call"] for row in command.stages["second"]["rows"]] == [0, 0, 0]
 
 
-def test_a_stage_that_was_interrupted_comes_last(command: Command) -> None:
+def test_after_resuming_a_stage_that_was_interrupted_runs_last(command: Command) -> None:
     names = ["hangs", "fine"]
     command.new(names, stages={"hangs": {"limit": 0.02}})
     output = command.resume([*names, "second"], stages={"hangs": {"limit": 0.02}})
     assert output.index("second: done") < output.index("hangs: cut")
 
 
-def test_minutes_leave_out_what_does_not_fit(command: Command) -> None:
-    long = {"fine": {"minutes": 5.0}, "second": {"minutes": 0.1}}
-    command.new(["fine", "second"], "--minutes", "2", stages=long)
+def test_stages_that_exceed_the_given_minutes_are_left_out(command: Command) -> None:
+    with_minutes = {"fine": {"minutes": 5.0}, "second": {"minutes": 0.1}}
+    command.new(["fine", "second"], "--minutes", "2", stages=with_minutes)
     assert command.statuses == {"fine": "not run", "second": "done"}
     assert "left out" in command.result("fine")
     assert "needs about 5" in command.result("fine")
-    command.resume(["fine", "second"], "--minutes", "6", stages=long)
+    command.resume(["fine", "second"], "--minutes", "6", stages=with_minutes)
     assert command.statuses == {"fine": "done", "second": "done"}
 
 
-def test_a_report_is_made_again_without_a_run(command: Command) -> None:
+def test_the_report_can_be_written_again_without_a_run(command: Command) -> None:
     command.new(["fine", "raises"])
     report = command.report
     command.out.with_suffix(".md").unlink()
@@ -360,8 +363,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return lambda name: importlib.import_module(f"benchmarks.gpu.{name}")
 
 
-def test_the_table_names_functions_that_exist(gpu: Callable[[str], Any]) -> None:
-    """The functions are looked up in the sources, because importing those of vLLM takes long."""
+def test_the_table_of_stages_names_functions_that_exist(gpu: Callable[[str], Any]) -> None:
+    """The functions are looked up in the sources, because importing those of vLLM takes long. All stages together are
+    planned to take at most 40 minutes.
+    """
     stages = gpu("stages").STAGES
     assert len({stage.name for stage in stages}) == len(stages) > 15
     for stage in stages:
@@ -373,7 +378,7 @@ def test_the_table_names_functions_that_exist(gpu: Callable[[str], Any]) -> None
     assert sum(stage.minutes for stage in stages if not stage.needs) <= 40
 
 
-def test_sizes_are_set_for_both_forms(gpu: Callable[[str], Any]) -> None:
+def test_full_and_small_sizes_differ_in_every_field(gpu: Callable[[str], Any]) -> None:
     full, small = gpu("shapes").FULL, gpu("shapes").SMALL
     for field in dataclasses.fields(full):
         assert getattr(full, field.name) != getattr(small, field.name)
@@ -409,7 +414,10 @@ def test_tests_that_skip_do_not_count_as_passed(gpu: Callable[[str], Any], tmp_p
         list(run_tests([str(file)], worker.Options()))
 
 
-def test_a_slower_work_has_the_lower_ratio(gpu: Callable[[str], Any]) -> None:
+def test_compared_times_give_the_ratio_to_the_reference(gpu: Callable[[str], Any]) -> None:
+    """A function that is ten times as fast as the reference has a ratio above 2; one that fails has its error as a
+    row."""
+
     def fails() -> None:
         raise RuntimeError("out of memory")
 
@@ -468,12 +476,13 @@ def small_run(folder: Path, *words: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     arguments = ["--device", "cpu", "--small", "--out", str(folder / "results.json"), *words]
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     return json.loads((folder / "results.json").read_text())
 
 
 def check_done(name: str, stage: dict[str, Any]) -> None:
+    """Check that a stage is done, without a failed row and with a measured number."""
     assert stage["status"] == "done", (name, stage["reason"], stage["stderr"])
     assert [row for row in stage["rows"] if "failure" in row] == [], name
     numbers = [value for row in stage["rows"] for key, value in row.items() if key != "call"]
@@ -500,7 +509,7 @@ def test_every_stage_runs_on_a_cpu_in_its_small_form(gpu: Callable[[str], Any], 
 
 
 @pytest.mark.slow
-def test_stages_without_vllm_and_trl_run_where_these_are_absent(gpu: Callable[[str], Any], tmp_path: Path) -> None:
+def test_stages_that_do_not_need_vllm_or_trl_run_without_them(gpu: Callable[[str], Any], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     stages = small_run(tmp_path)["stages"]
     needing = {stage.name for stage in gpu("stages").STAGES if {"vllm", "trl"} & {*stage.needs}}

@@ -1,5 +1,5 @@
-"""A model name on a hub, with and without a network: there is one request and a one-line error. A local socket plays
-the hub.
+"""Before a model is loaded by its name on a hub, one request checks that the hub can be reached. Without a network the
+cached model is used, or a one-line error follows. A local socket plays the hub.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
     servers, held = [], []
 
     def start(answer: bytes | None) -> tuple[str, list[str]]:
-        server, asked = socket.create_server(("127.0.0.1", 0)), []
+        server, requests = socket.create_server(("127.0.0.1", 0)), []
 
         def work() -> None:
             while True:
@@ -49,7 +49,7 @@ def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
                     connection, _ = server.accept()
                 except OSError:
                     return
-                asked.append(connection.recv(4096).decode().partition("\r\n")[0])
+                requests.append(connection.recv(4096).decode().partition("\r\n")[0])
                 if answer is None:
                     held.append(connection)
                     continue
@@ -58,7 +58,7 @@ def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
 
         threading.Thread(target=work, daemon=True).start()
         servers.append(server)
-        return f"http://127.0.0.1:{server.getsockname()[1]}", asked
+        return f"http://127.0.0.1:{server.getsockname()[1]}", requests
 
     yield start
     for server in (*servers, *held):
@@ -84,6 +84,7 @@ def at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]
 
 
 def fill_cache(folder: Path) -> None:
+    """Put the model NAME into the cache of the hub's library."""
     place = folder / "cache/models--somebody--some-model"
     (place / "refs").mkdir(parents=True)
     (place / "refs/main").write_text("0" * 40)
@@ -92,42 +93,52 @@ def fill_cache(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [NOT_FOUND, None])
-def test_a_reachable_hub_is_left_to_the_libraries(answer, listen, at) -> None:
-    """If the hub is reachable, the check leaves the model to the libraries, for any answer of the hub and even if the
-    hub never answers.
+def test_with_a_reachable_hub_the_check_makes_one_request_and_no_error(answer, listen, at) -> None:
+    """The hub counts as reachable for any answer, and even if it accepts the connection and never answers. The check
+    then leaves the model to transformers, and is not repeated.
     """
-    address, asked = listen(answer)
+    address, requests = listen(answer)
     at(address)
     for _ in range(2):
         hub.check_available(NAME)
-    assert asked == ["HEAD / HTTP/1.1"] and not constants.HF_HUB_OFFLINE and not os.environ["HF_HUB_OFFLINE"]
+    assert requests == ["HEAD / HTTP/1.1"]
+    assert not constants.HF_HUB_OFFLINE
+    assert not os.environ["HF_HUB_OFFLINE"]
 
 
-def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
-    address, asked = listen(b"")
+def test_without_a_hub_the_cached_model_is_used(listen, at, tmp_path, caplog) -> None:
+    """If the hub hangs up, a model that is not cached gives an error. A cached model is used with one warning, and the
+    libraries are set to offline mode. All of this takes one request.
+    """
+    address, requests = listen(b"")
     at(address)
     for _ in range(2):
         with pytest.raises(UserError, match=f"no directory {NAME}, .*{address} cannot be reached.*HF_HUB_OFFLINE=1"):
             hub.check_available(NAME)
-    assert len(asked) == 1 and not constants.HF_HUB_OFFLINE
+    assert len(requests) == 1
+    assert not constants.HF_HUB_OFFLINE
     hub.check_available(str(tmp_path))  # a local directory needs neither hub nor cache
     fill_cache(tmp_path)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             hub.check_available(NAME)
-    assert len(caplog.records) == 1 and "loaded from the cache" in caplog.text
-    assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1" and len(asked) == 1
+    assert len(caplog.records) == 1
+    assert "loaded from the cache" in caplog.text
+    assert constants.HF_HUB_OFFLINE
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert len(requests) == 1
 
 
 def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path) -> None:
-    address, asked = listen(NOT_FOUND)
+    """With HF_HUB_OFFLINE, a model that is not cached gives an error, and a cached model does not."""
+    address, requests = listen(NOT_FOUND)
     at(address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="does not hold it, and HF_HUB_OFFLINE is set"):
         hub.check_available(NAME)
     fill_cache(tmp_path)
     hub.check_available(NAME)
-    assert not asked
+    assert not requests
 
 
 def test_an_invalid_hub_name_is_refused() -> None:
@@ -140,12 +151,16 @@ def test_a_command_fails_after_one_request_to_the_hub(words, listen, tmp_path) -
     """Without a network a command makes one request to the hub instead of six with waits, prints one line, and imports
     no heavy library.
     """
-    address, asked = listen(b"")
+    address, requests = listen(b"")
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", ANSWER, json.dumps([*words, f"model={NAME}"])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    status, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
-    assert status == 2 and heavy == [] and seconds < 2 and len(asked) == 1, (done, asked)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"sparse-rl: error: model: there is no directory {NAME}") and "local copy" in line
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    status, heavy, seconds = json.loads(process.stdout.splitlines()[-1])
+    assert status == 2, (process, requests)
+    assert heavy == [], (process, requests)
+    assert seconds < 2, (process, requests)
+    assert len(requests) == 1, (process, requests)
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"sparse-rl: error: model: there is no directory {NAME}")
+    assert "local copy" in line

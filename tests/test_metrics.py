@@ -1,4 +1,4 @@
-"""metrics.jsonl is read whatever it contains: valid lines of a run are returned, and all other lines are skipped."""
+"""Reading metrics.jsonl never fails: valid lines are returned, and all other lines are skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ DEEP = (b"[" * 20_000, b'{"step": ' + b"7" * 5000 + b"}", b'{"step": 18446744073
 @given(
     st.lists(st.sampled_from((*JUNK, *DEEP)) | st.binary(max_size=20), max_size=4), st.randoms(use_true_random=False)
 )
-def test_damaged_lines_are_skipped(junk, random) -> None:
+def test_damaged_lines_of_metrics_are_skipped(junk, random) -> None:
+    """hypothesis mixes damaged lines, and random bytes, with three valid lines. A folder without the file has none."""
     junk = [line.replace(b"\n", b"") for line in junk]
     mixed = [*junk, *(json.dumps(line).encode() for line in LINES)]
     random.shuffle(mixed)

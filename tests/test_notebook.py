@@ -27,6 +27,7 @@ with open(sys.argv[2], "w") as file:
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
+    """Return the notebook's cells of one kind, "code" or "markdown"."""
     return [cell for cell in json.loads(FILE.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
 
 
@@ -41,15 +42,17 @@ def texts(cell: dict[str, Any]) -> list[str]:
 
 
 def anchor(heading: str) -> str:
+    """Return the anchor by which a link names a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def test_the_file_is_a_notebook() -> None:
+def test_the_file_is_a_valid_notebook_of_at_most_400_kb() -> None:
     notebook = json.loads(FILE.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     ids = [cell["id"] for cell in notebook["cells"]]
-    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", one) for one in ids)
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"[\w-]{1,64}", cell_id) for cell_id in ids)
     assert FILE.stat().st_size <= 400_000
 
 
@@ -66,20 +69,23 @@ def test_cells_were_executed_once_in_order() -> None:
 
 def test_outputs_contain_no_local_paths() -> None:
     path = re.compile(r"(?:^|[\s'\"=(])(?:/|~/|[A-Z]:\\)\w")
-    assert path.search("saved to /tmp/x") and path.search("'~/x'") and not path.search("a/b and 1 / 2")
+    assert path.search("saved to /tmp/x")
+    assert path.search("'~/x'")
+    assert not path.search("a/b and 1 / 2")
     for number, cell in enumerate(cells("code"), 1):
         assert not any(path.search(text) for text in texts(cell)), f"code cell {number}"
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_to_a_file_and_heading_of_this_repository() -> None:
     links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", "\n".join(sources("markdown")))
     assert len(links) > 10
-    for link, wanted in links:
+    for link, heading in links:
         target = FILE.parent / link
-        assert "://" not in link and target.is_file(), link
-        if wanted:
+        assert "://" not in link, link
+        assert target.is_file(), link
+        if heading:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
-            assert wanted in map(anchor, headings), f"{link}#{wanted}"
+            assert heading in map(anchor, headings), f"{link}#{heading}"
 
 
 def test_code_cells_are_plain_python() -> None:
@@ -89,22 +95,24 @@ def test_code_cells_are_plain_python() -> None:
 
 @pytest.mark.slow
 def test_the_claims_of_the_notebook_hold(tmp_path: Path) -> None:
-    """The cells' own assertions hold; the gap is at most 1e-5 for the right record, and large for
-    each damaged record.
+    """The code cells run without errors and print as many lines as the notebook shows. RL raises the accuracy, the gap
+    is at most 1e-5 for the right record, and large for each damaged record.
     """
     (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]
-    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    process = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["accuracy"]["replayed"] > report["accuracy"]["before RL"] + 0.3
     gaps = report["gaps"]
     assert gaps.pop("kv heads exchanged, streaming") <= 1e-5, "streaming drops the same tokens in all heads"
     right = {name: gap for name, gap in gaps.items() if name.startswith("as recorded")}
     wrong = {name: gap for name, gap in gaps.items() if name not in right}
-    assert len(right) == 2 and max(right.values()) <= 1e-5
-    assert len(wrong) == 5 and min(wrong.values()) > 1e-3
+    assert len(right) == 2
+    assert max(right.values()) <= 1e-5
+    assert len(wrong) == 5
+    assert min(wrong.values()) > 1e-3
     printed = sum(len(text.splitlines()) for cell in cells("code") for text in texts(cell) if "<Figure" not in text)
-    assert len(ran.stdout.splitlines()) == printed, "the outputs are of another version of the code"
+    assert len(process.stdout.splitlines()) == printed, "the outputs are of another version of the code"
     assert {path.name for path in tmp_path.iterdir()} == {"cells.json", "found.json"}, "it leaves files behind"

@@ -1,5 +1,5 @@
-"""Our files have the permissions that the umask gives a new file, whereas safetensors' own files are only for their
-owner.
+"""Files that we write have the permissions that the umask gives a new file. safetensors' own function would make them
+readable by their owner alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teach
 
 
 def modes(folder: Path) -> set[int]:
+    """Return the permissions of all files in a folder."""
     return {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
 
 

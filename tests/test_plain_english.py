@@ -27,7 +27,7 @@ def test_company_changes_nothing():
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of each docstring, those below a dataclass's fields among them."""
+    """Yield (line, text) of each docstring, including those below a dataclass's fields."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
@@ -42,7 +42,7 @@ def bad_openings(tree: ast.AST) -> list[str]:
 
 
 def empty_names(tree: ast.AST) -> list[str]:
-    """Locals; the fields of a class are public names."""
+    """Return "line: name" of each local variable with an empty name. Fields of classes are not checked."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     nodes = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.Name)}
     stored = (node for node in nodes if isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES)
@@ -61,7 +61,7 @@ def test_code_is_written_in_plain_english() -> None:
 
 
 def test_pages_are_written_in_plain_english() -> None:
-    """The section of CONTRIBUTING.md that quotes what is refused is left out."""
+    """One section of CONTRIBUTING.md quotes refused phrases, and is left out."""
     refused = []
     for path in PAGES:
         text = re.sub(r"## How we write.*?(?=\n## |\Z)", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -69,7 +69,7 @@ def test_pages_are_written_in_plain_english() -> None:
     assert refused == []
 
 
-def test_the_patterns_are_found() -> None:
+def test_control_bad_patterns_are_found() -> None:
     tree = ast.parse(BAD_EXAMPLE)
     assert bad_openings(tree) == ["3: Whether it is so."]
     assert sorted(empty_names(tree)) == ["4: mine", "4: told", "5: each"]

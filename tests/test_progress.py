@@ -1,4 +1,6 @@
-"""The progress rows of stages on a terminal, and the progress lines printed without a terminal."""
+"""A command on a terminal shows one progress row for each stage that is running (such as training, and sampling within
+it), below the printed lines. Without a terminal it prints lines from time to time.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,21 @@ MESSAGE = "sparse-rl: warning: a line that is printed while there are rows"
 
 
 def shown(seen: io.StringIO, columns: int = 100) -> list[str]:
+    """Return the lines that a terminal shows after the output `seen`."""
     screen = Terminal(columns)
     screen.write(seen.getvalue().replace("\n", "\r\n"))
     return [line for line in screen.shown() if line]
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock of the rows; it advances only when a test changes it."""
+    """Replace the clock of the rows by one that advances only when a test changes `now`, in seconds."""
     time = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: time.now))
     return time
 
 
 def refresh() -> None:
+    """Draw the rows now."""
     assert progress.screen.drawn is not None
     progress.screen.drawn.refresh()
 
@@ -56,7 +60,9 @@ def test_a_row_shows_its_stage_count_time_left_and_message(monkeypatch):
 
 
 def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
-    """The time left uses only the steps of this run: a resumed run begins at a later step."""
+    """A resumed run begins at step 6 of 10. The time left is estimated from this run's steps alone, not from the steps
+    before it.
+    """
     time = clock(monkeypatch)
     row = Stage("training", "", 10, "step", 6)
     time.now += 3600
@@ -66,12 +72,13 @@ def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
     time.now += 5000
     assert row.clock() == "0:00 left"  # a step that takes longer than the earlier ones
     row.advance(2)
-    assert row.clock() == "2:23:20" and row.count == "10/10 steps"
+    assert row.clock() == "2:23:20"
+    assert row.count == "10/10 steps"
 
 
 def test_printed_lines_appear_above_the_rows():
-    """Printed lines appear whole above the rows, even if they are longer than the terminal is wide; of a library's
-    progress bar only the last state appears.
+    """Printed lines appear whole above the rows, even if they are longer than the terminal is wide. If a library prints
+    a progress bar with carriage returns, only its last state appears.
     """
     long = "next:  sparse-rl " + 30 * "a_path/"
     with terminal() as seen, stage("loading", "quickstart/model"):
@@ -85,25 +92,30 @@ def test_printed_lines_appear_above_the_rows():
     assert text == ["rollouts: hf engine [bold]", MESSAGE, long[:100], long[100:200], long[200:], "weights 100%"]
     assert row.startswith("loading quickstart/model ")
     assert shown(seen) == [*text, "red"]
-    assert "\x1b[31mred" in seen.getvalue() and "\x1b[?25l" not in seen.getvalue()  # the cursor is not hidden
+    assert "\x1b[31mred" in seen.getvalue()
+    assert "\x1b[?25l" not in seen.getvalue()  # the cursor is not hidden
 
 
 def test_a_stream_that_a_library_keeps_writes_above_later_rows_too():
+    """A library may keep the `sys.stderr` that it found during one stage, and write to it during a later stage."""
     with terminal() as seen:
         with stage("loading"):
-            kept = sys.stderr
-        print(MESSAGE, file=kept)
+            library_stderr = sys.stderr
+        print(MESSAGE, file=library_stderr)
         with stage("training"):
-            print(MESSAGE, file=kept)
+            print(MESSAGE, file=library_stderr)
             refresh()
-            assert shown(seen)[:2] == [MESSAGE, MESSAGE] and shown(seen)[2].startswith("training ")
+            assert shown(seen)[:2] == [MESSAGE, MESSAGE]
+            assert shown(seen)[2].startswith("training ")
 
 
-def test_an_error_leaves_no_row():
+def test_an_error_removes_all_rows():
     with terminal() as seen:
         with pytest.raises(ValueError, match="no"), stage("training", total=2, unit="step"), stage("sampling"):
             raise ValueError("no")
-        assert shown(seen) == [] and sys.stdout is sys.stderr is seen and progress.screen.rows == {}
+        assert shown(seen) == []
+        assert sys.stdout is sys.stderr is seen
+        assert progress.screen.rows == {}
 
 
 @pytest.mark.parametrize("width", [30, 60, 200])
@@ -113,7 +125,9 @@ def test_a_row_is_one_line_on_every_terminal(width):
         row.tell("math500, streaming 1024")
         refresh()
         first, second = shown(seen, width)
-    assert len(first) <= width and first.startswith("loading .../") and second.startswith("evaluating ")
+    assert len(first) <= width
+    assert first.startswith("loading .../")
+    assert second.startswith("evaluating ")
 
 
 def test_an_ascii_terminal_gets_only_ascii_characters(monkeypatch):
@@ -127,17 +141,21 @@ def test_an_ascii_terminal_gets_only_ascii_characters(monkeypatch):
         screen.drawn.refresh()
     file.flush()
     written = file.buffer.getvalue().decode("ascii")
-    assert "na?ve" in written and "3/9 problems" in written and "gr??er" in written
+    assert "na?ve" in written
+    assert "3/9 problems" in written
+    assert "gr??er" in written
 
 
 def test_only_rank_0_shows_progress(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with terminal() as seen, stage("training", total=2, unit="step") as row, stage("sampling", shown=False):
         row.advance()
-    assert seen.getvalue() == "" and row.done == 1
+    assert seen.getvalue() == ""
+    assert row.done == 1
 
 
 def test_a_forked_process_writes_as_if_there_were_no_rows(tmp_path):
+    """A child process has no rows of its own: its line is written plainly, without codes that redraw rows."""
     screen = Screen(Console(file=io.StringIO()))
     with (tmp_path / "out").open("w") as file, screen.show(Stage("loading", "", None, "", 0)):
         above = Above(screen, file)
@@ -159,7 +177,7 @@ def test_no_row_is_drawn_without_a_terminal(monkeypatch, kind, file):
 
 
 class Silence:
-    """Stand-in for an event: it is set after a number of waits, during each of which the clock advances."""
+    """Replaces a `threading.Event`: each wait advances the clock, and the event is set after a number of waits."""
 
     def __init__(self, time: SimpleNamespace, waits: int) -> None:
         self.time, self.waits = time, waits
@@ -170,9 +188,9 @@ class Silence:
         return self.waits < 0
 
 
-def test_without_a_terminal_a_command_prints_signs_of_life(capsys, monkeypatch):
-    """Without a terminal, a command prints lines that show that it is running. They become rarer over all stages, and
-    end when the command prints a line itself.
+def test_without_a_terminal_a_command_prints_that_it_is_running(capsys, monkeypatch):
+    """Without a terminal, a command prints from time to time in which stage and step it is: after 20, 60, 140, 300 s
+    and so on, counted over all stages. Once the command has printed a line itself, it prints no more of them.
     """
     time, screen = clock(monkeypatch), Screen()
     with screen.command():

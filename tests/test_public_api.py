@@ -43,6 +43,7 @@ OURS = ("sparse_rl", "rollout", "trainer", "rewards", __name__)  # the last one 
 
 
 def ours(module: str | None) -> bool:
+    """Return True if a module belongs to this project."""
     return (module or "").partition(".")[0] in OURS
 
 
@@ -58,7 +59,7 @@ def public_classes() -> dict[str, type]:
     return {f"{package}.{name}": item for package, name, item in offered() if inspect.isclass(item)}
 
 
-def said_of(cls: type, name: str) -> str:
+def docstring_of(cls: type, name: str) -> str:
     """Return the docstring of a member, or the nearest docstring among the members that it overrides."""
     return next((doc for base in cls.__mro__ if name in vars(base) and (doc := vars(base)[name].__doc__)), "")
 
@@ -82,9 +83,9 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 # ---- everything is documented ------------------------------------------------------------------------------
 
 
-def unsaid(cls: type) -> list[str]:
+def undocumented_members(cls: type) -> list[str]:
     """Return the methods and properties of a class that have no docstring."""
-    return [name for name, _ in members(cls) if not said_of(cls, name).strip()]
+    return [name for name, _ in members(cls) if not docstring_of(cls, name).strip()]
 
 
 def own_docstring(cls: type) -> str:
@@ -103,7 +104,7 @@ def has_prose(cls: type) -> bool:
     return own_docstring(cls) != "" and not ENTRY.match(own_docstring(cls))
 
 
-def without_words(cls: type) -> list[str]:
+def undocumented_fields(cls: type) -> list[str]:
     """Fields of a dataclass that have no entry in its docstring or in the docstring of a base class.
 
     Three kinds of fields need no entry: a flattened field is not a key itself, a field that holds a configuration is
@@ -115,12 +116,16 @@ def without_words(cls: type) -> list[str]:
     if issubclass(cls, Configuration):
         keys = own_fields(cls)
         documented |= flat_fields(cls).keys()
-        documented |= {name for name, hint in keys.items() if any(map(is_said_block, (hint, *get_args(hint))))}
-        documented |= {name for base in cls.__mro__ if ours(base.__module__) for name in said_below(base)} - keys.keys()
+        documented |= {
+            name for name, hint in keys.items() if any(map(is_documented_configuration, (hint, *get_args(hint))))
+        }
+        documented |= {
+            name for base in cls.__mro__ if ours(base.__module__) for name in fields_with_text_below(base)
+        } - keys.keys()
     return [field.name for field in dataclasses.fields(cls) if field.name not in documented]
 
 
-def is_said_block(hint: Any) -> bool:
+def is_documented_configuration(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Configuration) and has_prose(hint)
 
 
@@ -147,12 +152,12 @@ def test_every_public_constant_has_a_docstring() -> None:
 
 
 def test_every_public_method_and_property_has_a_docstring() -> None:
-    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in unsaid(cls)]
+    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in undocumented_members(cls)]
     assert not missing, "\n".join(missing)
 
 
 def test_every_public_field_has_an_entry_in_its_class_docstring() -> None:
-    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in without_words(cls)]
+    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in undocumented_fields(cls)]
     assert not missing, "\n".join(missing)
 
 
@@ -183,7 +188,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
         for name, member in members(cls):
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
-                yield f"{place}.{name}", function, f"{said_of(cls, name)}\n{about}"
+                yield f"{place}.{name}", function, f"{docstring_of(cls, name)}\n{about}"
 
 
 def test_docstrings_give_the_shape_of_every_tensor() -> None:
@@ -215,7 +220,7 @@ def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
     return names
 
 
-def said_below(cls: type) -> set[str]:
+def fields_with_text_below(cls: type) -> set[str]:
     """Return the fields that a class documents by a docstring right below them."""
     classes = [node for node in tree(cls.__module__).body if isinstance(node, ast.ClassDef)]
     return {name for node in classes if node.name == cls.__name__ for name in with_text_below(node.body)}
@@ -279,7 +284,7 @@ def test_all_is_sorted_and_lists_the_public_names(package: str) -> None:
         _ = module.no_such_name
 
 
-# ---- the control -------------------------------------------------------------------------------------------
+# ---- control -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -301,8 +306,9 @@ class Mute:
         return ""
 
 
-def test_missing_docstrings_are_found() -> None:
-    assert unsaid(Mute) == ["score"]
-    assert without_words(Mute) == ["unsaid"]
+def test_control_missing_docstrings_are_found() -> None:
+    """The class Mute has a method, a field and shapes without documentation; all are found."""
+    assert undocumented_members(Mute) == ["score"]
+    assert undocumented_fields(Mute) == ["unsaid"]
     assert without_shapes(Mute.score, "The keys, and what they are worth.") == ["keys", "what it returns"]
     assert without_shapes(Mute.score, "keys : [B, Hkv, N, D]") == []

@@ -31,6 +31,7 @@ MACHINES = [
 
 
 def lines(name: str) -> list[str]:
+    """Return the lines of a file in requirements/, without comments."""
     text = (ROOT / "requirements" / name).read_text()
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
@@ -39,16 +40,18 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
     """Return package name -> its pinned version."""
     pins = {}
     for requirement in map(Requirement, requirements):
-        (one,) = requirement.specifier
+        (specifier,) = requirement.specifier
         name = canonicalize_name(requirement.name)
-        assert one.operator == "==" and requirement.marker is None and name not in pins, str(requirement)
-        pins[name] = Version(one.version)
+        assert specifier.operator == "==", str(requirement)
+        assert requirement.marker is None, str(requirement)
+        assert name not in pins, str(requirement)
+        pins[name] = Version(specifier.version)
     return pins
 
 
-def contradictions(pins: dict[str, Version], asked: Iterable[str]) -> Iterator[str]:
+def contradictions(pins: dict[str, Version], required: Iterable[str]) -> Iterator[str]:
     """Yield each requirement that applies to one of MACHINES and that the pinned version does not satisfy."""
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, required):
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is None or requirement.specifier.contains(pin, prereleases=True):
             continue
@@ -60,29 +63,29 @@ PINS = pinned(lines("cuda-constraints.txt"))
 VLLM = lines("vllm-requires-dist.txt")
 
 
-def test_the_pins_satisfy_vllm() -> None:
+def test_the_pins_satisfy_the_requirements_of_vllm() -> None:
     assert not list(contradictions(PINS, VLLM))
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
 
 
-def test_the_pins_satisfy_this_project() -> None:
+def test_the_pins_satisfy_the_requirements_of_this_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
-    assert not list(contradictions(PINS, asked))
-    assert {canonicalize_name(Requirement(item).name) for item in asked} <= PINS.keys()
+    required = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    assert not list(contradictions(PINS, required))
+    assert {canonicalize_name(Requirement(item).name) for item in required} <= PINS.keys()
 
 
 def test_the_pins_satisfy_each_other() -> None:
     """The pinned versions satisfy each other's requirements. Only packages installed on this machine in exactly the
     pinned version can be checked.
     """
-    asked = {}
+    required = {}
     for package in distributions():
         name = canonicalize_name(package.metadata["Name"])
         if PINS.get(name) == Version(package.version):
-            asked[name] = list(contradictions(PINS, package.requires or []))
-    assert len(asked) > 100
-    assert not {name: wrong for name, wrong in asked.items() if wrong}
+            required[name] = list(contradictions(PINS, package.requires or []))
+    assert len(required) > 100
+    assert not {name: wrong for name, wrong in required.items() if wrong}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,8 @@ def test_the_pins_satisfy_each_other() -> None:
         ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras that are not requested
     ],
 )
-def test_a_contradiction_is_seen(pins: dict[str, str], wrong: int) -> None:
+def test_control_contradictions_are_found(pins: dict[str, str], wrong: int) -> None:
+    """`wrong` is the number of vLLM's requirements that the pins contradict."""
     assert len(list(contradictions({name: Version(pin) for name, pin in pins.items()}, VLLM))) == wrong
 
 
@@ -121,7 +125,8 @@ def test_the_install_command_needs_no_package_index(
 
 
 @pytest.mark.slow
-def test_a_wheel_works_where_there_is_no_checkout(tmp_path: Path) -> None:
+def test_an_installed_wheel_works_without_the_sources(tmp_path: Path) -> None:
+    """A wheel of this project is built and installed into an empty folder; from there, a dry run of a recipe works."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     sources = tmp_path / "sources"  # a copy, since building a wheel writes files among its sources
     for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):
@@ -132,10 +137,10 @@ def test_a_wheel_works_where_there_is_no_checkout(tmp_path: Path) -> None:
     subprocess.run(wheel, check=True, cwd=tmp_path)
     (built,) = tmp_path.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(built)], check=True)
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import sparse_rl, sparse_rl.cli; print(sparse_rl.__file__); sparse_rl.cli.main()",
          "train", "quickstart/grpo", "output_dir=run", "--dry-run"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(str(tmp_path / "site"))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(str(tmp_path / "site"))

@@ -70,7 +70,8 @@ def imported(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{file}, line {node.lineno}: write an import with its whole name"
+            assert node.module, f"{file}, line {node.lineno}: write an import with its whole name"
+            assert not node.level, f"{file}, line {node.lineno}: write an import with its whole name"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in sources() else node.module
@@ -96,25 +97,25 @@ def arrows() -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
-def test_packages_import_only_packages_below_them() -> None:
-    wrong = []
+def test_each_part_imports_only_the_parts_that_it_may_import() -> None:
+    forbidden = []
     for module, name in arrows():
         own, theirs = part_of(module), part_of(name)
         if theirs not in ("base", own) and (own == "base" or theirs not in MAY_IMPORT[own]):
-            wrong.append(f"{module} imports {name}: {own} may not import {theirs}")
-    assert not wrong, "\n".join(wrong)
+            forbidden.append(f"{module} imports {name}: {own} may not import {theirs}")
+    assert not forbidden, "\n".join(forbidden)
 
 
-def test_libraries_are_imported_only_where_they_belong() -> None:
-    wrong = []
+def test_only_the_listed_parts_import_each_library() -> None:
+    forbidden = []
     for module, file in sources().items():
         for name in imported(file):
             library = name.partition(".")[0]
             if part_of(module) not in LIBRARIES.get(library, (part_of(module),)):
-                wrong.append(f"{module} imports {name}")
+                forbidden.append(f"{module} imports {name}")
             if library == "vllm" and not module.startswith("rollout.vllm"):
-                wrong.append(f"{module} imports {name}: only rollout/vllm may")
-    assert not wrong, "\n".join(wrong)
+                forbidden.append(f"{module} imports {name}: only rollout/vllm may")
+    assert not forbidden, "\n".join(forbidden)
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -142,8 +143,7 @@ def test_no_two_files_import_each_other() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]  # control
 
 
-def test_files_stay_small() -> None:
-    """No file is longer than 400 lines unless its top gives the reason."""
+def test_no_file_is_longer_than_400_lines_unless_its_docstring_says_why() -> None:
     for module, file in sources().items():
         text = file.read_text()
         if len(text.splitlines()) > LONGEST:
@@ -156,5 +156,5 @@ def test_files_stay_small() -> None:
 def test_configurations_and_recipes_import_no_heavy_library(module: str) -> None:
     heavy = ("torch", "transformers", "trl", "vllm", "datasets", "numpy")
     code = f"import sys, {module}; sys.exit([name for name in {heavy} if name in sys.modules] or None)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr

@@ -1,5 +1,5 @@
-"""EvictionTrace in memory, in batches and in files: one integer per layer, kv head and token determines every query's
-view.
+"""An EvictionTrace says, by one integer `evict_at` per layer, kv head and token, which tokens each query sees: token t
+is visible to query q if t <= q < evict_at of t. The tests cover traces in memory, in batches and in files.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def traces(draw: st.DrawFn, layers: int = 2, kv_heads: int = 2) -> EvictionTrace
 
 
 def sees(trace: EvictionTrace, layer: int, head: int, query: int, token: int) -> bool:
-    """Return the visible tokens by the definition."""
+    """Return True if the query sees the token, by the definition."""
     return token <= query < int(trace.evict_at[layer, head, token])
 
 
-def same(one: list[EvictionTrace], other: list[EvictionTrace]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a.evict_at, b.evict_at) for a, b in zip(one, other, strict=True))
+def same_evictions(ours: list[EvictionTrace], theirs: list[EvictionTrace]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(a.evict_at, b.evict_at) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 # ---- in memory ------------------------------------------------------------------------------------------------------
@@ -64,18 +66,19 @@ def same(one: list[EvictionTrace], other: list[EvictionTrace]) -> bool:
 def test_visible_equals_the_definition(trace: EvictionTrace) -> None:
     for layer in range(trace.layers):
         visible = trace.visible(layer)
-        assert visible.dtype == torch.bool and visible.shape == (trace.kv_heads, len(trace), len(trace))
+        assert visible.dtype == torch.bool
+        assert visible.shape == (trace.kv_heads, len(trace), len(trace))
         for head in range(trace.kv_heads):
             for query in range(len(trace)):
                 for token in range(len(trace)):
                     assert bool(visible[head, query, token]) == sees(trace, layer, head, query, token)
-    everyone = torch.arange(len(trace))
-    assert bool(visible[:, everyone, everyone].all()), "a token sees itself"
+    positions = torch.arange(len(trace))
+    assert bool(visible[:, positions, positions].all()), "a token sees itself"
 
 
 @LAW
 @given(traces())
-def test_eviction_is_monotone(trace: EvictionTrace) -> None:
+def test_an_evicted_token_never_returns(trace: EvictionTrace) -> None:
     """A token that a later query sees is also seen by all earlier queries from its own position on."""
     visible = trace.visible(0)
     for token in range(len(trace)):
@@ -85,53 +88,61 @@ def test_eviction_is_monotone(trace: EvictionTrace) -> None:
 
 @LAW
 @given(traces())
-def test_events_round_trip(trace: EvictionTrace) -> None:
+def test_a_trace_rebuilt_from_its_events_is_the_same(trace: EvictionTrace) -> None:
+    """A trace's events are its evictions (layer, head, token, evict_at) as rows, in order; their order does not matter
+    for rebuilding.
+    """
     events = trace.to_events()
-    assert events.dtype == torch.int64 and events.shape[1] == 4
+    assert events.dtype == torch.int64
+    assert events.shape[1] == 4
     assert len(events) == int((trace.evict_at < NEVER).sum())
     assert all(int(trace.evict_at[layer, head, token]) == at for layer, head, token, at in events.tolist())
     assert events.tolist() == sorted(events.tolist()), "in order of layer, head, token"
-    again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events)
-    assert torch.equal(again.evict_at, trace.evict_at) and again.evict_at.dtype == torch.int32
+    rebuilt = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events)
+    assert torch.equal(rebuilt.evict_at, trace.evict_at)
+    assert rebuilt.evict_at.dtype == torch.int32
     shuffled = events[torch.randperm(len(events), generator=torch.Generator().manual_seed(0))]
-    again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), shuffled)
-    assert torch.equal(again.evict_at, trace.evict_at)
+    rebuilt = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), shuffled)
+    assert torch.equal(rebuilt.evict_at, trace.evict_at)
     if len(events):  # control: with one event fewer the trace differs
-        again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events[1:])
-        assert not torch.equal(again.evict_at, trace.evict_at)
+        rebuilt = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events[1:])
+        assert not torch.equal(rebuilt.evict_at, trace.evict_at)
 
 
 def test_a_trace_without_events_is_dense() -> None:
     trace = EvictionTrace.from_events(2, 3, 5, torch.empty(0, 4, dtype=torch.int64))
     assert torch.equal(trace.evict_at, EvictionTrace.dense(2, 3, 5).evict_at)
     assert torch.equal(trace.visible(1), torch.ones(5, 5).tril().bool().expand(3, 5, 5))
-    assert len(trace.to_events()) == 0 and (trace.layers, trace.kv_heads, len(trace)) == (2, 3, 5)
+    assert len(trace.to_events()) == 0
+    assert (trace.layers, trace.kv_heads, len(trace)) == (2, 3, 5)
 
 
 def test_recorded_writes_evictions_after_the_last_query_as_never() -> None:
-    """Evictions after the last query are written as never. The last of 6 tokens is sampled and never fed, so queries
-    are 0..4, and no query sees an eviction at 5 or later.
+    """The last of 6 tokens is sampled and never fed to the model, so the queries are 0 to 4. No query observes an
+    eviction at 5 or later, which is therefore recorded as NEVER.
     """
     record = torch.tensor([[[4, 5, 6, 7, NEVER, NEVER + 3]]], dtype=torch.int64)
     trace = EvictionTrace.recorded(record)
     assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
-    assert trace.evict_at.dtype == torch.int32 and trace.evict_at.device.type == "cpu"
+    assert trace.evict_at.dtype == torch.int32
+    assert trace.evict_at.device.type == "cpu"
     assert record[0, 0].tolist()[:3] == [4, 5, 6], "the engine's record is left alone"
     before = EvictionTrace(record.to(torch.int32), validate=False).visible(0)[:, :5]
     assert torch.equal(trace.visible(0)[:, :5], before), "no query that is ever fed sees a difference"
 
 
-def test_layers_are_sliced_without_a_copy() -> None:
+def test_a_layer_of_a_trace_is_a_view_without_a_copy() -> None:
     trace = random_trace(0, layers=3)
     for index in range(3):
-        assert torch.equal(trace.layer(index), trace.evict_at[index]) and trace.layer(index).shape == (2, 9)
+        assert torch.equal(trace.layer(index), trace.evict_at[index])
+        assert trace.layer(index).shape == (2, 9)
         assert trace.layer(index).data_ptr() == trace.evict_at[index].data_ptr()
     with pytest.raises(IndexError):
         trace.layer(3)
 
 
 @pytest.mark.parametrize(
-    ("evict_at", "says"),
+    ("evict_at", "message"),
     [
         (torch.full((2, 2, 4), NEVER), r"must be int32 \[layer, kv_head, token\], got torch.int64 \[2, 2, 4\]"),
         (torch.full((2, 2, 4), 9.0), "got torch.float32"),
@@ -148,10 +159,11 @@ def test_layers_are_sliced_without_a_copy() -> None:
         (torch.full((1, 1, 2), -1, dtype=torch.int32), r"evict_at\[0, 0, 0\] = -1"),
     ],
 )
-def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
-    with pytest.raises(TraceError, match=says) as caught:
+def test_a_trace_of_wrong_dtype_shape_or_values_is_refused(evict_at: torch.Tensor, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
         EvictionTrace(evict_at)
-    assert isinstance(caught.value, ValueError) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
     EvictionTrace(evict_at, validate=False)  # tests build deliberately wrong traces
 
 
@@ -160,8 +172,8 @@ def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
 def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
     trace: EvictionTrace, data: st.DataObject
 ) -> None:
-    """An eviction is after its token and not after the last query, or never. With S tokens the last query is at S - 2;
-    a later eviction cannot be observed and is written as NEVER.
+    """One number of a valid trace is replaced by any int32. The trace is accepted if and only if the eviction is after
+    its token and not after the last query (position S - 2 of S tokens), or NEVER.
     """
     token = data.draw(st.integers(0, len(trace) - 1))
     beyond = st.sampled_from([len(trace) - 1, len(trace), NEVER - 1, NEVER + 1, 2**31 - 1, -(2**31)])
@@ -181,20 +193,25 @@ def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
 @LAW
 @given(traces())
 def test_statistics_equal_counting(trace: EvictionTrace) -> None:
+    """Numbers of visible tokens at a query, their peak in decoding, the retention (the kept share at the end), and the
+    kept share by position (`density`) equal counting token by token.
+    """
     fed = max(len(trace) - 1, 1)  # the last token is sampled, never fed
     for query in [None, *range(len(trace))]:
         counts = trace.kept_counts(query)
-        assert counts.dtype == torch.int64 and counts.shape == (trace.layers, trace.kv_heads)
+        assert counts.dtype == torch.int64
+        assert counts.shape == (trace.layers, trace.kv_heads)
         at = fed - 1 if query is None else query
         for layer in range(trace.layers):
             for head in range(trace.kv_heads):
                 assert counts[layer, head] == sum(sees(trace, layer, head, at, t) for t in range(at + 1))
     for prompt in range(len(trace) + 1):
         peaks = [trace.kept_counts(query) for query in range(prompt, len(trace) - 1)]  # for decoding queries
-        wanted = torch.stack(peaks).amax(0) if peaks else torch.zeros(trace.shape[:2], dtype=torch.int64)
-        assert torch.equal(trace.peak_counts(prompt), wanted)
+        expected = torch.stack(peaks).amax(0) if peaks else torch.zeros(trace.shape[:2], dtype=torch.int64)
+        assert torch.equal(trace.peak_counts(prompt), expected)
     mean = float(trace.kept_counts().double().mean()) / fed
-    assert trace.retention() == pytest.approx(mean) and 0 < trace.retention() <= 1
+    assert trace.retention() == pytest.approx(mean)
+    assert 0 < trace.retention() <= 1
     for bins in (1, 3, 20):
         density = trace.density(bins)
         assert density.shape == (bins,)
@@ -212,14 +229,13 @@ def test_statistics_equal_counting(trace: EvictionTrace) -> None:
 
 
 def test_statistics_of_a_known_trace() -> None:
-    """Statistics of a known trace are right: of ten fed tokens, one head has evicted the first half by the end, and the
-    other holds all tokens.
-    """
+    """Of ten fed tokens, head 0 has evicted the first five at query 7; head 1 holds all tokens."""
     evict_at = torch.full((1, 2, 11), NEVER, dtype=torch.int32)
     evict_at[0, 0, :5] = 7
     trace = EvictionTrace(evict_at)
     assert trace.kept_counts().tolist() == [[5, 10]]
-    assert trace.kept_counts(6).tolist() == [[7, 7]] and trace.kept_counts(7).tolist() == [[3, 8]]
+    assert trace.kept_counts(6).tolist() == [[7, 7]]
+    assert trace.kept_counts(7).tolist() == [[3, 8]]
     assert trace.retention() == pytest.approx(0.75)
     assert trace.density(2).tolist() == [0.5, 1.0]
     assert EvictionTrace.dense(2, 2, 30).retention() == 1.0
@@ -234,12 +250,16 @@ def seen_in_batch(batch: torch.Tensor, layer: int, row: int, head: int, query: i
 
 @settings(LAW, max_examples=20)
 @given(st.lists(traces(), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(["left", "right", "middle"]))
-def test_padding_shifts_a_row_and_stays_hidden(rows: list[EvictionTrace], extra: int, side: str) -> None:
+def test_in_a_batch_rows_see_their_own_tokens_and_no_padding(rows: list[EvictionTrace], extra: int, side: str) -> None:
+    """In a batch with padding on any side, the queries of each row see exactly the tokens that they see in the row's
+    own trace, moved with the row, and no padding. Control: a row that moves without its values differs.
+    """
     width = max(len(t) for t in rows) + extra
-    room = [width - len(t) for t in rows]
-    starts = {"left": room, "right": [0] * len(rows), "middle": [r // 2 for r in room]}[side]
+    padding = [width - len(t) for t in rows]
+    starts = {"left": padding, "right": [0] * len(rows), "middle": [r // 2 for r in padding]}[side]
     batch = batch_traces(rows, starts, width)["evict_at"]
-    assert batch.shape == (2, len(rows), 2, width) and batch.dtype == torch.int32
+    assert batch.shape == (2, len(rows), 2, width)
+    assert batch.dtype == torch.int32
     assert batch[0].is_contiguous(), "one layer's slice is one block"
     for layer in range(2):
         for row, (trace, start) in enumerate(zip(rows, starts, strict=True)):
@@ -252,8 +272,8 @@ def test_padding_shifts_a_row_and_stays_hidden(rows: list[EvictionTrace], extra:
                             assert not seen, "a pad key is seen"
                         elif real_query:
                             assert seen == sees(trace, layer, head, query - start, column - start)
-    if side == "left" and max(room):  # control: if a row moves without its values, the trace differs
-        row = room.index(max(room))
+    if side == "left" and max(padding):  # control: if a row moves without its values, the trace differs
+        row = padding.index(max(padding))
         unmoved = torch.where(rows[row].evict_at < NEVER, rows[row].evict_at, NEVER)
         moved = batch[:, row, :, starts[row] :]
         assert torch.equal(moved, unmoved) == (not bool((unmoved < NEVER).any()))
@@ -274,9 +294,13 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
 @settings(LAW, max_examples=20)
 @given(st.lists(traces(), min_size=1, max_size=4))
 def test_packed_documents_see_only_themselves(docs: list[EvictionTrace]) -> None:
+    """When traces are packed into one sequence, a query sees a token if both belong to one document and the query sees
+    the token in that document's own trace.
+    """
     packed = pack_traces(docs)
     place = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
-    assert len(packed) == len(place) and packed.evict_at.dtype == torch.int32
+    assert len(packed) == len(place)
+    assert packed.evict_at.dtype == torch.int32
     for layer in range(2):
         visible = packed.visible(layer)
         for head in range(2):
@@ -286,7 +310,7 @@ def test_packed_documents_see_only_themselves(docs: list[EvictionTrace]) -> None
                     assert bool(visible[head, query, key]) == expected, (query, key)
 
 
-def test_packing_caps_at_the_document_end() -> None:
+def test_packing_evicts_every_token_at_the_end_of_its_document() -> None:
     docs = [EvictionTrace.dense(1, 1, 3), EvictionTrace.dense(1, 1, 2)]
     assert pack_traces(docs).evict_at.tolist() == [[[3, 3, 3, 5, 5]]]
 
@@ -298,19 +322,23 @@ FINGERPRINT = {"model": "tiny", "policy": '{"budget": 8, "policy": "morphkv"}'}
 
 @settings(LAW, max_examples=15)
 @given(rows=st.lists(traces(layers=3, kv_heads=1), min_size=1, max_size=4))
-def test_files_round_trip(rows: list[EvictionTrace], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_saved_traces_load_as_written(rows: list[EvictionTrace], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("traces") / "many.safetensors"
     save_traces(path, rows, FINGERPRINT)
-    assert same(load_traces(path), rows) and same(load_traces(str(path), FINGERPRINT), rows)
+    assert same_evictions(load_traces(path), rows)
+    assert same_evictions(load_traces(str(path), FINGERPRINT), rows)
     assert read_fingerprint(path) == FINGERPRINT
-    assert not same(load_traces(path), [*rows[1:], rows[0]]) or same([*rows[1:], rows[0]], rows)  # control
+    rotated = [*rows[1:], rows[0]]  # control: another order of the traces
+    assert same_evictions(load_traces(path), rotated) == same_evictions(rows, rotated)
 
 
-def test_one_trace_round_trips(tmp_path: Path) -> None:
+def test_a_single_saved_trace_loads_as_written(tmp_path: Path) -> None:
+    """`EvictionTrace.load` reads files of one trace, and refuses others."""
     trace, path = random_trace(3), tmp_path / "one.safetensors"
     trace.save(path)
     loaded = EvictionTrace.load(path)
-    assert torch.equal(loaded.evict_at, trace.evict_at) and loaded.evict_at.dtype == torch.int32
+    assert torch.equal(loaded.evict_at, trace.evict_at)
+    assert loaded.evict_at.dtype == torch.int32
     assert read_fingerprint(path) == {}
     save_traces(path, [trace, trace])
     with pytest.raises(TraceError, match=r"one\.safetensors holds 2 traces; read it with load_traces"):
@@ -320,20 +348,24 @@ def test_one_trace_round_trips(tmp_path: Path) -> None:
     assert not (tmp_path / "empty.safetensors").exists()
 
 
-def test_a_file_is_named_sections_with_a_version(tmp_path: Path) -> None:
+def test_a_file_holds_sections_lengths_version_and_fingerprint(tmp_path: Path) -> None:
+    """The format of a trace file, as docs/traces.md describes it: traces joined along the tokens, and their lengths."""
     path = tmp_path / "t.safetensors"
     save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
     with safe_open(str(path), framework="pt") as file:
         assert set(file.keys()) == {"evict_at", "evict_at.lengths"}
-        assert file.get_tensor("evict_at").shape == (2, 2, 10) and file.get_tensor("evict_at.lengths").tolist() == [
+        assert file.get_tensor("evict_at").shape == (2, 2, 10)
+        assert file.get_tensor("evict_at.lengths").tolist() == [
             4,
             6,
         ]
         metadata = file.metadata()
-    assert metadata["format_version"] == str(FORMAT_VERSION) and json.loads(metadata["fingerprint"]) == FINGERPRINT
+    assert metadata["format_version"] == str(FORMAT_VERSION)
+    assert json.loads(metadata["fingerprint"]) == FINGERPRINT
 
 
-def test_another_fingerprint_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_another_fingerprint_than_expected_is_refused(tmp_path: Path) -> None:
+    """The fingerprint records model and policy. A reader names the fields that it expects."""
     path = tmp_path / "t.safetensors"
     random_trace(0).save(path, FINGERPRINT)
     EvictionTrace.load(path, {"model": "tiny"})  # only the requested fields are compared
@@ -353,19 +385,24 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str
 
 
 def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+    """Return a change for `rewrite` that replaces one section."""
     return lambda sections, _: sections.update({name: tensor})
 
 
-def say(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
-    return lambda _, found: found.update(metadata)
+def set_metadata(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+    """Return a change for `rewrite` that replaces metadata."""
+    return lambda _, stored: stored.update(metadata)
 
 
 FULL = torch.full((2, 2, 10), NEVER, dtype=torch.int32)
 
 DAMAGE = {
-    "another version": (say(format_version="1"), "has format version '1'; the supported versions: 2"),
+    "another version": (set_metadata(format_version="1"), "has format version '1'; the supported versions: 2"),
     "no version": (lambda _, m: m.pop("format_version"), "has format version None"),
-    "another format": (say(format="weights"), r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)"),
+    "another format": (
+        set_metadata(format="weights"),
+        r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)",
+    ),
     "no format": (lambda _, m: m.clear(), r"is not a trace file \(format None"),
     "unknown section": (put("bias", torch.zeros(3)), "has an unknown section 'bias'; known sections: evict_at"),
     "no lengths": (lambda s, _: s.pop("evict_at.lengths"), r"holds no evict_at\.lengths"),
@@ -393,13 +430,14 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_file_is_refused_with_its_path(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.safetensors"
-    change, says = DAMAGE[kind]
+    change, message = DAMAGE[kind]
     rewrite(path, lambda sections, metadata: None)
     assert len(load_traces(path)) == 2  # control: rewriting alone does no damage
     rewrite(path, change)
-    with pytest.raises(TraceError, match=says) as caught:
+    with pytest.raises(TraceError, match=message) as caught:
         load_traces(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_truncated_at_any_byte_is_refused(tmp_path: Path) -> None:
@@ -431,22 +469,22 @@ def test_paths_that_are_not_trace_files_are_refused(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-# ---- known gaps: these should raise a TraceError and raise another exception; strict, so that a fix shows here ------
+# ---- more damage ----------------------------------------------------------------------------------------------------
 
-GAPS = {
+MORE_DAMAGE = {
     "negative length": put("evict_at.lengths", torch.tensor([-1, 11])),
     "lengths of floats": put("evict_at.lengths", torch.tensor([4.0, 6.0])),
     "lengths of rank 2": put("evict_at.lengths", torch.tensor([[4, 6]])),
     "lengths of rank 0": put("evict_at.lengths", torch.tensor(10)),
-    "fingerprint that is no JSON": say(fingerprint="{"),
-    "fingerprint that is no mapping": say(fingerprint="[]"),
+    "fingerprint that is no JSON": set_metadata(fingerprint="{"),
+    "fingerprint that is no mapping": set_metadata(fingerprint="[]"),
 }
 
 
-@pytest.mark.parametrize("kind", GAPS)
+@pytest.mark.parametrize("kind", MORE_DAMAGE)
 def test_more_damage_is_refused_with_its_path(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.safetensors"
-    rewrite(path, GAPS[kind])
+    rewrite(path, MORE_DAMAGE[kind])
     with pytest.raises(TraceError) as caught:
         load_traces(path, {"model": "tiny"})
     assert str(path) in str(caught.value)

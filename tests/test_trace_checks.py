@@ -1,6 +1,7 @@
-"""A trace is accepted if and only if a sampler can have recorded it: when it is created, loaded and replayed.
+"""A trace is accepted (when it is created, loaded and replayed) if and only if a sampler can have recorded it.
 
-`possible` checks this number by number, from the definitions in docs/traces.md.
+`possible` decides this number by number, from the definitions in docs/traces.md. Records are drawn at random by
+following a sampler, then changed at random; the package must accept exactly those that `possible` accepts.
 """
 
 from __future__ import annotations
@@ -36,51 +37,51 @@ def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def evicted(luck: random.Random, prompt: int, length: int) -> Sections:
+def evicted(rng: random.Random, prompt: int, length: int) -> Sections:
     def at(token: int) -> int:
-        return luck.choice([NEVER, *range(token + 1, length - 1)])
+        return rng.choice([NEVER, *range(token + 1, length - 1)])
 
     return {"evict_at": tensor([[[at(t) for t in range(length)] for _ in range(HEADS)] for _ in range(LAYERS)])}
 
 
-def compacted(luck: random.Random, prompt: int, length: int) -> Sections:
-    end = luck.randint(1, prompt)
+def compacted(rng: random.Random, prompt: int, length: int) -> Sections:
+    end = rng.randint(1, prompt)
     late = end > length - 2
 
     def at(token: int) -> int:
-        return end if token < end and not late and luck.random() < 0.5 else NEVER
+        return end if token < end and not late and rng.random() < 0.5 else NEVER
 
     evict_at = tensor([[[at(t) for t in range(length)] for _ in range(HEADS)] for _ in range(LAYERS)])
     return {"evict_at": evict_at, "compacted_at": tensor([end])}
 
 
-def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
+def refitted(rng: random.Random, prompt: int, length: int) -> Sections:
     """Return a record of Attention Matching, with the number of entries between sinks and window that each compaction
     keeps.
     """
-    sinks, window, stay, period = luck.randint(0, 2), luck.randint(0, 3), luck.randint(1, 3), luck.randint(1, 4)
-    budget = sinks + window + stay
+    sinks, window, kept_count, period = rng.randint(0, 2), rng.randint(0, 3), rng.randint(1, 3), rng.randint(1, 4)
+    budget = sinks + window + kept_count
     times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
     evict_at = torch.full((LAYERS, HEADS, length), NEVER, dtype=torch.int32)
     for row in evict_at.flatten(0, 1):
         for now in times:
             middle = [t for t in range(sinks, now - window) if row[t] == NEVER]
-            for token in luck.sample(middle, len(middle) - stay):
+            for token in rng.sample(middle, len(middle) - kept_count):
                 row[token] = now
     most = times[0] if times else 9
-    queries = luck.choice([luck.randint(1, most), most, most])
-    settings = tensor([sinks, window, stay, queries, 0.1, luck.randint(0, 1), 0], torch.float64)
+    queries = rng.choice([rng.randint(1, most), most, most])
+    settings = tensor([sinks, window, kept_count, queries, 0.1, rng.randint(0, 1), 0], torch.float64)
     return {"evict_at": evict_at, "refit_with": settings, "refit_at": tensor(times)}
 
 
-def paged(luck: random.Random, prompt: int, length: int) -> Sections:
+def paged(rng: random.Random, prompt: int, length: int) -> Sections:
     """Return a record of clustered attention in all layers or in one of them."""
-    size, window, sinks, most = luck.randint(1, 4), luck.randint(0, 4), luck.randint(0, 2), luck.randint(0, 3)
-    uniform, layers = luck.randint(0, 1), luck.choice([[0], [1], [0, 1]])
-    sections = evicted(luck, prompt, length)
+    size, window, sinks, most = rng.randint(1, 4), rng.randint(0, 4), rng.randint(0, 2), rng.randint(0, 3)
+    uniform, layers = rng.randint(0, 1), rng.choice([[0], [1], [0, 1]])
+    sections = evicted(rng, prompt, length)
     sections["evict_at"][layers] = NEVER
-    sections["paged_with"] = tensor([size, window, sinks, most, 1, luck.randint(0, 1), uniform, 1])
-    if len(layers) < LAYERS or luck.random() < 0.2:
+    sections["paged_with"] = tensor([size, window, sinks, most, 1, rng.randint(0, 1), uniform, 1])
+    if len(layers) < LAYERS or rng.random() < 0.2:
         sections["paged_layers"] = tensor(layers)
     closed_at: list[int] = []
     opened = torch.full((LAYERS, HEADS, length, most), -1, dtype=torch.int16)
@@ -89,13 +90,13 @@ def paged(luck: random.Random, prompt: int, length: int) -> Sections:
             closed_at.append(query)
         for layer in layers:
             for head in range(HEADS):
-                chosen = luck.sample(range(len(closed_at)), luck.randint(0, min(most, len(closed_at))))
+                chosen = rng.sample(range(len(closed_at)), rng.randint(0, min(most, len(closed_at))))
                 opened[layer, head, query, : len(chosen)] = tensor(chosen, torch.int16)
     sections |= {"closed_at": tensor(closed_at), "opened": opened}
     if not uniform:
         pi = torch.zeros(LAYERS, HEADS, length)
         inside = slice(sinks, sinks + size * len(closed_at))
-        shares = torch.tensor([luck.random() for _ in range(LAYERS * HEADS * size * len(closed_at))])
+        shares = torch.tensor([rng.random() for _ in range(LAYERS * HEADS * size * len(closed_at))])
         shares = shares.view(LAYERS, HEADS, -1, size).softmax(-1).flatten(2)
         pi[layers, :, inside] = shares[layers]
         sections["pi"] = pi
@@ -105,12 +106,12 @@ def paged(luck: random.Random, prompt: int, length: int) -> Sections:
 KINDS = {"evicted": evicted, "compacted": compacted, "refitted": refitted, "paged": paged}
 
 
-def drawn(kind: str, seed: int) -> tuple[Sections, int]:
+def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
     """Return (sections, number of tokens of the prompt)."""
-    luck = random.Random(f"{kind} {seed}")
-    length = luck.randint(2, 18)
-    prompt = luck.randint(1, length - 1)
-    return KINDS[kind](luck, prompt, length), prompt
+    rng = random.Random(f"{kind} {seed}")
+    length = rng.randint(2, 18)
+    prompt = rng.randint(1, length - 1)
+    return KINDS[kind](rng, prompt, length), prompt
 
 
 # ---- the definitions ------------------------------------------------------------------------------------------------
@@ -118,43 +119,43 @@ def drawn(kind: str, seed: int) -> tuple[Sections, int]:
 
 def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
     """Return True if a sampler can have recorded these sections; they are checked one number at a time."""
-    have, further = set(sections), {name: values.tolist() for name, values in sections.items()}
+    names, further = set(sections), {name: values.tolist() for name, values in sections.items()}
     evict_at = further["evict_at"]
     length = len(evict_at[0][0])
     queries = range(length - 1)
     tokens = range(length)
-    rows = [row for layer in evict_at for row in layer]
-    if not all(at == NEVER or (at in queries and at > token) for row in rows for token, at in enumerate(row)):
+    heads = [row for layer in evict_at for row in layer]
+    if not all(at == NEVER or (at in queries and at > token) for row in heads for token, at in enumerate(row)):
         return False
-    together = [{"refit_at", "refit_with"}, {"paged_with", "closed_at", "opened"}]
-    if any(have & group and not group <= have for group in together):
+    groups = [{"refit_at", "refit_with"}, {"paged_with", "closed_at", "opened"}]
+    if any(names & group and not group <= names for group in groups):
         return False
-    if have & {"pi", "paged_layers"} and "opened" not in have:
+    if names & {"pi", "paged_layers"} and "opened" not in names:
         return False
-    if "compacted_at" in have:
+    if "compacted_at" in names:
         (end,) = further["compacted_at"]
-        if not 1 <= end <= prompt or {at for row in rows for at in row} - {end, NEVER}:
+        if not 1 <= end <= prompt or {at for row in heads for at in row} - {end, NEVER}:
             return False
-    if "refit_at" in have:
-        sinks, window, stay, asked, ridge, *flags = further["refit_with"]
+    if "refit_at" in names:
+        sinks, window, kept_count, asked, ridge, *flags = further["refit_with"]
         times = further["refit_at"]
-        if any(not 0 <= n < NEVER or n != int(n) for n in (sinks, window, stay, asked)) or not (
-            stay and asked and ridge > 0
+        if any(not 0 <= n < NEVER or n != int(n) for n in (sinks, window, kept_count, asked)) or not (
+            kept_count and asked and ridge > 0
         ):
             return False
         if any(flag not in (0, 1) for flag in flags) or times != sorted(set(times)):
             return False
         if any(now not in queries or now < max(prompt, asked) for now in times):
             return False
-        if {at for row in rows for at in row} - {*times, NEVER}:
+        if {at for row in heads for at in row} - {*times, NEVER}:
             return False
-        for row in rows:
+        for row in heads:
             for now in times:
                 held = [t for t in tokens if t < now < row[t]]
                 around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
-                if not around <= set(held) or len(held) != sinks + window + stay:
+                if not around <= set(held) or len(held) != sinks + window + kept_count:
                     return False
-    return "opened" not in have or possible_pages(further, prompt, length)
+    return "opened" not in names or possible_pages(further, prompt, length)
 
 
 def possible_pages(further: dict[str, Any], prompt: int, length: int) -> bool:
@@ -198,7 +199,8 @@ def possible_pages(further: dict[str, Any], prompt: int, length: int) -> bool:
     return True
 
 
-def taken(sections: Sections, prompt: int | None) -> bool:
+def accepted(sections: Sections, prompt: int | None) -> bool:
+    """Return True if the package accepts the record; None means that the prompt's length is not known."""
     try:
         further = {name: values for name, values in sections.items() if name != "evict_at"}
         EvictionTrace(sections["evict_at"], further).check(prompt)
@@ -212,77 +214,80 @@ def taken(sections: Sections, prompt: int | None) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_valid_records_are_accepted(kind: str, tmp_path: Path) -> None:
-    """A valid record can also be built, saved, loaded and batched."""
+def test_records_of_a_sampler_are_accepted(kind: str, tmp_path: Path) -> None:
+    """A record that is drawn by following a sampler is accepted, and can be saved, loaded and batched."""
     for seed in range(300):
-        sections, prompt = drawn(kind, seed)
-        assert possible(sections, prompt) and taken(sections, prompt), seed
+        sections, prompt = draw_record(kind, seed)
+        assert possible(sections, prompt), seed
+        assert accepted(sections, prompt), seed
         if seed % 30 == 0:
             write_sections(tmp_path / "t.safetensors", [sections], None)
             (trace,) = load_traces(tmp_path / "t.safetensors")
             batch_traces([trace], [1], len(trace) + 2)
 
 
-def changed(sections: Sections, luck: random.Random) -> Sections:
+def with_one_change(sections: Sections, rng: random.Random) -> Sections:
     """Return the record with one section changed: another number, two numbers swapped or shifted by +1 and -1, or the
     section made longer, shorter, or removed.
     """
-    name = luck.choice([name for name, values in sections.items() if values.numel()])
+    name = rng.choice([name for name, values in sections.items() if values.numel()])
     values = sections[name].clone()
-    kind = luck.choice(["set", "set", "set", "swap", "trade", "longer", "shorter", "gone"])
+    kind = rng.choice(["set", "set", "set", "swap", "trade", "longer", "shorter", "gone"])
     numbers = values.view(-1)
-    place, other = luck.randrange(len(numbers)), luck.randrange(len(numbers))
-    near = int(numbers[place]) + luck.choice([-1, 1])
+    place, other_place = rng.randrange(len(numbers)), rng.randrange(len(numbers))
+    near = int(numbers[place]) + rng.choice([-1, 1])
     if kind == "set":
-        candidates = [near, -1, 0, 1, luck.randint(2, 18), len(numbers), NEVER, int(numbers[other])]
-        numbers[place] = luck.choice(
+        candidates = [near, -1, 0, 1, rng.randint(2, 18), len(numbers), NEVER, int(numbers[other_place])]
+        numbers[place] = rng.choice(
             [n for n in candidates if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
         )
     elif kind == "swap":
-        numbers[[place, other]] = numbers[[other, place]]
+        numbers[[place, other_place]] = numbers[[other_place, place]]
     elif kind == "trade":
         numbers[place] += 1
-        numbers[other] -= 1
+        numbers[other_place] -= 1
     elif values.ndim > 1 or name == "evict_at" or kind == "gone":
         return {key: x for key, x in sections.items() if key != name or name == "evict_at"}
     else:
-        values = torch.cat([values, values[-1:] + luck.randint(0, 2)]) if kind == "longer" else values[:-1]
+        values = torch.cat([values, values[-1:] + rng.randint(0, 2)]) if kind == "longer" else values[:-1]
     return {**sections, name: values}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_impossible_records_are_refused(kind: str) -> None:
-    """A changed trace is accepted if and only if it is still possible. Every section has cases of both kinds."""
-    outcomes: Counter[tuple[str, bool]] = Counter()
+def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind: str) -> None:
+    """A record with one random change, or with a prompt of another length, is accepted if and only if it is still
+    possible. In every section, at least 20 changes must make it impossible.
+    """
+    counts: Counter[tuple[str, bool]] = Counter()
     for seed in range(2500):
-        sections, prompt = drawn(kind, seed % 250)
-        luck = random.Random(f"changed {seed}")
-        other = changed(sections, luck)
+        sections, prompt = draw_record(kind, seed % 250)
+        rng = random.Random(f"changed {seed}")
+        altered = with_one_change(sections, rng)
         for near in (prompt - 1, prompt + 1):
-            assert taken(sections, near) == possible(sections, near), (kind, seed, near)
-        where = [name for name in sections if name not in other or not torch.equal(other[name], sections[name])]
-        well_formed = all(other[name].numel() or name in ("refit_at", "closed_at", "opened") for name in other)
-        wanted = well_formed and possible_or_not(other, prompt)
-        assert taken(other, prompt) == wanted, (kind, seed, where, other)
+            assert accepted(sections, near) == possible(sections, near), (kind, seed, near)
+        where = [name for name in sections if name not in altered or not torch.equal(altered[name], sections[name])]
+        well_formed = all(altered[name].numel() or name in ("refit_at", "closed_at", "opened") for name in altered)
+        expected = well_formed and possible_or_not(altered, prompt)
+        assert accepted(altered, prompt) == expected, (kind, seed, where, altered)
         for name in where:
-            outcomes[name, wanted] += 1
+            counts[name, expected] += 1
     for name in drawn_names(kind):
-        assert outcomes[name, False] >= 20, (name, outcomes)
-    assert outcomes["evict_at", True] >= 20 or kind != "evicted"
+        assert counts[name, False] >= 20, (name, counts)
+    assert counts["evict_at", True] >= 20 or kind != "evicted"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
     """A trace alone or in a file is accepted if and only if it is possible for some prompt length."""
-    outcomes: Counter[bool] = Counter()
+    counts: Counter[bool] = Counter()
     for seed in range(300):
-        other = changed(drawn(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
-        prompts = range(1, other["evict_at"].shape[-1])
-        well_formed = all(other[name].numel() or name in ("refit_at", "closed_at", "opened") for name in other)
-        wanted = well_formed and any(possible_or_not(other, prompt) for prompt in prompts)
-        assert taken(other, None) == wanted, (kind, seed, other)
-        outcomes[wanted] += 1
-    assert min(outcomes[False], outcomes[True]) >= 20
+        altered = with_one_change(draw_record(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
+        prompts = range(1, altered["evict_at"].shape[-1])
+        well_formed = all(altered[name].numel() or name in ("refit_at", "closed_at", "opened") for name in altered)
+        expected = well_formed and any(possible_or_not(altered, prompt) for prompt in prompts)
+        assert accepted(altered, None) == expected, (kind, seed, altered)
+        counts[expected] += 1
+    assert min(counts[False], counts[True]) >= 20
 
 
 def possible_or_not(sections: Sections, prompt: int) -> bool:
@@ -294,7 +299,7 @@ def possible_or_not(sections: Sections, prompt: int) -> bool:
 
 
 def drawn_names(kind: str) -> set[str]:
-    return {name for seed in range(250) for name in drawn(kind, seed)[0]}
+    return {name for seed in range(250) for name in draw_record(kind, seed)[0]}
 
 
 # ---- traces that an earlier version accepted ------------------------------------------------------------------------
@@ -352,21 +357,22 @@ def split(sections: Sections) -> tuple[torch.Tensor, Sections]:
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Callable) -> None:
-    """Impossible pages are refused when the trace is created, when it is loaded, and when it is replayed after its
-    tensors were changed in place.
+    """Each entry of IMPOSSIBLE changes a valid record of clustered attention so that no sampler can have recorded it.
+
+    The record is refused when a trace is created from it, loaded, and replayed after its tensors were changed in place.
     """
-    change, says = IMPOSSIBLE[name]
+    change, message = IMPOSSIBLE[name]
     sections, prompt = example()
     before = EvictionTrace(*split(sections))
     sequence = SimpleNamespace(prompt_ids=[3] * prompt, completion_ids=[5] * (14 - prompt), trace=before)
     model = model_of("qwen3")
     assert replay_logprobs(model, [sequence])[0].shape == (10,)  # control
     change(sections)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=message):
         EvictionTrace(*split(sections))
     path = tmp_path / "t.safetensors"
     write_sections(path, [sections], None)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=message):
         load_traces(path)
     if name.startswith("no "):
         with pytest.raises(TraceError, match=f"PagedView cannot replay a trace without the section '{name[3:]}'"):
@@ -379,13 +385,13 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
         lambda: make_view([before], [0], 14, "cpu"),
         lambda: Rollout(sequence.prompt_ids, sequence.completion_ids, [0.0] * 10, [0.0] * 10, before, "length"),
     ):
-        with pytest.raises(TraceError, match=says):
+        with pytest.raises(TraceError, match=message):
             replayed()
 
 
-def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
-    """A record that does not fit its sequence's prompt is refused; the trace itself does not record the end of its
-    prompt, but its sequence does.
+def test_a_record_that_does_not_fit_the_prompt_is_refused_in_replay(model_of: Callable) -> None:
+    """A trace does not record where its prompt ends, but the sequence that is replayed does. Pages that close at 5, 7,
+    9 and 11 fit prompts of 4 or 5 tokens, but not of 6 or 9.
     """
     sections, prompt = example()
     trace = EvictionTrace(*split(sections))
@@ -398,29 +404,29 @@ def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
             replay_logprobs(model_of("qwen3"), [sequence])
 
 
-def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
-    """A page that contains a future token would leak: without the check, an earlier log-prob
-    depends on a later token.
+def test_control_a_page_with_a_later_token_would_leak_it(model_of: Callable) -> None:
+    """The reason for the check of pages: if query 8 may open a page that contains token 9, the log-probs at query 8
+    depend on token 9 (here 20 or 21). With the valid record they do not.
     """
     model = model_of("qwen3")
 
-    def logits(last: int, future: bool) -> torch.Tensor:
+    def logits_at_query_8(token_9: int, future: bool) -> torch.Tensor:
         sections, _ = example()
         if future:
             # tokens 7 and 8 are in the page, and query 8 reads both anyway; token 9 comes later
             sections["opened"][:, :, 8, 0] = 3
             sections["paged_with"][2] = 2
         trace = EvictionTrace(*split(sections), validate=False)
-        ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, last, 13, 14, 15, 16]])
+        ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, token_9, 13, 14, 15, 16]])
         view = make_view([trace], [0], 14, "cpu")
         with torch.no_grad():
             return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits[0, 8]
 
-    assert torch.equal(logits(20, False), logits(21, False))
-    assert not torch.equal(logits(20, True), logits(21, True))
+    assert torch.equal(logits_at_query_8(20, False), logits_at_query_8(21, False))
+    assert not torch.equal(logits_at_query_8(20, True), logits_at_query_8(21, True))
 
 
-def test_every_section_is_generated() -> None:
+def test_the_drawn_records_cover_every_section() -> None:
     assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
@@ -428,34 +434,39 @@ def test_every_section_is_generated() -> None:
 
 
 def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of the writer in docs/traces.md, which uses plain numpy, can be read for every kind of record."""
+    """docs/traces.md shows a program that writes trace files with numpy alone. The program is run, and the files that
+    it writes load as written, for every kind of record.
+    """
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(import hashlib.*?)```", DOCS.read_text(), flags=re.S)
-    made: dict[str, Any] = {}
-    exec(program, made)
+    namespace: dict[str, Any] = {}
+    exec(program, namespace)
     (trace,) = load_traces("traces.safetensors", {"policy": "mine"})
-    assert trace.to_events().tolist() == [[0, 0, 1, 4]] and trace.shape == (1, 2, 6)
+    assert trace.to_events().tolist() == [[0, 0, 1, 4]]
+    assert trace.shape == (1, 2, 6)
     for kind in KINDS:
-        together: dict[tuple, list[Sections]] = {}
+        groups: dict[tuple, list[Sections]] = {}
         for seed in range(60):
-            sections, _ = drawn(kind, seed)
-            together.setdefault((*sections, *sections.get("opened", torch.zeros(1)).shape[3:]), []).append(sections)
-        for rows in together.values():
-            joined = {name: ([row[name].numpy() for row in rows], declared()[name].joined_axis) for name in rows[0]}
-            made["write_traces"]("other.safetensors", joined, {"policy": "ä"})
-            for row, read in zip(rows, load_traces("other.safetensors"), strict=True):
-                assert all(torch.equal(values, read.sections[name]) for name, values in row.items())
+            sections, _ = draw_record(kind, seed)
+            groups.setdefault((*sections, *sections.get("opened", torch.zeros(1)).shape[3:]), []).append(sections)
+        for records in groups.values():
+            joined = {
+                name: ([row[name].numpy() for row in records], declared()[name].joined_axis) for name in records[0]
+            }
+            namespace["write_traces"]("other.safetensors", joined, {"policy": "ä"})
+            for row, loaded in zip(records, load_traces("other.safetensors"), strict=True):
+                assert all(torch.equal(values, loaded.sections[name]) for name, values in row.items())
 
 
-def test_files_of_the_version_before_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of version 2, which had no closed_at, are refused in one line if they have pages; other files load
-    unchanged.
+def test_files_of_format_version_2_load_unless_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2 had no section closed_at, so its files with pages are refused in one line; other files load unchanged.
+    Files of a later version than ours are refused.
     """
-    path, (plain, _), (pages, _) = tmp_path / "t.safetensors", drawn("refitted", 3), example()
+    path, (plain, _), (pages, _) = tmp_path / "t.safetensors", draw_record("refitted", 3), example()
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 2)
     write_sections(path, [plain], None)
-    (read,) = load_traces(path)
-    assert all(torch.equal(values, read.sections[name]) for name, values in plain.items())
+    (loaded,) = load_traces(path)
+    assert all(torch.equal(values, loaded.sections[name]) for name, values in plain.items())
     write_sections(path, [{name: values for name, values in pages.items() if name != "closed_at"}], None)
     with pytest.raises(TraceError, match=r"has pages in format version 2, which mixed .*; sample anew$"):
         load_traces(path)

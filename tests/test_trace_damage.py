@@ -1,5 +1,5 @@
-"""Damaged and hostile trace files are refused in one line, or load as written. None of them loads
-with other contents.
+"""A damaged or hostile trace file is refused in one line, or loads as it was written. It never loads with other
+contents.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
         return load_traces(path), read_fingerprint(path)
     except TraceError as error:
         line = str(error)
-        assert str(path) in line and "\n" not in line and len(line) < len(str(path)) + LONGEST
+        assert str(path) in line
+        assert "\n" not in line
+        assert len(line) < len(str(path)) + LONGEST
         return None
 
 
-def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
+def refused_or_original(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
     """Return True if a file is refused or holds the original data."""
     if (computed := read(path)) is None:
         return True
@@ -43,18 +45,18 @@ def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool
     return len(computed[0]) == len(rows) and all(same) and computed[1] == made_by
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
-def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
-    """Any flipped bit is detected: in the length of the header, in the header and in the values; all bits of a small
-    file, or every eleventh.
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_no_flipped_bit_changes_the_contents(step: int, tmp_path: Path) -> None:
+    """One bit of a small file is flipped, anywhere: in the header's length, in the header or in the values. The file is
+    then refused or loads as written. All bits are tried, or (fast) every eleventh.
     """
     path, rows = tmp_path / "t.safetensors", [random_trace(0, length=5), random_trace(1, length=3)]
     save_traces(path, rows, MADE_BY)
     whole = path.read_bytes()
     assert read(path) is not None, "control"
-    for bit in range(0, 8 * len(whole), every):
+    for bit in range(0, 8 * len(whole), step):
         path.write_bytes(flipped(whole, bit))
-        assert says(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
+        assert refused_or_original(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
     path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a bit of a value, which only the hash protects
     with pytest.raises(TraceError, match=r"is damaged: its content does not match the stored sha256"):
         load_traces(path)
@@ -106,21 +108,26 @@ def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def check_damage(folder: Path, case: tuple[list[EvictionTrace], bytes]) -> None:
+    """Check that the damaged file is refused or holds the original traces."""
     path = folder / "t.safetensors"
     path.write_bytes(case[1])
-    assert says(path, case[0], MADE_BY)
+    assert refused_or_original(path, case[0], MADE_BY)
 
 
 @FAST
 @given(case=damaged())
-def test_damage_is_seen(case: tuple[list[EvictionTrace], bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_damaged_file_is_refused_or_loads_as_written(
+    case: tuple[list[EvictionTrace], bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check_damage(tmp_path_factory.getbasetemp(), case)
 
 
 @pytest.mark.slow
 @SLOW
 @given(case=damaged())
-def test_damage_is_seen_at_length(case: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_damaged_file_is_refused_or_loads_as_written_in_1000_cases(
+    case: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check_damage(tmp_path_factory.getbasetemp(), case)
 
 
@@ -165,30 +172,33 @@ def check_crafted(folder: Path, whole: bytes) -> None:
     """Check that the file is refused, or loads as a trace that `inspect` shows and that can be saved again."""
     path = folder / "crafted.safetensors"
     path.write_bytes(whole)
-    result = read(path)
-    assert main(["inspect", str(path)]) == (2 if result is None else 0)
-    if result is not None:
-        save_traces(path, *result)
-        assert says(path, *result)
+    content = read(path)
+    assert main(["inspect", str(path)]) == (2 if content is None else 0)
+    if content is not None:
+        save_traces(path, *content)
+        assert refused_or_original(path, *content)
 
 
 @FAST
 @given(whole=crafted())
-def test_a_crafted_file_is_refused_or_a_trace(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_hostile_file_is_refused_or_is_a_valid_trace(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The file has random contents (`crafted`) and a correct hash. It is refused in one line, or it is a trace that
+    `sparse-rl inspect` shows and that can be saved again.
+    """
     check_crafted(tmp_path_factory.getbasetemp(), whole)
 
 
 @pytest.mark.slow
 @SLOW
 @given(whole=crafted())
-def test_a_crafted_file_is_refused_or_a_trace_at_length(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_hostile_file_is_refused_or_is_a_valid_trace_in_1000_cases(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check_crafted(tmp_path_factory.getbasetemp(), whole)
 
 
-def test_a_file_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    """A file of an earlier version, which has no hash, is refused in one line. Control: the same file with a hash is
-    accepted.
-    """
+def test_a_file_without_a_hash_is_refused_in_one_line(tmp_path: Path) -> None:
+    """An earlier version wrote files without a hash. Control: the same file with a hash is accepted."""
     path, row = tmp_path / "t.safetensors", random_trace(0)
     held = {"evict_at": row.evict_at, "evict_at.lengths": torch.tensor([len(row)])}
     metadata = {"format": "sparse_rl.trace", "format_version": "2", "fingerprint": "{}"}
@@ -199,7 +209,7 @@ def test_a_file_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> 
     assert torch.equal(EvictionTrace.load(path).evict_at, row.evict_at)
 
 
-def test_a_trace_that_cannot_be_read_is_not_written(tmp_path: Path) -> None:
+def test_an_invalid_trace_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     late = EvictionTrace(torch.full((1, 1, 4), 3, dtype=torch.int32), validate=False)
     with pytest.raises(TraceError, match=r"^evict_at\[0, 0, 3\] = 3: a token is evicted after its own position$"):

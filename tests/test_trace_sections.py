@@ -1,5 +1,5 @@
-"""Every operation on a trace keeps all sections or refuses by name those that it cannot keep; tested with made-up
-sections.
+"""Besides evict_at, a trace may have further sections. Every operation on traces keeps all sections, or refuses by name
+those that it cannot keep. The tests add two made-up sections, `visits` and `gains` (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ PLACES = ([1, 4], [], [0, 2, 3])  # positions of each trace's visits; one trace 
 LENGTHS = (6, 3, 5)
 
 
-def equal(one: EvictionTrace, other: EvictionTrace) -> bool:
+def equal(a: EvictionTrace, b: EvictionTrace) -> bool:
     """Return True if all sections are equal bit for bit."""
-    ours, theirs = one.sections, other.sections
+    ours, theirs = a.sections, b.sections
     return list(ours) == list(theirs) and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
     )
 
 
 def evictions(length: int, seed: int = 0) -> EvictionTrace:
+    """Return a trace with random evictions and no further section."""
     lifetime = torch.randint(1, length + 1, (2, 2, length), generator=torch.Generator().manual_seed(seed))
     return EvictionTrace.recorded(torch.arange(length) + lifetime)
 
 
 @pytest.fixture
 def traces(with_visits: Callable) -> list[EvictionTrace]:
+    """Return three traces with the sections evict_at, visits and gains."""
     return [with_visits(evictions(n, n), places) for n, places in zip(LENGTHS, PLACES, strict=True)]
 
 
-def test_files_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
+def test_saved_traces_load_with_every_section(traces: list[EvictionTrace], tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_traces(path, traces, {"model": "tiny"})
     with safe_open(str(path), framework="pt") as file:
@@ -63,13 +65,14 @@ def test_files_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
         assert file.get_tensor("visits.lengths").tolist() == file.get_tensor("gains.lengths").tolist() == [2, 0, 3]
     loaded = load_traces(path, {"model": "tiny"})
     assert all(equal(a, b) for a, b in zip(loaded, traces, strict=True))
-    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at))  # controls: one section fewer, another number
+    # controls: fewer sections, and another number in a section
+    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at))
     further = {**loaded[0].further, "gains": loaded[0].further["gains"] + 1e-6}
     assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at, further))
 
 
-def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
-    """Checkpoints round trip: torch.load with weights_only reads the traces in them."""
+def test_a_checkpoint_keeps_traces_with_every_section(traces: list[EvictionTrace], tmp_path: Path) -> None:
+    """The state of a trace can be saved by torch.save, and loaded with `weights_only`."""
     torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(equal(EvictionTrace.from_state(s), trace) for s, trace in zip(states, traces, strict=True))
@@ -78,30 +81,34 @@ def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> 
 
 
 def test_a_batch_has_every_section(traces: list[EvictionTrace]) -> None:
-    """A batch has every section of its traces; positions are shifted with their rows."""
+    """The batch has every section of its traces; positions (`visits`) are shifted with their rows."""
     batch = batch_traces(traces, [1, 4, 2], 7)
     assert list(batch) == ["evict_at", "visits", "gains"]
     assert batch["visits"].tolist() == [[2, 5, -1], [-1, -1, -1], [2, 4, 5]]
-    assert batch["gains"].shape == (3, 3, 2) and torch.equal(batch["gains"][2], traces[2].further["gains"])
+    assert batch["gains"].shape == (3, 3, 2)
+    assert torch.equal(batch["gains"][2], traces[2].further["gains"])
     alone = batch_traces([EvictionTrace(t.evict_at) for t in traces], [1, 4, 2], 7)
-    assert list(alone) == ["evict_at"] and torch.equal(alone["evict_at"], batch["evict_at"])
+    assert list(alone) == ["evict_at"]
+    assert torch.equal(alone["evict_at"], batch["evict_at"])
 
 
 def test_a_packed_sequence_has_every_section(traces: list[EvictionTrace]) -> None:
+    """Packing joins the sections of the traces; positions are shifted by the lengths of the traces before."""
     packed = pack_traces(traces)
     assert packed.further["visits"].tolist() == [1, 4, 9, 11, 12]
     assert torch.equal(packed.further["gains"], torch.cat([t.further["gains"] for t in traces]))
     assert torch.equal(packed.evict_at, pack_traces([EvictionTrace(t.evict_at) for t in traces]).evict_at)
 
 
-def test_a_full_cache_has_only_the_section_evict_at(traces: list[EvictionTrace]) -> None:
+def test_the_trace_of_a_full_cache_has_only_the_section_evict_at(traces: list[EvictionTrace]) -> None:
     dense = traces[0].dense_like()
-    assert list(dense.sections) == ["evict_at"] and dense.shape == traces[0].shape == (2, 2, 6)
+    assert list(dense.sections) == ["evict_at"]
+    assert dense.shape == traces[0].shape == (2, 2, 6)
     assert bool((dense.evict_at == NEVER).all())
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("sections", "message"),
     [
         (
             {"other": torch.zeros(3)},
@@ -114,31 +121,31 @@ def test_a_full_cache_has_only_the_section_evict_at(traces: list[EvictionTrace])
         ({"visits": torch.zeros(1, dtype=torch.int32), "gains": torch.zeros(2, 2)}, "gains has 2 visits, but the"),
     ],
 )
-def test_a_wrong_section_is_refused(sections: dict, says: str, with_visits: Callable) -> None:
-    with pytest.raises(TraceError, match=says) as caught:
+def test_a_wrong_section_is_refused(sections: dict, message: str, with_visits: Callable) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
         EvictionTrace(evictions(4).evict_at, sections)
     assert "\n" not in str(caught.value)
 
 
 def test_traces_with_different_sections_cannot_be_mixed(traces: list[EvictionTrace], tmp_path: Path) -> None:
     mixed = [traces[0], EvictionTrace(traces[1].evict_at)]
-    says = "trace 1 has the sections evict_at, but trace 0 has evict_at, visits, gains"
-    with pytest.raises(TraceError, match=says):
+    message = "trace 1 has the sections evict_at, but trace 0 has evict_at, visits, gains"
+    with pytest.raises(TraceError, match=message):
         batch_traces(mixed, [0, 0], 6)
     with pytest.raises(
         TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, but trace 0 has evict_at$"
     ):
         batch_traces(mixed[::-1], [0, 0], 6)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=message):
         pack_traces(mixed)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=message):
         save_traces(tmp_path / "t.safetensors", mixed)
 
 
 def test_a_file_with_an_unknown_section_is_refused(
     traces: list[EvictionTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file with a section that only another version knows is refused."""
+    """Another version of this project may write sections that this version does not have."""
     path = tmp_path / "t.safetensors"
     save_traces(path, traces)
     monkeypatch.delitem(SECTIONS, "gains")
@@ -147,7 +154,7 @@ def test_a_file_with_an_unknown_section_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda t: t.pop("visits.lengths"), r"holds no visits\.lengths"),
         (lambda t: t.pop("visits"), "holds no visits$"),
@@ -157,7 +164,7 @@ def test_a_file_with_an_unknown_section_is_refused(
     ],
 )
 def test_a_damaged_section_is_refused_with_its_path(
-    change: Callable, says: str, traces: list[EvictionTrace], tmp_path: Path
+    change: Callable, message: str, traces: list[EvictionTrace], tmp_path: Path
 ) -> None:
     path = tmp_path / "t.safetensors"
     save_traces(path, traces)
@@ -167,9 +174,10 @@ def test_a_damaged_section_is_refused_with_its_path(
     assert len(load_traces(path)) == 3  # control: rewriting alone does no damage
     change(tensors)
     save_file(tensors, str(path), metadata={**metadata, "sha256": content_hash(tensors, metadata)})
-    with pytest.raises(TraceError, match=says) as caught:
+    with pytest.raises(TraceError, match=message) as caught:
         load_traces(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTrace]) -> None:
@@ -184,7 +192,7 @@ def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTra
     assert type(make_view(evicted, [0, 0, 0], 6, "cpu")) is ReplayView  # control
 
 
-def test_the_factory_takes_the_view_that_replays_all(
+def test_make_view_takes_the_view_that_replays_all_sections(
     traces: list[EvictionTrace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Visits(ReplayView):
@@ -207,5 +215,5 @@ def test_replay_logprobs_refuses_sections_that_no_view_replays(with_visits: Call
         dense_logprobs(model, rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
 
-def test_a_declaration_has_the_name_of_its_key() -> None:
+def test_every_declared_section_has_the_name_of_its_key() -> None:
     assert all(section.name == name and section.joined in section.axes for name, section in declared().items())

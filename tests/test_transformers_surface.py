@@ -1,4 +1,6 @@
-"""Names of transformers that we rely on outside trainer/; docs/internals.md gives the places and reasons."""
+"""Names and behaviour of transformers on which the code outside trainer/ relies still exist. docs/internals.md gives
+the places and reasons.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ HELD = {
 }
 
 
-def test_attention_is_registered_and_taken(new_model: Callable) -> None:
+def test_our_attention_is_registered_and_adopt_selects_it(new_model: Callable) -> None:
     for interface in (AttentionInterface, AttentionMaskInterface):
         assert list(inspect.signature(interface.register).parameters) == ["key", "value"]
         assert ATTENTION in interface().valid_keys()
@@ -35,25 +37,27 @@ def test_attention_is_registered_and_taken(new_model: Callable) -> None:
     assert NO_MASK.ndim == 4  # a mask that transformers takes as already prepared
 
 
-def test_checkpointing_is_seen(new_model: Callable) -> None:
+def test_checkpointed_modules_show_their_checkpointing_options(new_model: Callable) -> None:
+    """After `gradient_checkpointing_enable`, modules have the attributes from which we read if checkpointing is
+    reentrant.
+    """
     model = new_model("qwen3")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     functions = [m._gradient_checkpointing_func for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    assert functions and all(
-        isinstance(f, functools.partial) and f.keywords["use_reentrant"] is False for f in functions
-    )
+    assert functions
+    assert all(isinstance(f, functools.partial) and f.keywords["use_reentrant"] is False for f in functions)
 
 
-def test_other_names_exist() -> None:
+def test_other_names_of_transformers_exist() -> None:
     assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save")
     source = inspect.getsource(transformers.trainer)
     uses = [line.strip() for line in source.splitlines() if "DEFAULT_PROGRESS_CALLBACK" in line]
     # transformers defines this name twice, and we look it up once
-    assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")
+    assert len(uses) == 3
+    assert uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")
 
 
-def test_the_table_lists_every_name() -> None:
-    """The table in docs/internals.md lists these names and no others."""
+def test_the_table_in_the_docs_lists_exactly_these_names() -> None:
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

@@ -60,10 +60,12 @@ def sample_alone(
 
 
 def same_decisions(a: Rollout, b: Rollout) -> bool:
+    """Return True if two rollouts have the same completions and evictions."""
     return a.completion_ids == b.completion_ids and torch.equal(a.trace.evict_at, b.trace.evict_at)
 
 
 def relative(a: float, b: float) -> float:
+    """Return the relative difference of two numbers."""
     return abs(a - b) / max(abs(a), abs(b), 1e-30)
 
 

@@ -120,7 +120,7 @@ def test_default_parameters_equal_those_of_the_reference(name: str, compare_with
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
 def test_exact_ties_go_to_the_earlier_position(name: str, period: int, compare_with_reference: Callable) -> None:
-    """The keys repeat, so many scores are exactly equal; the reference keeps the earlier of two equal entries."""
+    """The keys repeat, and many scores are exactly equal; the reference keeps the earlier of two equal entries."""
     parameters = small_parameters(name, period=period, sinks=1)
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(7, prompts, totals, tied=True)
@@ -204,7 +204,7 @@ def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "other"),
+    ("name", "first_value", "second_value"),
     [
         ("gkv", {"form": "max"}, {"form": "mean"}),
         ("gkv", {"form": "max"}, {"form": "sum"}),
@@ -220,11 +220,13 @@ def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
         ("streaming", {"sinks": 2}, {"sinks": 4}),
     ],
 )
-def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_control_every_parameter_changes_the_trace(
+    name: str, first_value: dict[str, Any], second_value: dict[str, Any]
+) -> None:
     """Two values of one parameter give different traces. If a parameter had no effect, then comparing traces with the
     reference would not test it."""
-    (*_, with_one), (*_, with_other) = run_policy(name, **one), run_policy(name, **other)
-    assert any(not torch.equal(a, b) for a, b in zip(with_one.records, with_other.records, strict=True))
+    (*_, with_first), (*_, with_second) = run_policy(name, **first_value), run_policy(name, **second_value)
+    assert any(not torch.equal(a, b) for a, b in zip(with_first.records, with_second.records, strict=True))
 
 
 # ---- the sampler attended to the recorded entries -------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Any recipe or override gives, without delay, a recipe that can be saved or an error of one bounded line.
+"""For any text, a recipe or override gives, within seconds, either a recipe that can be saved or an error of one short
+line.
 
-Random cases: hostile YAML in every place where YAML is read, and absurd values for every key.
+Random cases put hostile YAML in every place where YAML is read, and absurd values into every key.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def keys_of(mapping: dict[str, Any], prefix: str = "") -> list[str]:
 KEYS = {kind: keys_of(make_recipe(parse_yaml(text, kind)).resolved()) for kind, text in TEXTS.items()}
 
 
-def answer(text: str, overrides: Sequence[str] = ()) -> Recipe | str:
-    """Return the recipe, after saving and reading it again, or the line that refuses it, after checking its form."""
+def recipe_or_error(text: str, overrides: Sequence[str] = ()) -> Recipe | str:
+    """Return the recipe, after saving and reading it again, or its one-line error. `in_one_line` checks the error's
+    form and the time."""
     recipe = in_one_line(lambda: make_recipe(parse_yaml(text, "r.yaml"), overrides, "r.yaml"))
     if isinstance(recipe, str):
         return recipe
@@ -107,29 +109,24 @@ def cases(draw: Any) -> tuple[str, list[str]]:
     return (value if where == "whole" else text[:at] + value + text[at + draw(st.integers(0, 9)) :]), []
 
 
-def check(case: tuple[str, list[str]]) -> None:
-    text, overrides = case
-    answer(text, overrides)
-
-
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(cases())
-def test_a_hostile_recipe_is_refused_in_one_line(case: tuple[str, list[str]]) -> None:
-    check(case)
+def test_a_hostile_recipe_can_be_saved_or_is_refused_in_one_line(case: tuple[str, list[str]]) -> None:
+    recipe_or_error(*case)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(cases())
-def test_a_thousand_hostile_recipes(case: tuple[str, list[str]]) -> None:
-    check(case)
+def test_a_hostile_recipe_can_be_saved_or_is_refused_in_one_line_in_1000_cases(case: tuple[str, list[str]]) -> None:
+    recipe_or_error(*case)
 
 
-# ---- cases that the search found -----------------------------------------------------------------------------------
+# ---- cases that the random tests found -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         (bomb("[", "]", 9, 9), f"more than {MOST_VALUES} values, aliases included"),
         (bomb("{", "}", 9, 9), f"more than {MOST_VALUES} values"),
@@ -145,35 +142,43 @@ def test_a_thousand_hostile_recipes(case: tuple[str, list[str]]) -> None:
         ("a" * (MOST_CHARACTERS + 1), f"longer than {MOST_CHARACTERS} characters"),
     ],
 )
-def test_files_and_overrides_give_the_same_error(value: str, says: str) -> None:
-    for line in (answer(f"kind: sft\nseed: {value}"), answer(TEXTS["sft"], [f"seed={value}"])):
-        assert isinstance(line, str) and says.removeprefix("line 1: ") in line and len(line) < 300, line
-    assert says in answer(TEXTS["sft"], [f"seed={value}"])
+def test_files_and_overrides_give_the_same_error(value: str, message: str) -> None:
+    """A hostile value gives the same short error in a file (where the line is named too) and as an override."""
+    for line in (recipe_or_error(f"kind: sft\nseed: {value}"), recipe_or_error(TEXTS["sft"], [f"seed={value}"])):
+        assert isinstance(line, str), line
+        assert message.removeprefix("line 1: ") in line, line
+        assert len(line) < 300, line
+    assert message in recipe_or_error(TEXTS["sft"], [f"seed={value}"])
 
 
-def test_documents_at_the_limits_are_read() -> None:
-    """Control: documents with the maximum allowed number of values, levels and aliases, and with text that is not
-    ASCII, are read."""
+def test_control_documents_at_the_limits_are_read() -> None:
+    """Documents with the maximum number of levels, with many aliases, with text that is not ASCII, and with the largest
+    seed are read."""
     deep = "[" * MOST_LEVELS + "]" * MOST_LEVELS
     assert str(parse_yaml(deep, "x")).count("[") == MOST_LEVELS
     aliases = "[&a [1, 2], " + ", ".join(["*a"] * 3000) + "]"
     assert parse_yaml(aliases, "x") == [[1, 2]] * 3001
-    assert isinstance(answer(TEXTS["sft"], ["run_name='größer – 大'", "seed=4294967295"]), Recipe)
-    assert isinstance(answer(TEXTS["eval"].replace("{path", "&d {path").replace("tasks: {a", "tasks: {a")), Recipe)
+    assert isinstance(recipe_or_error(TEXTS["sft"], ["run_name='größer – 大'", "seed=4294967295"]), Recipe)
+    assert isinstance(
+        recipe_or_error(TEXTS["eval"].replace("{path", "&d {path").replace("tasks: {a", "tasks: {a")), Recipe
+    )
 
 
 @pytest.mark.parametrize("size", [1_000, 50_000])
-def test_a_wrong_value_is_not_repeated(size: int) -> None:
+def test_an_error_does_not_repeat_a_long_value(size: int) -> None:
+    """A value of `size` letters z is shortened in the error; if the key itself is as long, the error is still
+    bounded."""
     for key in ("seed", "model.x", "cache.policy", "dtype", "no_such_key", "data.columns", "a" * size):
-        line = answer(TEXTS["grpo"], [f"{key}={'z' * size}"])
-        assert isinstance(line, str) and line.count("z") < 200 + LONGEST * (len(key) == size), (key, line)
+        line = recipe_or_error(TEXTS["grpo"], [f"{key}={'z' * size}"])
+        assert isinstance(line, str), (key, line)
+        assert line.count("z") < 200 + LONGEST * (len(key) == size), (key, line)
 
 
 # ---- bounds of values ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "override", "says"),
+    ("kind", "override", "message"),
     [
         ("sft", "seed=4294967296", "seed: expected a whole number of at most 4,294,967,295, got 4294967296"),
         ("grpo", "epsilon=1e308", "epsilon: expected a number"),
@@ -193,27 +198,30 @@ def test_a_wrong_value_is_not_repeated(size: int) -> None:
         ("sft", "learning_rate=1" + "0" * 39, "learning_rate: expected a number below"),
     ],
 )
-def test_values_that_training_would_fail_on_are_refused_by_the_recipe(kind: str, override: str, says: str) -> None:
-    line = answer(TEXTS[kind], [override])
-    assert isinstance(line, str) and says in line and len(line) < 300, line
+def test_values_that_training_would_fail_on_are_refused_by_the_recipe(kind: str, override: str, message: str) -> None:
+    line = recipe_or_error(TEXTS[kind], [override])
+    assert isinstance(line, str), line
+    assert message in line, line
+    assert len(line) < 300, line
 
 
 @pytest.mark.parametrize("name", [".", "/", "", "..", "a" * 300, "a\0b", "\ud800", "a/" * 3000])
 def test_names_of_missing_recipes_are_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(name)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < LONGEST
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < LONGEST
 
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("value", ["[a]", "{a: 1}", "a", "''", "[]", "[[a, b]]", "&x [*x]", "[a, b]"])
-def test_a_tag_on_any_kind_of_value(tag: str, value: str) -> None:
-    """A YAML tag on any kind of value is either read or refused in one line of at most 300 characters: !!map [a] is not
-    a mapping, and !!seq {a: 1} is not a list."""
+def test_a_yaml_tag_on_any_value_is_read_or_refused_in_one_line(tag: str, value: str) -> None:
+    """A tag may contradict its value: !!map [a] is not a mapping, and !!seq {a: 1} is not a list."""
     for text in (f"!!{tag} {value}", f"seed: !!{tag} {value}", f"[!!{tag} {value}]", f"<<: !!{tag} {value}"):
         try:
             parse_yaml(text, "r.yaml")
         except UserError as error:
-            assert str(error).startswith("r.yaml") and len(str(error)) <= 300
-        answer(f"{{kind: sft, model: m, output_dir: o, seed: !!{tag} {value}}}")
-        answer(TEXTS["sft"], [f"seed=!!{tag} {value}"])
+            assert str(error).startswith("r.yaml")
+            assert len(str(error)) <= 300
+        recipe_or_error(f"{{kind: sft, model: m, output_dir: o, seed: !!{tag} {value}}}")
+        recipe_or_error(TEXTS["sft"], [f"seed=!!{tag} {value}"])

@@ -28,11 +28,12 @@ from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import apply_overrides, parse_yaml
 
 ALL = recipe_schema()
-OF_ALL = Validator(ALL)
-OF_KIND = {kind: Validator(recipe_schema(kind)) for kind in KINDS}
+VALIDATOR = Validator(ALL)
+VALIDATOR_OF = {kind: Validator(recipe_schema(kind)) for kind in KINDS}
 
 
-def changed(kind: str, *overrides: str, without: str | None = None) -> dict[str, Any]:
+def recipe_with(kind: str, *overrides: str, without: str | None = None) -> dict[str, Any]:
+    """Return a valid recipe of that kind as a mapping, after overrides, and without one key."""
     mapping = parse_yaml(TEXTS[kind], kind)
     mapping.pop(without, None)
     apply_overrides(mapping, overrides)
@@ -60,7 +61,7 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_the_schema_is_valid(kind: str | None) -> None:
+def test_the_schema_is_valid_and_all_its_definitions_are_used(kind: str | None) -> None:
     schema = recipe_schema(kind)
     Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema
@@ -69,6 +70,7 @@ def test_the_schema_is_valid(kind: str | None) -> None:
 
 
 def test_dataclass_names_are_unique() -> None:
+    """The schema's definitions are named after the dataclasses of all kinds, policies, scorers and their blocks."""
     names: set[type] = set(POLICIES.values()) | set(SCORERS.values())
     waiting = [*KINDS.values(), *names]
     while waiting:
@@ -92,7 +94,7 @@ def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from forms(inner)
 
 
-def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]:
+def dotted_keys(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]:
     """Return the dotted keys of a schema in the schema's order; the keys of a definition come at the first use of the
     definition."""
     for key, value in schema["properties"].items():
@@ -104,36 +106,39 @@ def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]
             if name in ALL["$defs"] and name not in seen and "properties" in ALL["$defs"][name]:
                 seen.add(name)
                 inner = f"{prefix}{key}.NAME." if place in named else f"{prefix}{key}."
-                yield from listed(ALL["$defs"][name], inner, seen)
+                yield from dotted_keys(ALL["$defs"][name], inner, seen)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_schema_keys_equal_the_keys_of_the_reference(kind: str) -> None:
+    """For each kind of recipe, the schema has the keys that docs/recipes.md lists, in the same order."""
     rows = [row.key for section in list_sections(KINDS[kind]) for row in section.rows]
-    assert list(listed(ALL["$defs"][f"kind_{kind}"], "", set())) == ["kind", *rows, *PASSED_THROUGH.get(kind, {})]
+    assert list(dotted_keys(ALL["$defs"][f"kind_{kind}"], "", set())) == ["kind", *rows, *PASSED_THROUGH.get(kind, {})]
 
 
 @pytest.mark.parametrize("config", [*POLICIES.values(), *SCORERS.values()], ids=lambda config: config.__name__)
 def test_keys_of_policies_and_scorers_equal_those_of_the_reference(config: Any) -> None:
     (section,) = list_sections(config)
     definition = ALL["$defs"][config.__name__]
-    assert list(listed(definition, "", set())) == [config.name_key, *(row.key for row in section.rows)]
+    assert list(dotted_keys(definition, "", set())) == [config.name_key, *(row.key for row in section.rows)]
     required = [row.key for row in section.rows if row.default == "required" and "." not in row.key]
     assert definition["required"] == [config.name_key, *required]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_defaults_equal_the_resolved_recipe(kind: str) -> None:
-    given, run = parse_yaml(TEXTS[kind], kind), make_recipe(parse_yaml(TEXTS[kind], kind)).resolved()
-    properties = OF_KIND[kind].schema["properties"]
+def test_defaults_in_the_schema_equal_those_of_the_resolved_recipe(kind: str) -> None:
+    given, resolved = parse_yaml(TEXTS[kind], kind), make_recipe(parse_yaml(TEXTS[kind], kind)).resolved()
+    properties = VALIDATOR_OF[kind].schema["properties"]
     defaults = {key: value["default"] for key, value in properties.items() if "default" in value and key not in given}
-    assert len(defaults) >= 5 and {key: run[key] for key in defaults} == defaults
+    assert len(defaults) >= 5
+    assert {key: resolved[key] for key in defaults} == defaults
 
 
-def test_every_default_is_valid() -> None:
+def test_every_default_in_the_schema_matches_its_own_type() -> None:
     results = [part for part in parts(ALL) if "default" in part and "description" in part]
     wrong = [part for part in results if not Validator(part | {"$defs": ALL["$defs"]}).is_valid(part["default"])]
-    assert not wrong and len(results) > 200
+    assert not wrong
+    assert len(results) > 200
     assert ALL["$defs"]["DMSConfig"]["properties"]["scorer"]["default"] == {
         "name": "mlp",
         "gamma": None,
@@ -145,10 +150,11 @@ def test_every_default_is_valid() -> None:
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_a_shipped_recipe_is_valid(name: str) -> None:
+def test_the_schema_accepts_each_shipped_recipe(name: str) -> None:
+    """Both the recipe as written and the recipe with all keys resolved are accepted."""
     mapping = parse_yaml(_shipped()[name].read_text(encoding="utf-8"), name)
     for item in (mapping, load_recipe(name).resolved()):
-        errors = [*OF_ALL.iter_errors(item), *OF_KIND[item["kind"]].iter_errors(item)]
+        errors = [*VALIDATOR.iter_errors(item), *VALIDATOR_OF[item["kind"]].iter_errors(item)]
         assert not errors, errors[0]
 
 
@@ -176,10 +182,12 @@ def test_a_shipped_recipe_is_valid(name: str) -> None:
         ("perplexity", ["sweep={policy: [full, h2o], budget: [8, 12]}", "cache={sinks: 1}"]),
     ],
 )
-def test_a_short_form_is_valid(kind: str, overrides: list[str]) -> None:
-    mapping = changed(kind, *overrides)
+def test_the_schema_accepts_short_forms_of_values(kind: str, overrides: list[str]) -> None:
+    """The loader accepts forms such as `cache: full` or one reward instead of a list; so does the schema."""
+    mapping = recipe_with(kind, *overrides)
     assert refusal(mapping) is None
-    assert OF_ALL.is_valid(mapping) and OF_KIND[kind].is_valid(mapping)
+    assert VALIDATOR.is_valid(mapping)
+    assert VALIDATOR_OF[kind].is_valid(mapping)
 
 
 # ---- refused recipes -------------------------------------------------------------------------------------------------
@@ -232,28 +240,32 @@ def test_a_short_form_is_valid(kind: str, overrides: list[str]) -> None:
         ("eval", "sweep={polic: full}"),
     ],
 )
-def test_a_wrong_shape_is_refused(kind: str, override: str) -> None:
-    mapping = changed(kind, override)
+def test_schema_and_loader_refuse_a_recipe_of_wrong_shape(kind: str, override: str) -> None:
+    mapping = recipe_with(kind, override)
     assert refusal(mapping) is not None
-    assert not OF_ALL.is_valid(mapping) and not OF_KIND[kind].is_valid(mapping)
+    assert not VALIDATOR.is_valid(mapping)
+    assert not VALIDATOR_OF[kind].is_valid(mapping)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_missing_required_keys_are_refused(kind: str) -> None:
-    required = OF_KIND[kind].schema["required"]
-    assert {"kind", "model", "output_dir"} <= {*required} and OF_ALL.is_valid(changed(kind))
+def test_schema_and_loader_refuse_a_missing_required_key(kind: str) -> None:
+    required = VALIDATOR_OF[kind].schema["required"]
+    assert {"kind", "model", "output_dir"} <= {*required}
+    assert VALIDATOR.is_valid(recipe_with(kind))
     for key in required:
-        mapping = changed(kind, without=key)
-        assert (
-            "missing" in str(refusal(mapping)) and not OF_ALL.is_valid(mapping) and not OF_KIND[kind].is_valid(mapping)
-        )
+        mapping = recipe_with(kind, without=key)
+        assert "missing" in str(refusal(mapping))
+        assert not VALIDATOR.is_valid(mapping)
+        assert not VALIDATOR_OF[kind].is_valid(mapping)
 
 
-def test_errors_refer_to_the_named_policy() -> None:
-    (error,) = OF_ALL.iter_errors(changed("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
+def test_a_schema_error_refers_to_the_key_and_the_named_policy() -> None:
+    """With a wrong parameter of gkv, the validator reports gkv's parameters, not those of all policies."""
+    (error,) = VALIDATOR.iter_errors(recipe_with("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
     messages = [inner.message for inner in error.context]
-    assert any("'budge' was unexpected" in message for message in messages) and len(messages) == 2
-    (error,) = OF_ALL.iter_errors(changed("grpo", "temperature=hot"))
+    assert any("'budge' was unexpected" in message for message in messages)
+    assert len(messages) == 2
+    (error,) = VALIDATOR.iter_errors(recipe_with("grpo", "temperature=hot"))
     assert error.json_path == "$.temperature"
 
 
@@ -290,13 +302,14 @@ def hints() -> dict[str, Any]:
             for hint in own_fields(holder).values():
                 waiting += blocks(hint)
                 results |= {} if blocks(hint) else {str(unbounded(hint)): unbounded(hint)}
-    results["of a union no single value is a list of one"] = list[int] | bool
-    handed_on = (unbounded(hint) for options in PASSED_THROUGH.values() for hint in options.values())
-    return results | {str(hint): hint for hint in handed_on}
+    results["a union that is no list of one value"] = list[int] | bool
+    passed_through = (unbounded(hint) for options in PASSED_THROUGH.values() for hint in options.values())
+    return results | {str(hint): hint for hint in passed_through}
 
 
 @pytest.mark.parametrize("hint", [pytest.param(hint, id=name[:60]) for name, hint in hints().items()])
-def test_a_type_accepts_the_same_values_as_the_loader(hint: Any) -> None:
+def test_the_schema_of_a_type_accepts_the_same_values_as_the_loader(hint: Any) -> None:
+    """For each type of a key, without its bounds, the schema accepts a value if and only if the loader does."""
     validator = Validator(SchemaWriter().type(hint))
     choices = [choice for member in (hint, *get_args(hint)) for choice in get_args(member)]
     for value in (*VALUES, *(choice for choice in choices if isinstance(choice, str | int))):
@@ -315,28 +328,29 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
-    """For each key, the schema accepts the same values as the loader: several values for each key, and an unknown key
-    in each block."""
-    taken = refused = 0
+def test_the_schema_accepts_what_the_loader_accepts_for_each_key(kind: str) -> None:
+    """Each key gets several values, and each block an unknown key. The schema accepts all recipes that the loader
+    accepts, and refuses those that the loader refuses for their shape."""
+    accepted = refused = 0
     for key in KEYS[kind]:
         for value in ("null", "1", "text", "{no_such_key: 1}"):
             try:
-                mapping = changed(kind, f"{key}={value}")
+                mapping = recipe_with(kind, f"{key}={value}")
             except UserError:  # the key is inside a block that is null in the recipe
                 continue
             line = refusal(mapping)
-            valid = OF_KIND[kind].is_valid(mapping)
-            assert valid or line is not None, (key, value, next(OF_KIND[kind].iter_errors(mapping)).message)
-            taken += line is None
+            valid = VALIDATOR_OF[kind].is_valid(mapping)
+            assert valid or line is not None, (key, value, next(VALIDATOR_OF[kind].iter_errors(mapping)).message)
+            accepted += line is None
             if line is not None and any(shape in line for shape in SHAPES) and "columns" not in key:
                 refused += 1
                 assert not valid, (key, value, line)
-    assert taken > 10 and refused > 2
+    assert accepted > 10
+    assert refused > 2
 
 
-def test_the_file_that_an_editor_reads_is_yaml_too() -> None:
-    """A recipe that begins with the line for editors from docs/recipes.md is valid YAML for the loader, which reads
-    this line as a comment."""
-    text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(changed("sft"))
+def test_a_recipe_with_the_line_for_editors_is_read() -> None:
+    """A recipe may begin with the line from docs/recipes.md that names the schema for an editor. The loader reads this
+    line as a comment."""
+    text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(recipe_with("sft"))
     assert make_recipe(parse_yaml(text, "x")).kind == "sft"

@@ -1,4 +1,6 @@
-"""The checked-in list of the trainers' options matches the installed versions of the libraries."""
+"""Recipes pass some options through to the trainers of TRL and transformers. The checked-in list of these options
+(PASSED_THROUGH) matches the installed versions of the libraries.
+"""
 
 import dataclasses
 import re
@@ -15,7 +17,7 @@ from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import PREFIXES, REFUSED, refusal
 from trainer import options
 
-TRAINED = [kind for kind, recipe in KINDS.items() if issubclass(recipe, TrainRecipe)]
+TRAINING_KINDS = [kind for kind, recipe in KINDS.items() if issubclass(recipe, TrainRecipe)]
 # choices of the libraries that our list leaves out, with the reason
 LEFT_OUT = {
     "train_sampling_strategy": {"group_by_length", "batch_rebalance"},  # passed_through.py; needs rows of token ids
@@ -52,11 +54,13 @@ def fits(ours, theirs):
     ours, theirs = members(ours), members(theirs)
     our_choices, closed = choices(ours)
     their_choices, free = choices(theirs)[0], str in theirs
-    rest, others = ({one for one in kinds if typing.get_origin(one) is not typing.Literal} for kinds in (ours, theirs))
+    rest, others = (
+        {member for member in kinds if typing.get_origin(member) is not typing.Literal} for kinds in (ours, theirs)
+    )
     if closed and our_choices and free:  # of all texts only the choices are accepted
         others = others - {str}
-    lists = [next((one[1] for one in kinds if isinstance(one, tuple)), None) for kinds in (rest, others)]
-    if None not in lists and all(choices(inner)[0] for inner in lists):
+    lists = [next((member[1] for member in kinds if isinstance(member, tuple)), None) for kinds in (rest, others)]
+    if None not in lists and all(choices(elements)[0] for elements in lists):
         return choices(lists[0])[0] <= choices(lists[1])[0]
     return rest == others and (our_choices == their_choices or (free and our_choices >= their_choices))
 
@@ -69,35 +73,43 @@ def configuration(kind):
     return {"grpo": GRPOConfig, "sft": SFTConfig}.get(kind, TrainingArguments)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", TRAINING_KINDS)
 def test_the_listed_options_match_the_installed_versions(kind):
-    own = yaml_fields(KINDS[kind])
+    """The list has exactly the options of the library's class that are neither our own keys nor refused, each with a
+    type that fits the library's type."""
+    our_keys = yaml_fields(KINDS[kind])
     fields = dataclasses.fields(configuration(kind))
-    theirs = {f.name: f.type for f in fields if f.name not in own and not refusal(f.name, kind)}
+    theirs = {f.name: f.type for f in fields if f.name not in our_keys and not refusal(f.name, kind)}
     assert PASSED_THROUGH[kind].keys() == theirs.keys()
     assert not {key: hint for key, hint in PASSED_THROUGH[kind].items() if not fits(hint, theirs[key])}
 
 
-def test_examples_of_types_that_fit_and_do_not_fit():
-    """Control of the test above: examples of types that fit are accepted, and examples of types that do not fit are
-    refused."""
+def test_control_of_fits_with_types_that_fit_and_types_that_do_not():
+    """`fits`, which the test above uses, accepts equal types, and choices where the library accepts any text; it
+    refuses others."""
     text = typing.Literal["a", "b"]
-    assert fits(int, int) and fits(text | None, str | None) and fits(text | bool, str | bool)
-    assert not fits(int | None, float | None) and not fits(text, str | None) and not fits(str, text)
-    assert not fits(int, int | str) and not fits(text, typing.Literal["a", "b", "c"])
+    assert fits(int, int)
+    assert fits(text | None, str | None)
+    assert fits(text | bool, str | bool)
+    assert not fits(int | None, float | None)
+    assert not fits(text, str | None)
+    assert not fits(str, text)
+    assert not fits(int, int | str)
+    assert not fits(text, typing.Literal["a", "b", "c"])
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_choices_match_the_installed_versions(kind):
-    """If our list has choices and the library accepts any text, the library's help or metadata name the choices."""
+@pytest.mark.parametrize("kind", TRAINING_KINDS)
+def test_listed_choices_are_named_by_the_library(kind):
+    """For some options our list has choices and the library's type is any text. The library's help or metadata must
+    name these choices."""
     for f in dataclasses.fields(configuration(kind)):
         our_choices = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
         if not our_choices or str not in members(f.type):
             continue
-        given = f.metadata.get("choices")
-        words = set(given or re.findall(r"[`'\"](\w+)[`'\"]", f.metadata["help"]))
+        listed_choices = f.metadata.get("choices")
+        words = set(listed_choices or re.findall(r"[`'\"](\w+)[`'\"]", f.metadata["help"]))
         assert our_choices <= words, (f.name, our_choices, words)
-        if given:
+        if listed_choices:
             assert words - our_choices <= LEFT_OUT.get(f.name, set()), f.name
 
 
@@ -105,16 +117,16 @@ def test_options_that_break_replay_are_refused_by_kind():
     """Each kind refuses the options that break its replay, as docs/grpo.md lists them; sft, which has no evictions,
     keeps the options that work there."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
-        assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
+        assert [kind for kind in TRAINING_KINDS if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")
     for option in ("train_sampling_strategy", "data_seed"):
-        assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["distill", "kvpop", "sft"]
+        assert [kind for kind in TRAINING_KINDS if option in PASSED_THROUGH[kind]] == ["distill", "kvpop", "sft"]
     assert "group_by_length" not in str(PASSED_THROUGH["sft"]["train_sampling_strategy"])
     for option in (
         *("length_column_name", "label_names", "prediction_loss_only", "batch_eval_metrics", "include_for_metrics"),
         *("do_predict", "logging_nan_inf_filter", "enable_jit_checkpoint", "accelerator_config", "trust_remote_code"),
     ):
-        assert all(option not in PASSED_THROUGH[kind] and refusal(option, kind) for kind in TRAINED), option
+        assert all(option not in PASSED_THROUGH[kind] and refusal(option, kind) for kind in TRAINING_KINDS), option
 
 
 def test_replacements_named_in_refusals_are_keys():
@@ -128,8 +140,10 @@ def test_replacements_named_in_refusals_are_keys():
         **{k: v for of in options.REFUSED.values() for k, v in of.items()},
     }
     words = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+", " ".join(refused.values())))
-    inner = {"zero_stage", "target_modules", "system_prompt", "max_prompt_tokens"}  # keys inside blocks
-    assert words - inner <= keys | theirs | {"make_engine"} and "train_attention" not in words
+    keys_in_blocks = {"zero_stage", "target_modules", "system_prompt", "max_prompt_tokens"}  # keys inside blocks
+    assert words - keys_in_blocks <= keys | theirs | {"make_engine"}
+    assert "train_attention" not in words
     assert "attention_kernel" in refusal("attn_implementation", "grpo")
-    assert not keys & REFUSED.keys() and not REFUSED.keys() & options.ANY.keys()
+    assert not keys & REFUSED.keys()
+    assert not REFUSED.keys() & options.ANY.keys()
     assert all(not yaml_fields(KINDS[kind]).keys() & refused.keys() for kind, refused in options.REFUSED.items())

@@ -46,11 +46,12 @@ TEXTS = {"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT, "eval": E
 
 
 def make(text=GRPO, overrides=()):
+    """Return the recipe of a YAML text."""
     return make_recipe(parse_yaml(text, "r.yaml"), overrides, "r.yaml")
 
 
 def refused(*overrides, text=GRPO):
-    """Return the line that refuses a recipe."""
+    """Return the one-line error of a recipe that is refused."""
     with pytest.raises(UserError) as caught:
         make(text, overrides)
     line = str(caught.value)
@@ -61,22 +62,25 @@ def refused(*overrides, text=GRPO):
 # ---- recipes run as written --------------------------------------------------------------------------------
 
 
-def test_kinds_and_defaults():
-    made = {kind: make(text) for kind, text in TEXTS.items()}
-    assert {kind: type(recipe) for kind, recipe in made.items()} == KINDS
-    grpo, distill, kvpop, sft = (made[kind] for kind in ("grpo", "distill", "kvpop", "sft"))
-    evaluation, perplexity = made["eval"], made["perplexity"]
+def test_a_recipe_of_each_kind_has_its_values_and_its_kinds_defaults():
+    recipes_by_kind = {kind: make(text) for kind, text in TEXTS.items()}
+    assert {kind: type(recipe) for kind, recipe in recipes_by_kind.items()} == KINDS
+    grpo, distill, kvpop, sft = (recipes_by_kind[kind] for kind in ("grpo", "distill", "kvpop", "sft"))
+    evaluation, perplexity = recipes_by_kind["eval"], recipes_by_kind["perplexity"]
     assert (kvpop.loss.top_k, kvpop.training.learning_rate, kvpop.kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
     assert (distill.loss.divergence, distill.loss.top_k) == ("forward", None)
     assert (grpo.kind, grpo.training.learning_rate, grpo.grpo.loss_type, grpo.grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
-    assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
-    assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
+    assert grpo.data.columns == {"prompt": "problem"}
+    assert grpo.rewards[1] == {"name": "format", "weight": 0.1}
+    assert sft.data.synthetic.size == 8
+    assert evaluation.tasks["aime"].path == "aime.jsonl"
     assert (perplexity.text, perplexity.prompt_tokens, perplexity.sequences()) == ("book.txt", 1024, None)
     assert grpo.warnings == [] == evaluation.warnings
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip_through_a_file(kind, tmp_path):
+def test_a_saved_recipe_loads_as_the_same_recipe(kind, tmp_path):
+    """Overrides, and options that are passed through to the trainer, survive the file too."""
     overrides = (
         ["seed=7"]
         if not issubclass(KINDS[kind], TrainRecipe)
@@ -87,10 +91,10 @@ def test_round_trip_through_a_file(kind, tmp_path):
         overrides += ["optim=sgd", "lr_scheduler_kwargs={fused: true, eps: 1e-8}"]
     first = make(TEXTS[kind], overrides)
     (tmp_path / "resolved.yaml").write_text(first.as_yaml(), encoding="utf-8")
-    again = load_recipe(tmp_path / "resolved.yaml")
-    assert again == first
-    assert again.trainer_options == options
-    assert load_recipe(tmp_path / "resolved.yaml", ["seed=8"]) != first  # the control
+    loaded = load_recipe(tmp_path / "resolved.yaml")
+    assert loaded == first
+    assert loaded.trainer_options == options
+    assert load_recipe(tmp_path / "resolved.yaml", ["seed=8"]) != first  # control
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["seed"] == 7
 
 
@@ -99,7 +103,7 @@ def test_every_key_is_in_the_resolved_recipe(kind):
     assert set(make(TEXTS[kind]).resolved()) == {"kind", *yaml_fields(KINDS[kind])}
 
 
-def test_a_cache_is_resolved_with_every_parameter():
+def test_the_resolved_cache_has_every_parameter():
     cache = make().resolved()["cache"]
     assert cache == {"policy": "gkv", "budget": 512, "window": 16, "period": 128, "sinks": 0, "form": "max"} | {
         "alpha": 0.8, "redundancy": True, "lam": 0.7, "pooling": 1
@@ -109,40 +113,50 @@ def test_a_cache_is_resolved_with_every_parameter():
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "1e+3", "5", ".5"])
-def test_numbers_that_yaml_1_1_misreads(text):
+def test_numbers_without_a_point_or_sign_are_read_as_numbers(text):
+    """YAML 1.1 reads 1e-6 as text. Recipes read it as a number, in a file and in an override."""
     expected = float(text)
     for recipe in (make(GRPO.replace("1e-6", text)), make(GRPO, [f"learning_rate={text}"])):
-        assert recipe.training.learning_rate == expected and isinstance(recipe.training.learning_rate, float)
-    assert "got '1e-6'" in refused("learning_rate='1e-6'")  # the control: quoted text stays text
+        assert recipe.training.learning_rate == expected
+        assert isinstance(recipe.training.learning_rate, float)
+    assert "got '1e-6'" in refused("learning_rate='1e-6'")  # control: quoted text stays text
 
 
 @pytest.mark.parametrize(
     "value", ["1e-6", "no", "on", "2024-01-01", "010", "1:30", "true", "null", "~", "<<", ".5", "0o7", "= x"]
 )
-def test_text_survives_the_dump(value):
+def test_text_that_looks_like_another_type_is_saved_as_text(value):
     assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
     assert yaml.safe_load(dump_yaml({"a": value})) == {"a": value}  # for YAML 1.1 readers too
 
 
-def test_plain_words_and_dates_are_text():
+def test_plain_words_and_dates_are_read_as_text():
     assert parse_yaml("[no, on, 2024-01-01, 010, 1:30]", "x") == ["no", "on", "2024-01-01", 10, "1:30"]
-    assert yaml.safe_load("[no, 010]") == [False, 8]  # the control: the values in YAML 1.1
+    assert yaml.safe_load("[no, 010]") == [False, 8]  # control: YAML 1.1 reads other values
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------
 
 
-def test_overrides_reach_blocks():
+def test_overrides_set_keys_and_keys_inside_blocks():
+    """An override of a key in a block keeps the block's other keys; an override of the whole block replaces it. Of two
+    overrides of one key the last counts."""
     overrides = ["cache.budget=64", "data.path=x.jsonl", "lora.r=8", "launch.processes=2", "rewards=math", "top_k=null"]
     recipe = make(GRPO, overrides)
-    assert recipe.cache.budget == 64 and recipe.cache.window == 16
-    assert recipe.data.path == "x.jsonl" and recipe.lora.r == 8 and recipe.lora.alpha == 32
-    assert recipe.launch.processes == 2 and recipe.rewards == ["math"] and recipe.grpo.top_k is None
+    assert recipe.cache.budget == 64
+    assert recipe.cache.window == 16
+    assert recipe.data.path == "x.jsonl"
+    assert recipe.lora.r == 8
+    assert recipe.lora.alpha == 32
+    assert recipe.launch.processes == 2
+    assert recipe.rewards == ["math"]
+    assert recipe.grpo.top_k is None
     assert make(GRPO, ["cache=full"]).cache == FullConfig()
     assert make(GRPO, ["seed=1", "seed=2"]).seed == 2
 
 
-def test_an_override_changes_one_place_only():
+def test_an_override_of_a_yaml_anchor_changes_one_place_only():
+    """The tasks a and b are one YAML node (anchor and alias). An override of a does not change b."""
     text = EVAL.replace("{aime: {path: aime.jsonl}}", "{a: &d {path: a.jsonl}, b: *d}")
     recipe = make(text, ["tasks.a.limit=3"])
     assert (recipe.tasks["a"].limit, recipe.tasks["b"].limit) == (3, None)
@@ -163,7 +177,8 @@ def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
     the documentation of this class for its other keys."""
     for key in all_keys(cls):
         if dataclasses.is_dataclass(key.default):
-            assert isinstance(key.default, key.hint) and key.default == type(key.default)()
+            assert isinstance(key.default, key.hint)
+            assert key.default == type(key.default)()
             assert type(key.default) is key.hint or issubclass(key.hint, NamedConfiguration)
 
 
@@ -171,7 +186,7 @@ def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_misspelt_key_is_refused_with_the_nearest(kind):
+def test_a_misspelt_key_is_refused_with_the_nearest_key(kind):
     cls = KINDS[kind]
     for key in yaml_fields(cls):
         line = refused(f"{key}x=1", text=TEXTS[kind])
@@ -179,7 +194,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(kind):
 
 
 @pytest.mark.parametrize("block", ["data", "launch", "rollout", "lora", "replay_guard", "validation.data"])
-def test_a_misspelt_key_of_a_block(block):
+def test_a_misspelt_key_of_a_block_is_refused_with_the_nearest_key(block):
     cls = {"data": DataConfig, "launch": LaunchConfig, "rollout": RolloutConfig}.get(
         block, {"lora": LoraConfig, "replay_guard": GuardConfig}.get(block, DataConfig)
     )
@@ -188,7 +203,7 @@ def test_a_misspelt_key_of_a_block(block):
         assert f"{block}.{key}x: unknown key; did you mean {block}.{key}?" in line
 
 
-def test_a_key_at_the_wrong_level():
+def test_a_key_at_the_wrong_level_is_refused_with_its_right_place():
     assert "budget: unknown key; did you mean cache.budget?" in refused("budget=3")
     assert "did you mean launch.zero_stage?" in refused("zero_stage=2")
     assert "rollout.temperature: unknown key; did you mean temperature at the top level?" in refused(
@@ -198,7 +213,7 @@ def test_a_key_at_the_wrong_level():
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("temperature=hot", "temperature: expected a number > 0, got 'hot'"),
         ("temperature=0", "temperature: expected a number > 0, got 0"),
@@ -242,11 +257,11 @@ def test_a_key_at_the_wrong_level():
         ("kind=null", f"kind: missing; one of {', '.join(KINDS)}"),
     ],
 )
-def test_errors_of_wrong_values_name_key_expected_and_found(override, says):
-    assert says in refused(override)
+def test_errors_of_wrong_values_name_key_expected_and_found(override, message):
+    assert message in refused(override)
 
 
-def test_missing_keys_and_documents_that_are_no_recipe(tmp_path):
+def test_missing_keys_and_documents_that_are_no_recipe_are_refused(tmp_path):
     for key in ("model", "output_dir", "data", "cache", "rewards"):
         mapping = {k: v for k, v in parse_yaml(GRPO, "x").items() if k != key}
         with pytest.raises(UserError, match=f"r.yaml: {key}: missing; give"):
@@ -270,7 +285,8 @@ def test_duplicate_keys_are_errors():
 # ---- conditions between keys -------------------------------------------------------------------------------
 
 
-def test_groups_must_be_whole():
+def test_the_global_batch_must_hold_whole_groups():
+    """With 2 rows per device, a group of 8 completions needs 4 accumulated steps, or 4 processes."""
     sizes = ["per_device_train_batch_size=2", "num_generations=8"]
     assert "num_generations: 8 does not divide the global batch 2" in refused(*sizes)
     for rest in (["gradient_accumulation_steps=4"], ["steps_per_generation=4"], ["launch.processes=4"]):
@@ -278,24 +294,28 @@ def test_groups_must_be_whole():
     assert "steps_per_generation 3" in refused(*sizes, "steps_per_generation=3", "gradient_accumulation_steps=4")
 
 
-def test_a_truncated_support_is_warned_about():
+def test_sampling_with_top_p_or_top_k_gives_a_warning_in_grpo():
     assert "biases the policy ratio" in make(GRPO, ["top_p=0.9"]).warnings[0]
     assert len(make(GRPO, ["top_k=50"]).warnings) == 1
     assert make(GRPO, ["top_p=1"]).warnings == []
 
 
-def test_changing_a_policy_prints_how_to_replace_the_block():
+def test_an_error_after_a_change_of_policy_says_how_to_replace_the_block():
+    """`cache.policy=full` keeps gkv's parameters, which `full` does not have; the error names `cache={policy: ...}`."""
     assert "cache={policy: ...} replaces the whole block" in refused("cache.policy=full")
     assert "replaces" not in refused(text=GRPO.replace("gkv", "full"))
     assert make(GRPO, ["cache={policy: full}"]).cache == FullConfig()
 
 
-def test_stopping_needs_fresh_problems():
+def test_stop_at_accuracy_needs_a_synthetic_task():
+    """The accuracy is measured on new problems, which only a synthetic task has."""
     assert "stop_at_accuracy: needs fresh problems" in refused("data={path: a.jsonl}", "stop_at_accuracy=0.9", text=SFT)
     assert make(SFT, ["stop_at_accuracy=0.9"]).sft.stop_at_accuracy == 0.9
 
 
-def test_a_sweep_gives_each_policy_only_its_parameters():
+def test_a_sweep_gives_each_policy_the_shared_parameters_that_it_has():
+    """`caches()` combines the policies of a sweep with its budgets and the parameters of `cache`; each policy takes
+    those that it has. A parameter that no policy has is refused."""
     cache = "cache={window: 8, period: 4, sinks: 2}"
     recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], budget: [32, 64]}"])
     assert recipe.caches() == [
@@ -309,8 +329,8 @@ def test_a_sweep_gives_each_policy_only_its_parameters():
     assert make(EVAL, ["cache=full"]).caches() == [FullConfig()]
     swept = make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()
     assert [cache.budget for cache in swept] == [4, 5]
-    own = "[snapkv, {policy: streaming, sinks: 4}, {policy: tova, budget: 9, window: 1}]"
-    assert make(EVAL, [cache, f"sweep.policy={own}", "sweep.budget=[32, 64]"]).caches() == [
+    policies = "[snapkv, {policy: streaming, sinks: 4}, {policy: tova, budget: 9, window: 1}]"
+    assert make(EVAL, [cache, f"sweep.policy={policies}", "sweep.budget=[32, 64]"]).caches() == [
         SnapKVConfig(window=8, period=4, sinks=2, budget=32),
         SnapKVConfig(window=8, period=4, sinks=2, budget=64),
         StreamingConfig(period=4, sinks=4, budget=32),
@@ -340,14 +360,16 @@ def test_options_of_the_trainers_pass_through_with_their_types():
     assert "log_completions: expected true or false, got 1" in refused("log_completions=1")
     assert "logging_strategy: expected one of no, steps, epoch, got 'blue'" in refused("logging_strategy=blue")
     line = refused("optim=adamw_torhc")
-    assert "optim: expected one of adamw_torch, " in line and "did you mean 'adamw_torch'?" in line and len(line) < 400
+    assert "optim: expected one of adamw_torch, " in line
+    assert "did you mean 'adamw_torch'?" in line
+    assert len(line) < 400
     assert "deltas: unknown key; did you mean delta?" in refused("deltas=1")
     assert "delta: unknown key" in refused("delta=1", text=SFT)  # `delta` is a key of another kind
     assert "trainer_options: unknown key" in refused("trainer_options={a: 1}")
 
 
 @pytest.mark.parametrize(
-    ("key", "mend"),
+    ("key", "correction"),
     [
         ("use_vllm", "rollout.engine"),
         ("vllm_mode", "rollout block"),
@@ -362,9 +384,10 @@ def test_options_of_the_trainers_pass_through_with_their_types():
         ("model_name_or_path", "use model"),
     ],
 )
-def test_keys_that_would_break_replay_are_refused(key, mend):
+def test_keys_that_would_break_replay_are_refused(key, correction):
     line = refused(f"{key}=true")
-    assert f"{key}: not a key here" in line and mend in line
+    assert f"{key}: not a key here" in line
+    assert correction in line
 
 
 def test_reentrant_checkpointing_is_refused():
@@ -374,7 +397,7 @@ def test_reentrant_checkpointing_is_refused():
     assert make(GRPO, [f"{key}={{use_reentrant: false}}"]).trainer_options == {key: {"use_reentrant": False}}
 
 
-def test_the_choices_equal_those_of_the_pinned_trainer():
+def test_the_choices_of_schedulers_equal_those_of_transformers():
     schedulers = pytest.importorskip("transformers.trainer_utils").SchedulerType
     assert set(get_args(Scheduler)) == {member.value for member in schedulers}
 
@@ -382,7 +405,7 @@ def test_the_choices_equal_those_of_the_pinned_trainer():
 # ---- finding recipes ---------------------------------------------------------------------------------------
 
 
-def test_shipped_recipes_by_name(tmp_path, monkeypatch):
+def test_shipped_recipes_are_found_by_name(tmp_path, monkeypatch):
     package = tmp_path / "recipes"
     (package / "quickstart").mkdir(parents=True)
     (package / "qwen2.5-1.5b").mkdir()
@@ -404,7 +427,7 @@ def test_shipped_recipes_by_name(tmp_path, monkeypatch):
         load_recipe("recipes/quickstart/grpo")
 
 
-def test_every_shipped_recipe_is_valid_but_for_the_options_of_its_trainer():
+def test_every_shipped_recipe_is_valid_except_for_options_of_its_trainer():
     for name in recipes.list_recipes():
         try:
             load_recipe(name)
@@ -412,13 +435,14 @@ def test_every_shipped_recipe_is_valid_but_for_the_options_of_its_trainer():
             assert "unknown key" in str(error), error
 
 
-def test_reading_recipes_is_light():
+def test_reading_recipes_imports_no_heavy_library():
     heavy = ("torch", "trl", "transformers", "datasets")
     code = f"import sys, sparse_rl.recipe; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_recipes_are_frozen():
+def test_recipes_cannot_be_changed_but_replaced():
+    """A replaced recipe is checked anew."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().seed = 3
     assert dataclasses.replace(make(), seed=3).seed == 3

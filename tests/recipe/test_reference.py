@@ -1,4 +1,6 @@
-"""docs/recipes.md documents every key as the dataclasses do, and a new key of a component takes one edit."""
+"""docs/recipes.md is generated from the dataclasses of the settings, and lists every key. To add a key to a component,
+one edit of its dataclass is enough.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ GRPO = {
 }
 
 
-def test_the_page_is_current():
-    mend = "make it anew: python -m sparse_rl.recipe.reference > docs/recipes.md"
-    assert PAGE.read_text(encoding="utf-8") == reference(), mend
+def test_the_page_equals_the_generated_text():
+    how_to_update = "make it anew: python -m sparse_rl.recipe.reference > docs/recipes.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), how_to_update
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,14 +52,14 @@ def configurations(cls):
 
 
 @pytest.mark.parametrize("cls", [*KINDS.values(), *POLICIES.values(), *SCORERS.values()], ids=lambda cls: cls.__name__)
-def test_docstrings_speak_of_keys_that_there_are(cls):
+def test_docstrings_document_only_existing_keys(cls):
     for configuration in configurations(cls):
         for base in configuration.__mro__[:-1]:
             names = read_docstring(base)[1].keys()
             assert names <= yaml_fields(base).keys(), base
 
 
-def test_defaults_are_those_of_the_kind():
+def test_the_reference_shows_the_defaults_of_each_kind():
     """The reference shows the defaults of each kind: kvpop nests the optimizer of the papers, whose learning rate is
     the default in a kvpop recipe."""
     rates = {"kvpop": "8e-05", "grpo": "1e-06", "sft": "2e-05"}
@@ -65,7 +67,7 @@ def test_defaults_are_those_of_the_kind():
         assert f"| `learning_rate` | a number > 0 | `{rate}` |" in reference({kind: KINDS[kind]})
 
 
-def test_docstrings_are_read_entry_by_entry():
+def test_read_docstring_returns_the_prose_and_each_entry():
     @dataclass
     class Example:
         """A sentence about it.
@@ -109,13 +111,14 @@ class LongerGRPORecipe(GRPORecipe):
 
 def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
     """The key is in the recipe, the resolved recipe, the list of valid keys, and the reference."""
-    with pytest.raises(UserError, match="patience: unknown key"):  # the control: without the key
+    with pytest.raises(UserError, match="patience: unknown key"):  # control: without the key
         make_recipe(GRPO, ["patience=5"])
     monkeypatch.setitem(KINDS, "grpo", LongerGRPORecipe)
 
     recipe = make_recipe(GRPO, ["patience=5"])
     assert recipe.grpo.patience == 5
-    assert recipe.resolved()["patience"] == 5 and make_recipe(recipe.resolved()) == recipe
+    assert recipe.resolved()["patience"] == 5
+    assert make_recipe(recipe.resolved()) == recipe
     assert make_recipe(GRPO).resolved()["patience"] == 3
     with pytest.raises(UserError, match="command line: patience: expected a whole number, got 'long'"):
         make_recipe(GRPO, ["patience=long"])

@@ -32,13 +32,14 @@ def accuracy(folder: str, problems: int, **policy: object) -> float:
 def test_the_shipped_model_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Path(model_directory("quickstart/model")).samefile(SHIPPED)
-    own = tmp_path / "quickstart/model"
-    own.mkdir(parents=True)
+    users_folder = tmp_path / "quickstart/model"
+    users_folder.mkdir(parents=True)
     assert model_directory("quickstart/model") == "quickstart/model", "a folder of the user's own comes first"
-    assert model_directory("quickstart/grpo") == "quickstart/grpo" and model_directory("a/b") == "a/b"
+    assert model_directory("quickstart/grpo") == "quickstart/grpo"
+    assert model_directory("a/b") == "a/b"
 
 
-def test_the_shipped_model_solves_the_task_only_with_a_full_cache() -> None:
+def test_the_shipped_model_is_accurate_only_with_a_full_cache() -> None:
     """The shipped model's accuracy is high with a full cache, and low but above chance under the budget of the grpo
     recipe, so GRPO has room to improve the model."""
     cache = load_recipe("quickstart/grpo").cache
@@ -46,12 +47,13 @@ def test_the_shipped_model_solves_the_task_only_with_a_full_cache() -> None:
     assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
 
 
-def test_from_scratch_draws_new_weights_from_the_seed() -> None:
-    """A model made from scratch has new weights that the seed determines. The shipped model has the configuration and
-    tokenizer that the task's file makes."""
+def test_an_untrained_model_has_the_shipped_shape_and_weights_of_its_seed() -> None:
+    """`untrained_model` of the shipped folder equals the task's own `build_model` of that seed. The shipped model has
+    other, trained weights, and the task's tokenizer."""
     for seed in (0, 3):
-        made, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
-        assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)
+        weights, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
     other, text = untrained_model(str(SHIPPED), 1).state_dict(), rows("train", 1, seed=0)[0]["prompt"]
     assert not torch.equal(other["model.norm.weight"], load_model(str(SHIPPED)).state_dict()["model.norm.weight"])
     assert load_tokenizer(str(SHIPPED))(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
@@ -62,12 +64,12 @@ def test_the_recipe_reproduces_the_shipped_model(tmp_path: Path) -> None:
     """The recipe reproduces the shipped model bit for bit on a machine with the same arithmetic. On another machine it
     makes a model of the same accuracy."""
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft", f"output_dir={tmp_path / 'sft'}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = tmp_path / "sft/model"
-    assert load_config(str(made)).to_dict() == load_config(str(SHIPPED)).to_dict() | {"_name_or_path": str(made)}
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    trained = tmp_path / "sft/model"
+    assert load_config(str(trained)).to_dict() == load_config(str(SHIPPED)).to_dict() | {"_name_or_path": str(trained)}
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (made / name).read_text() == (SHIPPED / name).read_text(), name
-    ours, theirs = (load_model(str(folder)).state_dict() for folder in (made, SHIPPED))
+        assert (trained / name).read_text() == (SHIPPED / name).read_text(), name
+    ours, theirs = (load_model(str(folder)).state_dict() for folder in (trained, SHIPPED))
     if not all(torch.equal(ours[name], theirs[name]) for name in theirs):
-        assert min(accuracy(str(made), 256, policy="full"), accuracy(str(SHIPPED), 256, policy="full")) > 0.9
+        assert min(accuracy(str(trained), 256, policy="full"), accuracy(str(SHIPPED), 256, policy="full")) > 0.9

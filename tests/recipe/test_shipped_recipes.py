@@ -1,4 +1,5 @@
-"""Every shipped recipe validates, and runs, shortened, on a tiny model of its family."""
+"""Every shipped recipe is valid, has the settings of its paper, and runs, scaled down, on a tiny model of its
+family."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from sparse_rl.recipe import (
 
 ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
-TRAINED = [name for name in NAMES if isinstance(load_recipe(name), TrainRecipe)]
-EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
+TRAINING_RECIPES = [name for name in NAMES if isinstance(load_recipe(name), TrainRecipe)]
+EVALUATION_RECIPES = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 CHAT = (
     "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
@@ -46,6 +47,7 @@ BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the only recipe that keeps
 
 
 def family(name: str) -> str:
+    """Return the model family of a recipe."""
     model = load_recipe(name).model.lower()
     return "llama" if "llama" in model else "qwen2" if "qwen2" in model or "distill-qwen" in model else "qwen3"
 
@@ -58,10 +60,10 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
 
     from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
 
-    made: dict[tuple[str, bool], str] = {}
+    folders: dict[tuple[str, bool], str] = {}
 
     def make(family: str, chat: bool) -> str:
-        if (family, chat) not in made:
+        if (family, chat) not in folders:
             folder = tmp_path_factory.mktemp(f"{family}-{chat}")
             ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
             model = new_model(family, initializer_range=0.2, **ids)
@@ -70,8 +72,8 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
             tokenizer = build_tokenizer()
             tokenizer.chat_template = CHAT if chat else None
             tokenizer.save_pretrained(folder)
-            made[family, chat] = str(folder)
-        return made[family, chat]
+            folders[family, chat] = str(folder)
+        return folders[family, chat]
 
     return make
 
@@ -114,22 +116,21 @@ def shortened(recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_recipe_is_valid(name: str) -> None:
+def test_each_shipped_recipe_is_valid_and_names_its_command(name: str) -> None:
     """Each shipped recipe loads without a warning, has an output directory of its own, and begins with a comment whose
     command names the recipe."""
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-    assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
-    assert (
-        text.startswith("# ")
-        and f"sparse-rl {'train' if isinstance(recipe, TrainRecipe) else recipe.kind} {name}" in text
-    )
+    assert recipe.warnings == []
+    assert recipe.output_dir == f"runs/{name}"
+    assert text.startswith("# ")
+    assert f"sparse-rl {'train' if isinstance(recipe, TrainRecipe) else recipe.kind} {name}" in text
     assert max(map(len, text.splitlines())) <= 120
     if isinstance(recipe, TrainRecipe):
         assert recipe.trainer_options == {}
 
 
-def test_the_set() -> None:
+def test_the_folders_of_shipped_recipes_are_these() -> None:
     assert {name.split("/")[0] for name in NAMES} == {
         "deepseek-r1-distill-llama-8b",
         "deepseek-r1-distill-qwen-7b",
@@ -144,26 +145,28 @@ def test_the_set() -> None:
 
 
 def differing(a: str, b: str) -> set[str]:
+    """Return the keys, besides output_dir, in which two recipes differ."""
     first, second = (load_recipe(name).resolved() for name in (a, b))
     return {key for key in first if first[key] != second[key]} - {"output_dir"}
 
 
-def test_controls_differ_only_in_the_controlled_key() -> None:
+def test_recipes_that_are_compared_differ_only_in_the_compared_key() -> None:
     assert differing("quickstart/grpo", "quickstart/grpo_full") == {"cache"}
     assert differing("quickstart/grpo", "quickstart/grpo_mismatch") == {"train_attention"}
     for model in ("deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b"):
         assert differing(f"{model}/rl_sparse", f"{model}/rl_full") == {"cache"}
-    across = differing("deepseek-r1-distill-qwen-7b/rl_sparse", "deepseek-r1-distill-llama-8b/rl_sparse")
-    assert across == {"model", "cache"}
+    between_models = differing("deepseek-r1-distill-qwen-7b/rl_sparse", "deepseek-r1-distill-llama-8b/rl_sparse")
+    assert between_models == {"model", "cache"}
     assert differing("eval/amc23", "eval/amc23_16k") == {"max_completion_length"}
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek") and "rl_" in name])
-def test_settings_of_the_paper(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in TRAINING_RECIPES if name.startswith("deepseek") and "rl_" in name])
+def test_grpo_recipes_have_the_settings_of_g_kv(name: str) -> None:
     """The GRPO recipe has G-KV's settings: 16 prompts x 8 samples, 400 steps, 4096 tokens, temperature 0.6, learning
     rate 1e-6, no KL, budget 2048, and 32 held-out problems with 4 samples each."""
     recipe = load_recipe(name)
-    assert isinstance(recipe, GRPORecipe) and recipe.validation is not None
+    assert isinstance(recipe, GRPORecipe)
+    assert recipe.validation is not None
     batch, training = recipe.update_rows(), recipe.training
     assert (batch, batch // recipe.grpo.num_generations, training.max_steps) == (128, 16, 400)
     assert (training.lr_scheduler_type, training.warmup_steps) == ("constant_with_warmup", 20)
@@ -173,7 +176,8 @@ def test_settings_of_the_paper(name: str) -> None:
         1e-6,
     )
     assert (recipe.grpo.loss_type, recipe.grpo.beta, recipe.grpo.importance_correction) == ("grpo", 0.0, "none")
-    assert recipe.grpo.zero_truncated_advantages and recipe.grpo.train_attention == "replay"
+    assert recipe.grpo.zero_truncated_advantages
+    assert recipe.grpo.train_attention == "replay"
     assert (recipe.validation.problems, recipe.validation.samples) == (32, 4)
     if name.endswith("rl_sparse"):
         lam = 0.9 if "llama" in name else 0.7
@@ -181,11 +185,13 @@ def test_settings_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["distill", "streaming_plus"])
-def test_distillation_of_the_paper(name: str) -> None:
+def test_distillation_recipes_have_the_settings_of_g_kv(name: str) -> None:
     """The distillation recipe has the settings of G-KV appendix C: 250 steps, batch 128, learning rate 1e-6, 4096
     tokens, budget 2048, correct outputs only, and temperature 0.6."""
     recipe = load_recipe(f"deepseek-r1-distill-qwen-7b/{name}")
-    assert isinstance(recipe, DistillRecipe) and recipe.distill.keep == "math" and recipe.distill.completions == "data"
+    assert isinstance(recipe, DistillRecipe)
+    assert recipe.distill.keep == "math"
+    assert recipe.distill.completions == "data"
     batch, training = recipe.update_rows(), recipe.training
     assert (batch, training.max_steps, training.learning_rate) == (128, 250, 1e-6)
     cache: Any = recipe.cache
@@ -194,13 +200,14 @@ def test_distillation_of_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3-4b-instruct-2507", "qwen3-8b"])
-def test_the_retrofit_of_the_paper(model: str) -> None:
+def test_retrofit_recipes_have_the_settings_of_kvpop(model: str) -> None:
     """The retrofit recipes have the settings of KVpop algorithm 1: 2,000 steps, batch 128, sequences of 16,384 tokens,
     a loss over the top 256 tokens, window w 256, sinks s 4, budget 2048 or 4096, and the paper's learning rates."""
     for name in ("kvpop_mlp", "kvpop_mlstm", "streaming_plus"):
         for budget, k in ((None, 1788), (4096, 3836), (2276, 2016), (4292, 4032)):
             recipe = load_recipe(f"{model}/{name}", [] if budget is None else [f"cache.budget={budget}"])
-            assert isinstance(recipe, KVpopRecipe) and recipe.kvpop.packing
+            assert isinstance(recipe, KVpopRecipe)
+            assert recipe.kvpop.packing
             batch, training = recipe.update_rows(), recipe.training
             assert (batch, recipe.training.max_steps, recipe.kvpop.max_length, recipe.loss.top_k) == (
                 128,
@@ -224,30 +231,35 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 
 
-def test_attention_matching_of_the_paper() -> None:
+def test_the_attention_matching_recipe_has_the_settings_of_its_paper() -> None:
     """The Attention Matching recipe has the settings of the paper's table 7: 2,048 physical entries for 8,192 tokens,
     window 20, 4 runs, and an answer that is forced at the limit."""
     recipe = load_recipe("eval/am_aime25")
-    assert isinstance(recipe, EvalRecipe) and recipe.forced_answer is not None
+    assert isinstance(recipe, EvalRecipe)
+    assert recipe.forced_answer is not None
     (cache,) = recipe.caches()
-    assert isinstance(cache, AMConfig) and cache.schedule.peak == 2048
+    assert isinstance(cache, AMConfig)
+    assert cache.schedule.peak == 2048
     assert (cache.budget, cache.period, cache.window) == (1024, 1024, 20)
     assert (recipe.samples, recipe.max_completion_length) == (4, 8192)
     for name in ("grpo", "grpo_am"):
         cache = load_recipe(f"qwen2.5-1.5b/{name}").caches()[0]
-        assert cache is not None and cache.schedule.peak == 160
+        assert cache is not None
+        assert cache.schedule.peak == 160
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_am") == {"cache"}
 
 
-def test_one_shot_compaction_of_the_paper() -> None:
+def test_recipes_of_one_shot_compaction_have_the_settings_of_the_paper() -> None:
     """The recipes for QuALITY and LongHealth have the paper's settings: 2,048 new tokens, one sample, self-study and
     repetition, 50,000 queries, and the sweeps that the comments name."""
     for name, size in (("quality", "0.05"), ("longhealth", "0.1")):
         recipe = load_recipe(f"eval/{name}")
-        assert isinstance(recipe, EvalRecipe) and recipe.samples == 1 and recipe.accuracy == "boxed"
+        assert isinstance(recipe, EvalRecipe)
+        assert recipe.samples == 1
+        assert recipe.accuracy == "boxed"
         assert (recipe.max_completion_length, recipe.sampling().top_k) == (2048, 20)
-        assert {tuple(one.queries) for one in recipe.prompt_caches()} == {("self_study", "repeat")}
-        assert {(one.first, one.most_queries) for one in recipe.prompt_caches()} == {(0, 50_000)}
+        assert {tuple(cache.queries) for cache in recipe.prompt_caches()} == {("self_study", "repeat")}
+        assert {(cache.first, cache.most_queries) for cache in recipe.prompt_caches()} == {(0, 50_000)}
         text = (ROOT / f"recipes/eval/{name}.yaml").read_text()
         for override in re.findall(r"\.\.\. (prompt_cache[^ ]*=[^ \n\"]+)(?= |\n)", text):
             load_recipe(
@@ -260,14 +272,16 @@ def test_one_shot_compaction_of_the_paper() -> None:
         assert len(load_recipe("eval/quality", [f"prompt_cache={{{row}, ratio: [0.01, 0.2]}}"]).prompt_caches()) == 2
 
 
-def test_clustered_attention_in_training() -> None:
+def test_the_recipe_of_clustered_attention_reads_the_stated_number_of_entries() -> None:
+    """The recipe differs from qwen2.5-1.5b/grpo only in its cache. At the end of the longest completion a query reads
+    at most 219 entries, as the recipe's comment says."""
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_clustered") == {"cache"}
     cache = load_recipe("qwen2.5-1.5b/grpo_clustered").caches()[0]
     policy = make_policy(cache)
     assert policy.most_read(512, 512 + 1024 - 1) == 219  # the number in the recipe's comment
 
 
-def test_the_evaluations_of_the_papers() -> None:
+def test_evaluation_recipes_have_the_settings_of_their_papers() -> None:
     """The evaluation recipes have the papers' settings. G-KV: AMC at 32,768 tokens and at 16,384 tokens, and 4,096
     tokens at budget 2048. KVpop: 16 samples and top-k 20."""
     long, short, trained, kvpop = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k", "kvpop"))
@@ -282,11 +296,13 @@ def test_the_evaluations_of_the_papers() -> None:
         assert (sampling.max_tokens, sampling.n, sampling.top_k) == (length, samples, top_k)
         assert (sampling.temperature, sampling.top_p) == (0.6, 0.95)
     rl = load_recipe("deepseek-r1-distill-qwen-7b/rl_sparse")
-    assert isinstance(trained, EvalRecipe) and isinstance(rl, GRPORecipe)
-    assert trained.caches() == [rl.cache] and trained.max_completion_length == rl.grpo.max_completion_length
+    assert isinstance(trained, EvalRecipe)
+    assert isinstance(rl, GRPORecipe)
+    assert trained.caches() == [rl.cache]
+    assert trained.max_completion_length == rl.grpo.max_completion_length
 
 
-def test_the_sweep_has_its_policies_at_the_same_budgets() -> None:
+def test_the_reasoning_sweep_has_every_policy_at_the_same_budgets() -> None:
     """The sweep has every policy at the same budgets, and as many caches as the recipe's comment says; the 4 sinks of
     StreamingLLM are added to each budget."""
     recipe, text = load_recipe("eval/reasoning"), (ROOT / "recipes/eval/reasoning.yaml").read_text()
@@ -302,18 +318,21 @@ def test_the_sweep_has_its_policies_at_the_same_budgets() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("streaming_plus")])
-def test_a_header_without_scorers_claims_no_boundary_loss(name: str) -> None:
+def test_recipes_without_scorers_do_not_mention_the_boundary_loss(name: str) -> None:
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-    assert "1 x boundary loss" not in text and "gamma" not in text and "scorer_" not in text
+    assert "1 x boundary loss" not in text
+    assert "gamma" not in text
+    assert "scorer_" not in text
 
 
-def test_accelerate_configs() -> None:
-    """The accelerate configurations are not recipes, start 8 processes, and leave the ZeRO stage to the recipe."""
+def test_accelerate_configurations_start_8_processes_and_set_no_zero_stage() -> None:
+    """The accelerate configurations are not recipes, and leave the ZeRO stage to the recipe."""
     files = sorted((ROOT / "recipes/accelerate_configs").glob("*.yaml"))
     assert [file.stem for file in files] == ["multi_gpu", "zero2", "zero3"]
     for file in files:
         content = yaml.safe_load(file.read_text())
-        assert "kind" not in content and content["num_processes"] == 8
+        assert "kind" not in content
+        assert content["num_processes"] == 8
         assert "zero_stage" not in content.get("deepspeed_config", {})
         assert f"--config_file recipes/accelerate_configs/{file.name} -m sparse_rl.cli train" in file.read_text()
 
@@ -321,7 +340,7 @@ def test_accelerate_configs() -> None:
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", TRAINING_RECIPES)
 def test_each_recipe_trains_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,7 +395,8 @@ def test_each_recipe_trains_at_a_small_size(
     lines = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
-    assert (folder / "recipe.yaml").is_file() and (model / "model.safetensors").is_file()
+    assert (folder / "recipe.yaml").is_file()
+    assert (model / "model.safetensors").is_file()
     if isinstance(recipe, GRPORecipe):
         replayed = recipe.grpo.train_attention == "replay"
         limit = 0.05 if name == BFLOAT16 else 1e-5
@@ -384,19 +404,21 @@ def test_each_recipe_trains_at_a_small_size(
         evicts = recipe.cache.name not in ("full", "clustered")
         assert all((line["cache/retention"] < 1) is evicts for line in lines)
         saved = saved_policy(model)
-        assert saved is not None and saved.name == recipe.cache.name
+        assert saved is not None
+        assert saved.name == recipe.cache.name
         validated = [line["step"] for line in metrics if "eval_reward" in line]
         assert validated == ([1, 2] if recipe.validation is not None else [])
     elif isinstance(recipe, TaughtRecipe):
         assert all(line["cache/retention"] < 1 and line["kl"] > 0 for line in lines)
         assert [line["step"] for line in metrics if "eval_kl" in line] == ([0, 1, 2] if recipe.validation else [])
-        assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache.name
+        assert (saved := saved_policy(model)) is not None
+        assert saved.name == recipe.cache.name
     else:
         assert isinstance(recipe, SFTRecipe)
         assert any("accuracy_full" in line for line in metrics) is (recipe.sft.stop_at_accuracy is not None)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize("name", EVALUATION_RECIPES)
 def test_each_evaluation_runs_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> None:
@@ -434,7 +456,7 @@ def test_each_evaluation_runs_at_a_small_size(
     assert {row.task for row in rows} == set(recipe.tasks)
 
 
-def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
+def test_the_perplexity_recipe_runs_at_a_small_size(tiny_model: Callable, tmp_path: Path) -> None:
     """The perplexity recipe runs, scaled down, under a sweep that the recipe's comment names."""
     from sparse_rl.commands.perplexity import measure
 
@@ -453,8 +475,9 @@ def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
 )
-def test_the_real_problems(task: str, name: str, tiny_model: Callable) -> None:
-    """The local files that the recipe's comment describes are enough to read the real problems with their answers."""
+def test_evaluation_recipes_read_the_real_problems_from_local_files(task: str, name: str, tiny_model: Callable) -> None:
+    """With local files, as the recipe's comment describes, the real problems are read with their answers. The recipe's
+    accuracy function accepts right answers and refuses wrong ones."""
     from rewards import make_rewards
 
     file = DATA / ("gsm8k_test.jsonl" if task == "gsm8k" else f"{task}.jsonl")
@@ -471,4 +494,5 @@ def test_the_real_problems(task: str, name: str, tiny_model: Callable) -> None:
     answers = rows["answer"][:3]
     right = accuracy([f"So it is $\\boxed{{{answer}}}$." for answer in answers], answer=answers)
     wrong = accuracy(["So it is $\\boxed{-123456}$."] * 3, answer=answers)
-    assert right == [1.0] * 3 and wrong == [0.0] * 3
+    assert right == [1.0] * 3
+    assert wrong == [0.0] * 3

@@ -1,4 +1,6 @@
-"""docs/trl_options.md covers every option of TRL's GRPOConfig; a test fails if a new TRL version changes them."""
+"""docs/trl_options.md, which is generated, covers every option of TRL's GRPOConfig. A test fails if a new version of
+TRL changes the options.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ def default_of(field: Any) -> Any:
     return "required" if field.default is dataclasses.MISSING else field.default
 
 
-def test_the_page_is_current() -> None:
-    mend = "make it anew: python -m sparse_rl.recipe.trl_options > docs/trl_options.md"
-    assert PAGE.read_text(encoding="utf-8") == page(), mend
+def test_the_page_equals_the_generated_text() -> None:
+    how_to_update = "make it anew: python -m sparse_rl.recipe.trl_options > docs/trl_options.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), how_to_update
 
 
-def test_every_option_of_trl_is_passed_through_replaced_or_refused() -> None:
+def test_every_option_of_trl_is_a_key_passed_through_or_refused() -> None:
+    """Each option is exactly one of these: a key of our GRPO recipe, an option that is passed through, or refused.
+    THEIRS lists TRL's defaults that differ from ours."""
     from trl import GRPOConfig
 
     theirs = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
