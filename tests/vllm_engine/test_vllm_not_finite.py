@@ -118,7 +118,10 @@ def test_nan_does_not_spread_to_other_sequences(
     assert [why for why, *_ in clean] == [("length", None)] * len(GOOD)
     mixed, is_bad = in_one_batch()
     outputs = served(engine, mixed)
-    assert [one for one, bad in zip(outputs, is_bad, strict=True) if not bad] == clean
+    # the control batch has the same lengths: in float16 a row may depend on the shape of its batch
+    harmless = served(engine, [[7] * len(prompt) if prompt in BAD else prompt for prompt in mixed])
+    for output, control, bad in zip(outputs, harmless, is_bad, strict=True):
+        assert bad or output == control
     assert [one for one, bad in zip(outputs, is_bad, strict=True) if bad] == [(("error", "not finite"), [], [])] * len(
         BAD
     )
