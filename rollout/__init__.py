@@ -1,16 +1,14 @@
-"""rollout: samples completions under eviction, and records every eviction.
+"""rollout samples completions under eviction, and records every eviction.
 
     engine = make_engine("hf", model="path/to/model", policy={"policy": "gkv", "budget": 512})
     rollouts = engine.generate(prompts, SamplingConfig(max_tokens=1024, n=8, seed=0))
 
-config.py    SamplingConfig, and RolloutConfig, a recipe's `rollout:` block
+config.py    settings of sampling, and of the engine (a recipe's `rollout:` block)
 engine.py    the Engine protocol and the Rollout record
-make.py      make_engine: creates an engine from its name;  choice.py  chooses an engine for this machine and this model
+make.py      creates an engine from its name;  choice.py  chooses an engine for this machine and this model
 requests.py  steps common to all engines before they sample: prompt checks, seeds, stop tokens
 sampling.py  the sampler;  sampling_reference.py  a plain sampler, whose results the sampler must equal
-hf.py        the reference engine on plain transformers; its caches record the evictions, and are in sparse_rl/methods:
-             eviction/cache.py, dms/cache.py (kv heads hold different numbers of entries), pages/cache.py (queries read
-             pages) and pages/layered_cache.py (layers have different policies)
+hf.py        the reference engine on plain transformers, with the caches of sparse_rl/methods
 context/     contexts that are compacted once
 files.py     rollouts as files;  origin.py  record of how the rollouts in files were sampled
 verify.py    checks that replay of rollouts in files gives the log-probs of the sampler

@@ -1,7 +1,4 @@
-"""Chooses the sampling engine when the configuration says `auto`, for this machine and this model.
-
-This module reads configurations of rollouts and models, never recipes. It imports neither vLLM nor, at its top, torch.
-"""
+"""Chooses the sampling engine if the configuration says `auto`. Imports neither vLLM nor, at its top, torch."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head siz
 
 
 def default_engine() -> EngineName:
-    """Return the engine that `auto` means unless the model or the machine rules it out: vllm if installed, else hf."""
+    """Return the engine that `auto` means if model and machine allow it: vllm if it is installed, else hf."""
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
 def choose_engine(
     rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
 ) -> tuple[EngineName, str]:
-    """Choose the sampling engine. Returns (the engine's name for `make_engine`, the reason for the choice in words).
+    """Choose the sampling engine. Returns (name of the engine, reason for the choice in words).
 
     config : configuration of the model; None means that the engine samples from a live module
     caches : policies under which the engine will sample
@@ -46,7 +43,7 @@ def choose_engine(
 
 
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
-    """Return why vllm cannot sample on this machine from this model under these policies; None if it can."""
+    """Return the reason why vllm cannot sample from this model under these policies; None means that it can."""
     from sparse_rl.attention.families import cache_shape, family_only_hf
 
     if config is None:
@@ -68,7 +65,6 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
 
 
 def _is_cpu_build() -> bool:
-    """True if the installed vllm is a CPU build, which runs only on CPUs."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:

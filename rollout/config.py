@@ -20,8 +20,7 @@ SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a 
 class SamplingConfig(Configuration):
     """Settings of sampling.
 
-    Sampling is seeded by (seed, prompt, sample index). So a completion does not depend on its place in the batch, nor
-    on the size or the order of the batch.
+    Random numbers are seeded by (seed, prompt, sample index), so a completion does not depend on the rest of the batch.
 
     max_tokens : maximum number of tokens in a completion
     temperature : 0 takes the most likely token at each step; the log-probs are then computed at temperature 1

@@ -1,4 +1,4 @@
-"""Interface of an engine: it takes prompts and returns sampled completions with log-probs and eviction traces.
+"""Interface of an engine, which takes prompts and returns sampled completions with log-probs and eviction traces.
 
 This file depends neither on torch modules nor on the internals of policies. hf.py is the reference implementation.
 """
@@ -66,8 +66,6 @@ class Prefilled(Protocol):
     def queries(self, layer: int) -> Tensor:
         """Return the last W queries of each row in one layer, oldest first: [B, Hq, W, D].
 
-        layer : index of the layer
-
         W is the number of queries that the policy scores with. Raises UserError if it does not score with queries.
         """
         ...
@@ -94,7 +92,7 @@ class Engine(Protocol):
         context : a context compacted by `HFEngine.compact`; each prompt continues it, and `prompt_ids` of each rollout
             begins with its tokens. Tokens after the context are never evicted.
 
-        Raises UserError on an empty prompt, and NotFiniteError at the first step whose log-prob is not finite.
+        Raises UserError on an empty prompt, and NotFiniteError at the first step with a log-prob that is not finite.
         """
         ...
 
@@ -111,8 +109,7 @@ class Engine(Protocol):
 
         context : a compacted context that the prompts continue; None means that there is none
 
-        Raises UserError on an empty prompt or completion, and NotFiniteError at the first step whose log-prob is not
-        finite.
+        Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
         """
         ...
 

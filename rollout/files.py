@@ -3,8 +3,8 @@
     rollouts.json              record of how the rollouts were sampled (origin.py)
     completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
                                if top-p or top-k cut the distribution (else they equal logprobs), and the caller's keys
-    traces-00000.safetensors   the traces of the first lines; further files hold those of the next lines. There are no
-                               such files if nothing can be evicted
+    traces-00000.safetensors   the traces of the first lines; further files hold the traces of the next lines. There are
+                               no such files if nothing can be evicted
 
 Log-probs are float32, written with enough digits to be read back bit for bit.
 """
@@ -32,9 +32,9 @@ PART = 64  # number of lines read at a time when there are no trace files
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the rollouts of a folder, on consecutive lines of completions.jsonl.
+    """Rollouts on consecutive lines of completions.jsonl.
 
-    file : the file of these rollouts' traces, or completions.jsonl if there are no trace files
+    file : the file of their traces, or completions.jsonl if there are no trace files
     line : line of the first rollout in completions.jsonl, counted from 1
     """
 
@@ -50,8 +50,8 @@ Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
 def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
     """Write the files of a folder, replacing the files of an earlier call.
 
-    Yields a function `add(rollouts, further)` that writes one part: the rollouts, and for each rollout a mapping of
-    further keys and values for its line of completions.jsonl.
+    Yields a function `add(rollouts, further)` that writes one part. `further` has, for each rollout, additional keys
+    and values for its line of completions.jsonl.
     """
     for earlier_file in folder.glob(TRACES):
         earlier_file.unlink()
@@ -99,8 +99,7 @@ class RolloutFiles:
     def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
         """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads : the model's numbers of layers and of kv heads; needed to build traces if the folder has no
-            trace files, because nothing could be evicted
+        layers, kv_heads : the model's numbers, to build traces if nothing could be evicted and there are no trace files
 
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
@@ -139,9 +138,7 @@ class RolloutFiles:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
     def _rollout(self, number: int, text: str, trace: EvictionTrace | tuple[int, int], file: Path) -> Rollout:
-        """Return the rollout of a line. trace : its trace, or (layers, kv heads) if there are no trace files; file :
-        the trace file, for messages
-        """
+        """Return the rollout of a line. `trace` is its trace, or (layers, kv heads) if there are no trace files."""
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:

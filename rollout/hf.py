@@ -1,10 +1,8 @@
 """The reference engine, which other engines must match: plain transformers forward passes over caches that shrink.
 
-Prompts of different lengths are batched; a prompt that is sampled n times is prefilled once. Finished rows are frozen,
-and are removed from the batch once they make up half of it. All counts are per sequence, so a prompt gives the same
-tokens and traces if it is sampled alone, in a batch or in another order.
-
-The engine does not handle text, rewards or training.
+Each distinct prompt is prefilled once. Finished rows are frozen, and are removed from the batch once they make up half
+of it. A prompt gives the same tokens and traces if it is sampled alone, in a batch or in another order. The engine does
+not handle text, rewards or training.
 """
 
 from __future__ import annotations
@@ -81,10 +79,7 @@ class Row:
 class HFEngine:
     """Samples from any model of the supported families, under any policy.
 
-    Parameters
-    ----------
     model : a directory, or a live module, from which the engine samples directly (no copy, no stale weights)
-    policy : cache policy
     dtype : dtype of the weights if `model` is a directory
     device : device on which to load the model; ignored for a live module
     max_batch : maximum number of sequences that are sampled at the same time
@@ -121,7 +116,6 @@ class HFEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """Implement `Engine.generate`. After a context nothing is evicted, under any policy."""
         return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size, context), sampling)
 
     def simulate(
@@ -131,7 +125,6 @@ class HFEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """Implement `Engine.simulate`."""
         return self._run(
             *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
         )
@@ -148,8 +141,8 @@ class HFEngine:
 
         tokens : token ids of the context
         study_prompts : prompts about the context, for reference queries of the kind self_study
-        counts : number of entries that each kv head keeps, [layer][kv head] (budgets.py); None means that `config`
-            determines the numbers
+        counts : number of entries that each kv head keeps, [layer][kv head]; None means that `config` determines the
+            numbers (budgets.py)
         on_stage : called with the name of each stage when it begins
 
         Raises UserError if the context is no longer than `first` + `last`, if `config` has the query kind self_study
@@ -169,14 +162,9 @@ class HFEngine:
         study_prompts: Sequence[Sequence[int]] = (),
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Studied:
-        """Prefill a context and compute its reference queries. Returns both, to make compactions of any size from them.
+        """Prefill a context and compute its reference queries, from which compactions of any size can be made.
 
-        tokens : token ids of the context
-        study_prompts : prompts about the context, for reference queries of the kind self_study
-        on_stage : called with the name of each stage when it begins
-
-        Raises UserError if the context is no longer than `first` + `last`, and if `config` has the query kind
-        self_study but `study_prompts` is empty.
+        The arguments and errors are those of `compact`, except for the head budgets.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         study_ids = token_ids(study_prompts, self.model.config.vocab_size)
@@ -194,10 +182,7 @@ class HFEngine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Put the model in evaluation mode and disable gradients in the block, then restore the model's mode.
-
-        A live module may be in training mode.
-        """
+        """Use evaluation mode without gradients in the block, and restore a live module's training mode after it."""
         training = self.model.training
         self.model.eval()
         try:
@@ -207,10 +192,7 @@ class HFEngine:
             self.model.train(training)
 
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
-        """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch.
-
-        context : a compacted context that the prompts continue
-        """
+        """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
         return self._read(prompts, make_cache(self.policy) if context is None else ContextCache(context))
 
@@ -221,7 +203,7 @@ class HFEngine:
         whole = max(LEAST_ROWS, *lengths)
         piece = cache.piece or whole
         width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # so that the last piece also has LEAST_ROWS
-        # Padded with the prompt's last token: another token, such as token 0, may have a NaN embedding.
+        # The padding is the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
         last = torch.tensor(lengths, device=device) - 1
         last_hidden = torch.empty(0)
@@ -257,7 +239,6 @@ class HFEngine:
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Implement `Engine.load_weights`."""
         own_weights = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in weights:
@@ -270,12 +251,10 @@ class HFEngine:
                 own_weights[name].copy_(tensor)
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Implement `Engine.scorer_digests`."""
         scorers = getattr(self.model, SCORERS, None)
         return {} if scorers is None else head_digests(dict(scorers.named_parameters()))
 
     def close(self) -> None:
-        """Release the model."""
         del self.model
 
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
@@ -351,6 +330,6 @@ class HFEngine:
         return out.last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [B, V] for hidden states [B, hidden size], one position per row."""
+        """Return logits [B, V] for hidden states [B, hidden size]."""
         with padded_layers(len(hidden), hidden.device):
             return self.model.get_output_embeddings()(hidden)

@@ -1,4 +1,4 @@
-"""make_engine: creates an engine from its name, a model and a policy. Imports only the chosen engine's libraries."""
+"""Creates an engine from its name, a model and a policy. Imports only the chosen engine's libraries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ def make_engine(
 ) -> Engine:
     """Create an engine from its name.
 
-    Parameters
-    ----------
     kind : "hf" or "vllm"; use `default_engine()` if there is no reason to prefer one
     model : directory of a model or of a run; for hf also a live module
     policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
         stored in the model's directory (cache_policy.json), or a full cache if there is none
     options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine)
 
-    Raises
-    ------
-    UserError
-        If the engine, the policy or a parameter is unknown, or the engine is not installed or cannot use the model.
+    Raises UserError if the engine, the policy or a parameter is unknown, or the engine is not installed or cannot use
+    the model.
     """
     if kind not in ENGINES:
         raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
@@ -54,7 +50,6 @@ def make_engine(
 
 
 def engine_class(kind: str) -> Any:
-    """Import and return the class of an engine named in ENGINES."""
     if kind == "hf":
         from rollout.hf import HFEngine
 

@@ -39,7 +39,6 @@ class Origin(Configuration):
 
 
 def write_origin(folder: Path, origin: Origin) -> None:
-    """Write rollouts.json."""
     record = {"format_version": FORMAT_VERSION, **as_mapping(origin)}
     (folder / ORIGIN).write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,10 +1,10 @@
 """Layers whose rounding does not depend on the number of input rows. This matters only on a CPU, in float32.
 
-A CPU library sums a matrix product over few rows in a different order than one over many. "Few" depends on the
-processor and the inner size: below 4 rows on some processors, below 8 to 16 on others if the inner size is 172 or more.
-Activations also take a different code path for the last few numbers. An engine decodes few rows, a trainer reads many,
-and a trained model amplifies the difference. So engines pad their inputs with rows of zeros, to a multiple of ROWS. A
-trainer need not pad: the last rows of its inputs belong to a sequence's last token, which no later query attends to.
+A CPU library sums a matrix product in another order if it has few rows: below 4 rows on some processors, below 8 to 16
+on others if the inner size is 172 or more. Activations take another code path for the last few numbers. An engine
+decodes few rows, a trainer reads many, and a trained model amplifies the difference. So engines pad their inputs with
+rows of zeros, to a multiple of ROWS. A trainer need not pad: the last rows of its inputs belong to a sequence's last
+token, which no later query attends to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ ROW_WISE = (F.linear, F.silu)  # a decoder's row-wise functions whose rounding d
 
 
 def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a row-wise function to the rows of x, padded to a multiple of ROWS rows if x is float32 on a CPU.
+    """Apply a row-wise function [rows, K] -> [rows, N] to x [..., K]. Returns [..., N].
 
-    function : function [rows, K] -> [rows, N], where K and N are its input and output sizes
-    x : [..., K]
-
-    Returns the output for the rows of x without the padding, [..., N].
+    If x is float32 on a CPU, the function gets a multiple of ROWS rows; the additional rows are zeros.
     """
     rows = x.shape[:-1].numel()
     if x.dtype != torch.float32 or x.device.type != "cpu" or not rows % ROWS:
@@ -38,10 +35,7 @@ def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def padded_layers(rows: int, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager in which linear layers and activations use `padded`; no effect if nothing needs padding.
-
-    rows : number of rows of each layer's input in the block
-    """
+    """Return a context manager in which linear layers and activations, with inputs of `rows` rows, use `padded`."""
     return _PaddedLayers() if rows % ROWS and device.type == "cpu" else nullcontext()
 
 

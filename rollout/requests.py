@@ -26,8 +26,6 @@ class Request:
 
     place : index in the list of rollouts that the engine returns
     prompt : token ids of the prompt, without the context
-    max_tokens : maximum length of the completion
-    seed : seed of the uniform numbers that its tokens are sampled with
     forced : the given completion if the sequence is simulated; None if it is sampled
     context : compacted context that the prompt follows; None if there is none
     """
@@ -51,8 +49,6 @@ def requests_to_sample(
     """Return the requests of a call of `Engine.generate`: n per prompt, prompt by prompt.
 
     A prompt that occurs twice gets different seeds each time.
-
-    vocabulary : size of the vocabulary
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     times: Counter[tuple[int, ...]] = Counter()
@@ -105,7 +101,7 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
 
 
 def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
-    """Return the token that a sequence must take at a step, whatever the model predicts; -1 if the token is sampled.
+    """Return the token that a sequence must take at a step; -1 means that the token is sampled.
 
     completion : the given completion if the sequence is simulated; after its end the sequence only fills the batch, and
         its token does not matter
@@ -119,8 +115,7 @@ def forced_token(step: int, completion: Sequence[int] | None, sampling: Sampling
 class NotFiniteLogprobError(NotFiniteError):
     """Raised if the log-prob of a completion's token is NaN or infinite.
 
-    prompt, sample : index of the prompt, and of the sample of this prompt
-    step : index of the token in the completion
+    prompt, sample, step : indices of the prompt, of the prompt's sample, and of the token in the completion
     dtype : name of the dtype that the model computes in
     """
 
@@ -134,12 +129,12 @@ class NotFiniteLogprobError(NotFiniteError):
         self.prompt, self.sample, self.step, self.dtype = prompt, sample, step, dtype
 
     def of_prompt(self, prompt: int) -> NotFiniteLogprobError:
-        """Return a copy of this error with another prompt index: the index in the caller's own list of prompts."""
+        """Return a copy of this error in which `prompt` is the index in the caller's own list of prompts."""
         return NotFiniteLogprobError(prompt, self.sample, self.step, self.dtype)
 
 
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
-    """Return the seed of one sequence, computed from (seed, prompt, sample index), not from its place in a batch."""
+    """Return the seed of one sequence, which does not depend on the sequence's place in a batch."""
     digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
 

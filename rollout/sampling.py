@@ -1,4 +1,4 @@
-"""Sampling: turns logits into tokens and log-probs, reproducibly per sequence.
+"""Sampling turns logits into tokens and log-probs, reproducibly for each sequence.
 
 Each sequence draws one uniform number per step from its own generator and inverts the CDF in vocabulary order, in
 float64. So a sequence's tokens depend only on its logits, its seed and its own length.
@@ -28,9 +28,7 @@ class Uniforms:
         self.number, self.block = -1, [0.0]
 
     def at(self, step: int) -> float:
-        """Return the uniform number of a step. A step may be asked for again; one in an earlier block of BLOCK numbers
-        restarts the generator.
-        """
+        """Return the uniform number of a step. A step in an earlier block of BLOCK numbers restarts the generator."""
         number, place = divmod(step, BLOCK)
         if number < self.number:
             self._begin()
@@ -69,10 +67,8 @@ def sample(
 def drawn(
     logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample tokens from given log-probs, and return the three tensors that `sample` returns.
-
-    logprobs, processed : float32 [B, V], log-probs before and after top-p and top-k
-    uniform, forced : as in `sample`
+    """Sample tokens from log-probs float32 [B, V] before and after top-p and top-k. Returns the same values as
+    `sample`.
     """
     if uniform is None:
         tokens = logprobs.argmax(-1)

@@ -1,7 +1,7 @@
-"""The plain sampler, which sorts the whole vocabulary. `rollout.sampling.sample` must give the same results; on a CPU,
-the same bits.
+"""The plain sampler, which sorts the whole vocabulary.
 
-Both samplers draw tokens with the same function; they differ in how they compute the distribution.
+`rollout.sampling.sample` must give the same results; on a CPU, the same bits. Both draw tokens with the same function;
+they differ in how they compute the distribution.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def sample_reference(
 
 
 def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """Return log-probs [B, V] restricted by top-k, then by top-p, and renormalised; -inf for all other tokens.
-
-    Top-p keeps the smallest set of tokens with total probability >= top_p.
-    """
+    """Return the same values as `rollout.sampling.truncate`."""
     ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
     outside = torch.zeros_like(ranked, dtype=torch.bool)
     if top_k is not None:

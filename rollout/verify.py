@@ -46,11 +46,9 @@ class Gap:
 
     @property
     def mean(self) -> float:
-        """Mean gap over all tokens."""
         return self.total / self.tokens
 
     def add(self, other: Gap) -> None:
-        """Add the statistics of another Gap to this one."""
         if other.largest > self.largest:
             self.largest, self.line, self.token = other.largest, other.line, other.token
         self.rollouts += other.rollouts
@@ -59,7 +57,6 @@ class Gap:
         self.total += other.total
 
     def as_numbers(self) -> dict[str, float]:
-        """Return the statistics by name, for JSON."""
         names = ("rollouts", "tokens", "largest", "mean", "beyond", "line", "token")
         return {name: getattr(self, name) for name in names}
 
@@ -67,7 +64,7 @@ class Gap:
 def default_bound(origin: Origin, dtype: str, device: str) -> float:
     """Return the largest gap that passes: the larger of the bounds of the sampler's dtype and the replay's `dtype`.
 
-    It is at least INEXACT unless sampler and replay both compute attention exactly, on a CPU.
+    The bound is at least INEXACT unless sampler and replay both compute attention in float64, on a CPU.
     """
     bound = max(BOUNDS[origin.dtype], BOUNDS[dtype])
     return bound if origin.exact and device == "cpu" else max(bound, INEXACT)
@@ -76,10 +73,8 @@ def default_bound(origin: Origin, dtype: str, device: str) -> float:
 def check_model(origin: Origin, config: Any, model: str) -> bool:
     """Return True if a model's configuration has the fingerprint of the model that sampled the rollouts.
 
-    config : the model's configuration
-    model : the model's name, for messages
-
-    Raises UserError if the two models differ in family, shape or vocabulary, so that replay is impossible.
+    Raises UserError, which names `model`, if the two models differ in family, shape or vocabulary: replay is then
+    impossible.
     """
     ours, theirs = model_fingerprint(config), origin.made_by.get("model", "")
     shape, sampled = ours.rpartition("-")[0], theirs.rpartition("-")[0]
@@ -96,7 +91,7 @@ def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path
 
     If nothing could be evicted, there are no trace files; then completions.jsonl is yielded, once per group of lines.
 
-    model : a model on which `adopt` was called, in evaluation mode
+    model : a model on which `adopt` (sparse_rl/attention/interface.py) was called, in evaluation mode
     bound : largest allowed gap, in nats
 
     Raises UserError if the files are not valid (see `RolloutFiles.parts`) or no view can replay a trace, and

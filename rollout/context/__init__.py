@@ -4,10 +4,11 @@
     rollouts = engine.generate(questions, sampling, context=context)
 
 config.py    settings of the choice of kept entries and of the reference queries
-cache.py     Context, the entries that a compaction keeps; ContextCache, the cache of sequences that continue a context
+cache.py     Context, the kept entries; ContextCache, the cache of sequences that continue a context
 compact.py   compaction, which makes a Context from token ids
 budgets.py   number of entries that each kv head keeps
-files.py     writes contexts to files, and reads them
+files.py     contexts as files
+memory.py    bytes that a context and its compaction take
 prompts.py   prompts that ask the model about a context (self-study)
 """
 

@@ -1,10 +1,10 @@
 """Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 4,
 algorithm 4).
 
-Heads differ in how much a compaction hurts them. A head's sensitivity curve gives the model's loss when this head keeps
-each of several ratios of its entries and all other heads keep a base ratio. Budgets are then moved, one step at a time,
-from the head whose loss grows least to the head whose loss falls most. The step size and the interpolation between the
-measured ratios are our own choice. Budgets are measured once per model, and serve for all contexts.
+A head's sensitivity curve gives the model's loss if this head keeps each of several ratios of its entries, and all
+other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the head
+whose loss falls most. The step size and the interpolation between the measured ratios are our own choice. Budgets are
+measured once per model, and serve for all contexts.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ class Studied(Protocol):
     whole: Context
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Return the entries to keep for kv head `head` of layer `place`: `count` chosen entries, plus the first
-        `config.first` and the last `config.last` ones.
+        """Return the entries that kv head `head` of layer `place` keeps: `count` chosen ones, the first `config.first`
+        and the last `config.last`.
         """
         ...
 
 
 def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) -> list[list[int]]:
-    """Return the number of entries that each kv head keeps of a context, as [layer][kv head].
+    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
 
     The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
-
-    tokens : length of the context
 
     Raises UserError if the context is no longer than `config.first` + `config.last`, or if `config.budgets` is not a
     file of head budgets for a model with these numbers of layers and kv heads.
@@ -82,7 +80,8 @@ def sensitivity(
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> Tensor:
-    """Measure sensitivity curves: for each kv head, the loss when it keeps each of `ratios` and all others keep `base`.
+    """Measure sensitivity curves: for each kv head, the loss if it keeps each of `ratios` and all other heads keep
+    `base`.
 
     Returns mean losses over the contexts: float64 [L, Hkv, number of ratios], for L layers of Hkv kv heads.
 
@@ -113,7 +112,7 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
     curves : [L, Hkv, number of ratios], each head's losses at `ratios`, which increase. Between and beyond these ratios
         the loss is taken as linear in the logarithm of the ratio; below the smallest ratio above 0, as linear in the
-        ratio itself
+        ratio
 
     Raises UserError if `ratio` is 0, or not between the ratios of the curves.
     """
@@ -138,11 +137,7 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
 
 def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
-    """Interpolate the losses of each head at other ratios. Returns [heads, number of wanted ratios].
-
-    flat : [heads, number of ratios], losses at `ratios`
-    wanted : ratios at which the losses are wanted
-    """
+    """Interpolate losses [heads, number of ratios] at the ratios `wanted`. Returns [heads, number of wanted ratios]."""
     lowest = min(ratio for ratio in ratios if ratio > 0)
     scaled, wanted_scaled = (
         x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
@@ -166,7 +161,7 @@ def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig)
 
 
 def save(path: str | Path, shares: Tensor) -> None:
-    """Write head budgets to a JSON file as [layer][kv head], divided by their mean. shares : [L, Hkv], the budgets"""
+    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean."""
     Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""Context, the entries that a compaction keeps of a context; ContextCache, the cache of sequences that continue one.
+"""Context, the kept entries of a compacted context; ContextCache, the cache of sequences that continue it.
 
-Every sequence of a batch attends to the same kept entries of the context, with their biases, and to its own tokens
-after them, which are never evicted.
+Every sequence of a batch attends to the same entries of the context, with their biases, and to its own tokens after
+them, which are never evicted.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class Context:
         return max(layer.keys.shape[2] for layer in self.layers)
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError if the context was made by a model of another shape.
-
-        shape : (number of layers, kv heads per layer, head size)
+        """Raise UserError if the context was made by a model of another shape (layers, kv heads per layer, head
+        size).
         """
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
@@ -97,9 +96,9 @@ class Context:
         return EvictionTrace.recorded(evictions, section if self.fitted else {})
 
     def evict_at(self) -> Tensor:
-        """Return the eviction position of each token of the context: int32 [L, Hkv, number of tokens].
+        """Return the eviction positions of the context's tokens: int32 [L, Hkv, number of tokens].
 
-        It is NEVER for kept tokens, and the context's length for all others.
+        The position is NEVER for kept tokens, and the context's length for all others.
         """
         count = len(self.tokens)
         evictions = []
@@ -121,7 +120,7 @@ class ContextCache:
     def __init__(self, context: Context | None, captures: bool = False) -> None:
         self.context, self.captures = context, captures
         self.past = 0 if context is None else len(context.tokens)
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> own keys, values, in C slots: [B, Hkv, C, D] each
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values of own tokens: [B, Hkv, C, D] each
         self._queries: dict[int, list[Tensor]] = {}
         self.scaling = 0.0  # the factor on q . k, set by the first forward pass
         self.lengths: list[int] = []  # number of each row's own tokens, without the context
@@ -136,9 +135,9 @@ class ContextCache:
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
         """Prepare for a forward pass over the next tokens of each row, right-padded to equal length.
 
-        prompt_lengths : number of tokens of each row in this pass
+        prompt_lengths : number of tokens of each row in this pass; 0 for a row whose prompt has already ended
 
-        A long prompt may be read in several passes. A row whose prompt has already ended gets padding and the length 0.
+        A long prompt may be read in several passes.
         """
         self._starts_at(self.lengths or [0] * len(prompt_lengths), device)
         self.lengths = [held + n for held, n in zip(self._starts, prompt_lengths, strict=True)]
@@ -166,9 +165,8 @@ class ContextCache:
         return forked
 
     def captured(self, layer: int) -> Tensor:
-        """Return the queries, after RoPE, of all T own tokens so far in one layer: [B, Hq, T, D].
-
-        Available only if the cache was made with `captures`.
+        """Return the queries, after RoPE, of all T own tokens so far in one layer: [B, Hq, T, D]. Requires
+        `captures`.
         """
         return torch.cat(self._queries[layer], dim=2)
 
@@ -181,7 +179,7 @@ class ContextCache:
         raise UserError("the cache of a compacted context keeps no last queries")
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """Return the trace of a row of `length` tokens, including the context. It is the same for all rows."""
+        """Return the trace of a row of `length` tokens, including the context. The trace is the same for all rows."""
         assert self.context is not None  # sampling always has a context
         return self.context.trace(length)
 
@@ -214,7 +212,7 @@ class ContextCache:
         if past is not None:
             keys = torch.cat([past.keys.expand(batch, -1, -1, -1), keys], dim=2)
             values = torch.cat([past.values.expand(batch, -1, -1, -1), values], dim=2)
-        # The G query heads of a kv head are treated as more queries of one head, so that only the mask is repeated.
+        # The G query heads of a kv head become further queries of one head, so that only the mask is repeated.
         grouped = query.unflatten(1, (heads, -1))
         at_once = max(1, MOST_LOGITS // (batch * query.shape[1] * keys.shape[2]))
         outs = []
@@ -225,7 +223,7 @@ class ContextCache:
         return torch.cat(outs, dim=3).flatten(1, 2)
 
     def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value [B, Hkv, T, D] of T new tokens at slots `at` [B, T].
+        """Store keys and values [B, Hkv, T, D] of T new tokens at slots `at` [B, T].
 
         Returns the keys and the values of all own tokens in this layer, [B, Hkv, C, D] each, for C slots.
         """
@@ -243,8 +241,7 @@ class ContextCache:
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
     """Return the mask that is added to the logits of queries: the context's biases, then 0 or -inf for own slots.
 
-    at : [B, T], slots of the T queries of each row
-    slots : [C], all slots for own tokens
+    at, slots : [B, T], slots of the T queries of each row, and [C], all slots for own tokens
     past : the context's N entries in this layer; None means that there is no context
 
     Returns [B, Hkv, T, N + C], or [B, 1, T, C] without a context.

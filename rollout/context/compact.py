@@ -1,7 +1,7 @@
 """Compaction of a context (Attention Matching, sections 3 and 4). The context is prefilled, reference queries are
 computed, and for each layer the kept entries are chosen and fitted.
 
-Departures from the paper: values are fitted with a ridge (sparse_rl/matching/fit.py).
+Unlike in the paper, values are fitted with a ridge (sparse_rl/matching/fit.py).
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # runs right-pad
 Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # samples (prompt, answer) pairs of self-study
 
 OWN = {"context", "random", "window"}  # kinds of reference queries that are made from the queries of the prefill
-MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores use some queries at a time
+MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores are computed in groups of queries
 
 
 class Stages(dict[str, float]):
-    """Duration of each stage of a compaction: stage -> seconds."""
+    """Duration of each stage of a compaction, in seconds."""
 
     @contextmanager
     def timed(self, stage: str) -> Any:
-        """Measure the duration of the block, and store it under the name of the stage."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_initialized():
@@ -67,8 +66,8 @@ class Studied:
     def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
         """Compact the context.
 
-        counts : number of entries that each kv head keeps, [layer][kv head], not counting the first `config.first` and
-            the last `config.last` ones; None means the numbers that `planned` (budgets.py) computes from `config`
+        counts : number of entries that each kv head keeps, [layer][kv head], without the first `config.first` and the
+            last `config.last` ones; None means the numbers that `planned` (budgets.py) computes from `config`
         """
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
@@ -81,10 +80,10 @@ class Studied:
         return Context(self.whole.tokens, layers, config.policy == "am", stages)
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
-        """Return the entries to keep in layer `place`. Kv heads that keep fewer than others are padded with masked
+        """Return the entries to keep in layer `place`. Heads with fewer entries than others are padded with masked
         entries.
 
-        counts : number of entries of each kv head, not counting the first `config.first` and the last `config.last`
+        counts : number of entries of each kv head, without the first `config.first` and the last `config.last` ones
         """
         entries, queries = self.whole.layers[place], self.queries[place]
         logits = queries.shape[1] * queries.shape[2] * min(entries.keys.shape[2], config.chunk)
@@ -93,9 +92,7 @@ class Studied:
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Return the entries to keep for kv head `head` of layer `place`: `count` chosen entries, plus the first
-        `config.first` and the last `config.last` ones.
-        """
+        """Implement `Studied.head` of budgets.py."""
         head_slice = slice(head, head + 1)
         selected = LayerEntries(*(x[:, head_slice] for x in self.whole.layers[place]))
         return _compacted(selected, self.queries[place][:, head_slice], count, config, self.scaling)
@@ -104,7 +101,6 @@ class Studied:
 def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, on_stage: OnStage) -> Studied:
     """Prefill a context and compute its reference queries.
 
-    tokens : token ids of the context
     read : function that runs token sequences through the model, with a given cache
     write : function that lets the model answer the prompts of self-study after a context, and returns (prompt, answer)
         pairs
@@ -150,8 +146,8 @@ def _queries(
 ) -> tuple[list[OfLayer], list[ContextCache]]:
     """Prepare the reference queries of each kind in `config.queries`.
 
-    Returns, for each kind, a function layer -> its reference queries [1, Hkv, number of queries, D], which must be
-    called in the order of the layers; and the caches that these functions read.
+    Returns, for each kind, a function layer -> its reference queries [1, Hkv, number of queries, D], to be called in
+    the order of the layers; and the caches that these functions read.
     """
     kinds: list[OfLayer] = []
     caches = [prefilled]
@@ -177,9 +173,8 @@ def _queries(
 
 
 def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
-    """Return the queries of a context's tokens, or of its last `window` tokens, that a cache captured in one layer.
-
-    They are grouped by kv head: [1, Hkv, G x number of tokens, D], for G query heads per kv head.
+    """Return the captured queries of a context's tokens, or of its last `window` tokens, in one layer: [1, Hkv, G x
+    number of tokens, D].
     """
     count = len(whole.tokens)
     span = slice(0 if window is None else max(0, count - window), count)
@@ -197,8 +192,7 @@ def _random(cache: ContextCache, whole: Context, generator: torch.Generator, lay
 
 
 def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int) -> Tensor:
-    """Return the queries of one layer that a cache captured for the sampled answers of self-study, grouped by kv head:
-    [1, Hkv, number of queries, D].
+    """Return the captured queries of the answers of self-study in one layer: [1, Hkv, number of queries, D].
 
     written : (prompt, answer) of each row of the cache
     """
@@ -213,10 +207,7 @@ def _by_kv_head(query: Tensor, entries: LayerEntries) -> Tensor:
 
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
-    """Return a random subset of the reference queries [1, Hkv, number of queries, D].
-
-    It has at most `config.most_queries` queries, at the same indices in every kv head.
-    """
+    """Return a random subset of at most `config.most_queries` reference queries, the same indices in every kv head."""
     count = queries.shape[2]
     if count <= config.most_queries:
         return queries
@@ -233,10 +224,7 @@ def _compacted(
     """Return the entries to keep: the first `config.first` and the last `config.last` unchanged, and `count` others.
 
     Under the policy am, the tokens in between are fitted in equal parts of at most `config.chunk` tokens, each with an
-    equal share of `count`.
-
-    entries : all entries of one layer, or of one of its kv heads
-    queries : their reference queries
+    equal share of `count`. `entries` are all entries of one layer, or of one of its kv heads.
     """
     tokens = entries.keys.shape[2]
     between = config.between(tokens)
@@ -275,9 +263,8 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
 
 
 def _score(block: Block, aggregate: str) -> Tensor:
-    """Return the `attention_score` of each of N entries in each of H kv heads, [1, H, N].
-
-    It is computed for some queries at a time if there are many.
+    """Return the `attention_score` of each of N entries in each of H kv heads, [1, H, N], computed for some queries at
+    a time.
     """
     some = block.queries.split(max(1, MOST_LOGITS // block.bias.numel()), dim=2)
     scores = [attention_score(replace(block, queries=queries).logits(), aggregate) for queries in some]

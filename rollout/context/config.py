@@ -1,4 +1,4 @@
-"""The settings of one-shot compaction: the `prompt_cache` block of a recipe."""
+"""Settings of one-shot compaction: the `prompt_cache` block of a recipe."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class PromptCacheConfig(Configuration):
         last, as in PyramidKV, with ratio as the mean
     budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
     chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
-        of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If attention mass and
-        output of every part are right, the mass and output of the whole context are right too, because the context's
-        output is the average of the parts' outputs, weighted by their masses. Under evict all tokens of the context
-        compete with each other
+        of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If mass and output of
+        attention are right in every part, they are right for the whole context, whose output is the mean of the parts'
+        outputs, weighted by mass. Under evict all tokens of the context compete with each other
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -79,7 +78,7 @@ class PromptCacheConfig(Configuration):
         return self.policy in ("am", "evict")
 
     def between(self, tokens: int) -> int:
-        """Return the number of tokens of a context that are neither among its first `first` nor its last `last` ones.
+        """Return the number of a context's tokens without its first `first` and its last `last` ones.
 
         tokens : length of the context
 
@@ -91,7 +90,7 @@ class PromptCacheConfig(Configuration):
         return between
 
     def kept(self, tokens: int) -> int:
-        """Return the mean number of entries that a kv head keeps, not counting its `first` first and `last` last ones.
+        """Return the mean number of entries that a kv head keeps, without the first `first` and the last `last` ones.
 
         tokens : length of the context
 

@@ -10,24 +10,20 @@ from sparse_rl.policies.cache import cache_bytes
 
 
 def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Return the bytes of a context with `entries` entries per kv head: keys, values, float32 biases, int64 positions.
-
-    itemsize : bytes of a number in keys and values
+    """Return the bytes of a context with `entries` entries per kv head: keys, values, float32 biases, int64
+    positions.
     """
     return cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + 12 * layers * kv_heads * entries
 
 
 def reading_bytes(tokens: int, heads: int) -> int:
-    """Return the bytes of the attention masks for one piece of a context that the model reads a second time, after
-    the first.
-    """
+    """Return the bytes of the attention masks for one piece of a context when the model reads it a second time."""
     return 12 * min(cache.MOST_LOGITS, heads * min(cache.ContextCache.piece or tokens, tokens) * 2 * tokens)
 
 
 def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
     """Return the maximum number of reference queries per kv head, before a random subset is taken.
 
-    tokens : length of the context
     group : query heads per kv head
     """
     study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
@@ -36,15 +32,15 @@ def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int
 
 
 def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_heads: int, head_dim: int) -> int:
-    """Return the temporary bytes of a compaction, for the kv heads and the part of the context that are fitted at once.
+    """Return the temporary bytes of a compaction, for the kv heads and the part of the context that are fitted
+    together.
 
-    tokens : length of the context
     group : query heads per kv head
     """
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)
-    if config.policy == "evict":  # all heads and tokens at once, and some queries at a time
+    if config.policy == "evict":  # all heads and tokens together, in groups of queries
         some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
         return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
     parts = -(-config.between(tokens) // config.chunk)

@@ -1,6 +1,6 @@
 """Prompts of self-study about a context (Attention Matching, appendix C.4): four requests, in our own words.
 
-The prompts are texts. The caller has the model's chat template and tokenizer, and turns the prompts into token ids.
+The prompts are texts; the caller turns them into token ids.
 """
 
 from __future__ import annotations

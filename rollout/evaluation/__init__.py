@@ -1,9 +1,9 @@
-"""rollout.evaluation: measures pass@k of tasks, and the perplexity of a text, under each of several cache policies.
+"""rollout.evaluation measures pass@k of tasks, and the perplexity of a text, under each of several cache policies.
 
 evaluate.py    evaluates tasks under policies: one row of results per task and policy
 contexts.py    evaluates tasks after compacted contexts: one row per task and compaction
 perplexity.py  measures the perplexity of a text, cut into pieces: one row per policy
-samples.py     samples any number of prompts, in parts, so that not all traces are in memory at once
+samples.py     samples any number of prompts, in parts, so that not all traces are in memory together
 entries.py     counts the cache entries that kv heads hold and that queries read
 estimators.py  pass@k and standard errors
 

@@ -1,7 +1,7 @@
 """Evaluation after compacted contexts (rollout/context): pass@1 of each task after each compaction of its contexts.
 
-Problems are grouped by context. Each context is prefilled, and its reference queries are computed, once for all
-compactions that share these queries. After each compaction all questions about the context are answered. Scores and
+Problems are grouped by context. A context is prefilled, and its reference queries are computed, once for all
+compactions that share these queries. All questions about the context are answered after each compaction. Scores and
 rows are the same as in any other evaluation (evaluate.py).
 """
 
@@ -37,7 +37,6 @@ COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", 
 class Questions:
     """Prompts of the problems of a task, each split into its context and the rest.
 
-    prompts : prompt of each problem
     study : token ids of the self-study prompts that follow each context
     """
 
@@ -58,7 +57,6 @@ class Compacted:
 
     cache : index of the settings in the list of settings
     problems : indices of the problems about this context
-    context : the compacted context
     costs : time and memory of the compaction
     """
 
@@ -112,8 +110,8 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
-    The first configuration determines the reference queries. Each of the others either has the same settings of the
-    prefill and the reference queries, or needs no reference queries.
+    The first configuration determines the reference queries. Each of the others has the same settings of prefill and
+    reference queries, or needs no reference queries.
     """
 
     def reading(config: PromptCacheConfig) -> dict[str, Any]:
@@ -128,8 +126,8 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
 class ContextEngines:
     """The engine that compacts contexts, and the engine that samples answers after them.
 
-    The engine hf does both. If vllm samples, hf first compacts all contexts and writes them to files, so that the two
-    engines are never loaded at the same time.
+    The engine hf does both. If vllm samples, hf first compacts all contexts and writes them to files, so that only one
+    of the two engines is loaded at a time.
 
     answering : function that returns a context manager of the sampling engine; if another engine compacts, it is called
         with `context_entries`, the maximum number of entries of a sequence
@@ -155,7 +153,6 @@ class ContextEngines:
         compacted contexts.
 
         questions : questions of each task, by the task's name
-        caches : settings of the compactions
         answer : maximum number of tokens that are sampled after a question
         on_stage : called with the name of the task and the name of each stage when the stage begins
         """
@@ -206,10 +203,7 @@ def evaluate_contexts(
     """Evaluate every task after every compaction of its contexts. Returns one row per task and compaction, ordered by
     task first.
 
-    caches : settings of the compactions
-    decode : function token ids of completions -> their texts
-    on_completion : called with each completion, as one line of a file of completions
-    on_row : called with all rows so far, after each compacted context
+    The functions that are called are those of `evaluate`; `on_row` is called after each compacted context.
     """
     rows: list[EvalRow] = []
     total = len(caches) * sum(len(task.prompts) for task in tasks.values())

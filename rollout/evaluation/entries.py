@@ -7,14 +7,14 @@ from sparse_rl.policies.base import Policy
 
 
 class EntryCounts:
-    """Numbers of cache entries of a kv head under one policy, collected over rollouts. If the policy keeps the same
-    number in all kv heads, `peak` and `read` are computed from its schedule, else from the traces.
+    """Numbers of cache entries of a kv head under one policy, collected over rollouts.
+
+    If the policy keeps the same number in all kv heads, `peak` and `read` are computed from its schedule, else from the
+    traces.
 
     policy : the policy; None for sequences that continue a compacted context, whose counts all come from the traces
-    peak : maximum number of entries that a kv head held in decoding
-    read : maximum number of entries that a query read in decoding
-    peaks : for each rollout, the maximum number of entries that each kv head held in decoding, averaged over heads and
-        layers
+    peak, read : maximum number of entries in decoding that a kv head held, and that a query read
+    peaks : for each rollout, the maximum number of entries in decoding, averaged over heads and layers
     longest_prompt : maximum number of entries held in prefill
     """
 
@@ -24,7 +24,6 @@ class EntryCounts:
         self.peaks: list[float] = []
 
     def add(self, rollout: Rollout) -> None:
-        """Add the counts of one rollout."""
         prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
         peaks = rollout.trace.peak_counts(prompt)
         self.peaks.append(float(peaks.float().mean()))
@@ -36,5 +35,4 @@ class EntryCounts:
 
     @property
     def mean_peak(self) -> float:
-        """The mean of `peaks`."""
         return sum(self.peaks) / len(self.peaks)

@@ -1,10 +1,10 @@
 """Evaluation: pass@k of every task under every cache policy.
 
-Every problem is sampled n times. A completion is correct iff its score is at least 1. A problem is excluded, and
-counted as excluded, if a sample has no score because the problem's gold answer cannot be read. pass@k is averaged over
-problems, with the standard error over problems, because samples of one problem are not independent. All pairs of task
-and policy use the same seed. Each policy has one engine, which samples for all tasks. The same completions may be given
-further scores; each further score has its own accuracy, over the problems that it can score.
+Every problem is sampled n times. A completion is correct if its score is at least 1. A problem is excluded if a sample
+has no score because the problem's gold answer cannot be read. pass@k is averaged over problems, with the standard error
+over problems, because samples of one problem are not independent. All pairs of task and policy use the same seed. Each
+policy has one engine, which samples for all tasks. Completions may be given further scores; each further score has its
+own accuracy, over the problems that it can score.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of compacting the contexts of a task. All numbers but `contexts` are means over the contexts.
+    """Costs of compacting the contexts of a task. All numbers but `contexts`, the number of contexts, are means over
+    them.
 
-    contexts : number of contexts
     tokens : tokens of a context, including the tokens that the chat template puts in front of it
     bytes, whole_bytes : bytes of keys, values and biases, after and before the compaction
     seconds : duration of each stage; prefill and reference queries may have been shared with other rows
@@ -176,13 +176,12 @@ class Point:
         self.entries = EntryCounts(policy)
 
     def judge(self, problems: Sequence[int], rollouts: Sequence[Rollout], seconds: float, decode: Decode) -> list[Line]:
-        """Score the completions of some problems, and add them to the results. Returns the completions' lines for
+        """Score the completions of some problems, and add them to the results. Returns their lines for
         eval_completions.jsonl.
 
         problems : indices of the problems
         rollouts : the rollouts of these problems, problem by problem
         seconds : time that the engine took
-        decode : function token ids of completions -> their texts
         """
         sample_problems = [problem for problem in problems for _ in range(self.samples)]
         texts = decode([rollout.completion_ids for rollout in rollouts])
@@ -205,7 +204,6 @@ class Point:
         return [{**line, "completion": text} for line, text in zip(lines, texts, strict=True)]
 
     def row(self, contexts: ContextCosts | None = None) -> EvalRow:
-        """Return the row of results over all completions that `judge` was called with."""
         counted = [c for c in self.correct if c is not None]
         ks = [2**i for i in range(self.samples.bit_length())] if counted else []
         pass_at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
@@ -250,7 +248,6 @@ def count_correct(scores: Sequence[float | None], samples: int) -> list[int | No
     """Return the number of correct samples of each problem, or None for a problem with a sample that has no score.
 
     scores : scores of all samples, problem by problem
-    samples : number of samples per problem
     """
     problems = [scores[start : start + samples] for start in range(0, len(scores), samples)]
     return [

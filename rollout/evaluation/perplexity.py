@@ -1,7 +1,7 @@
 """Perplexity of a text under a cache policy, decoded token by token, as is usual for PG-19.
 
-The text is cut into pieces. Each piece consists of a prompt, which is prefilled, and a rest, which is decoded as if its
-tokens had been sampled. The standard error is over pieces, as if they were independent.
+The text is cut into pieces. Each piece is a prompt, which is prefilled, and a rest, which is decoded as if its tokens
+had been sampled. The standard error is over pieces, as if they were independent.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ LARGEST_NLL = 700.0  # largest nll whose exp fits into a float
 class PerplexityRow:
     """Perplexity of a text under one cache policy.
 
-    pieces : number of pieces
     prompt_tokens, completion_tokens : number of tokens in the prompt of each piece, and in the rest after it
     nll : negative log-likelihood in nats, mean over the tokens after the prompts
     standard_error : standard error of nll over pieces; None for fewer than two pieces
     perplexity : exp(nll); None if it does not fit into a float
     retention : cache length / sequence length at the end, mean over all pieces
-    peak_entries : maximum number of entries that a kv head held in decoding
-    read_entries : maximum number of entries of a kv head that a query read in decoding
+    peak_entries, read_entries : maximum number of entries in decoding that a kv head held, and that a query read
     mean_peak_entries : peak of each kv head, averaged over heads, layers and pieces
     tokens : number of tokens after the prompts
     seconds : time in the engine, including prefill
@@ -95,7 +93,7 @@ def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine
     entries, seconds = EntryCounts(policy), 0.0
     losses: list[float] = []
     kept: list[float] = []
-    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that not all traces are in memory at once
+    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that not all traces are in memory together
         part = pieces[first : first + engine.max_batch]
         start = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""Sampling of any number of prompts, in parts, so that not all traces are in memory at once."""
+"""Sampling of any number of prompts, in parts, so that not all traces are in memory together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sample_in_parts(
     """Sample in parts of a few full batches. Yields, for each part, (indices of its prompts, their rollouts prompt by
     prompt, seconds that the engine took).
 
-    context : compacted context that all prompts continue; None means that there is none
-
     Equal prompts stay in one part, because the engine gives their samples different seeds only within one call.
+
+    context : compacted context that all prompts continue; None means that there is none
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
