@@ -182,7 +182,7 @@ class Seed(Taught):
         budgets = ",".join(str(budget - 1) for budget in BUDGETS)  # at period 1 the peak is one more
         rows = self.evaluate("calibrating", self.folder / "calibration", self.start, "calibration", 256,
                              "cache={policy: streaming, sinks: 1, budget: 39, period: 1}",
-                             f"sweep.budget=[{budgets}]", "sweep.policy=[streaming]")  # fmt: skip
+                             f"sweep.cache.budget=[{budgets}]", "sweep.policy=[streaming]")  # fmt: skip
         return {row["budget"] + 1: row["accuracy"] for row in rows}
 
     def held_out(self) -> list[Example]:

@@ -33,6 +33,7 @@ from typing import Any
 from rewards.boxed import BoxedReward
 from rewards.format import FormatReward
 from rewards.length import SoftOverlongReward
+from rewards.letter import LetterReward
 from rewards.math import MathReward
 from rewards.own import own_reward
 from rewards.repetition import RepetitionReward
@@ -50,6 +51,7 @@ REWARDS: dict[str, type] = {
     "soft_overlong": SoftOverlongReward,
     "repetition": RepetitionReward,
     "short_answer": ShortAnswerReward,
+    "letter": LetterReward,
 }
 """Built-in rewards: name in recipes -> class."""
 

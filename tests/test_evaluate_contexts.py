@@ -200,21 +200,6 @@ def test_stages_are_announced(model: str) -> None:
     ]  # fmt: skip
 
 
-def test_rows_are_written_after_each_context(recipe_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are written after each context and cache, so that a long run that is stopped keeps its results so far. The
-    two contexts have 3 and 2 problems; (policy, number of problems) is recorded at each write.
-    """
-    written_rows: list[list[tuple[str, int]]] = []
-    monkeypatch.setattr(
-        "sparse_rl.commands.eval.write_results",
-        lambda file, recipe, rows, **more: written_rows.append([(row.policy, row.problems) for row in rows]),
-    )
-    evaluate(recipe_of([{"policy": "am"}, {"policy": "evict"}]), progress=False)
-    assert written_rows == [
-        [("am", 3)], [("am", 3), ("evict", 3)], [("am", 5), ("evict", 3)], [("am", 5), ("evict", 5)]
-    ]  # fmt: skip
-
-
 def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: Path) -> None:
     """With `forced_answer`, the forced text occurs in completions that would exceed the limit."""
     (row,) = evaluate(recipe_of({}, forced_answer={"text": "=[5]=", "tokens": 3}, samples=2), progress=False)
@@ -257,7 +242,7 @@ def test_rollouts_after_a_context_are_saved_with_their_traces(
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache": "full"}, "cache: nothing is evicted after a context that prompt_cache compacts"),
-    ({"sweep": {"budget": [8]}}, "sweep: nothing is evicted"),
+    ({"sweep": {"cache": {"budget": [8]}}}, "sweep: nothing is evicted"),
     ({"tasks": {"one": {"path": "rows.jsonl"}}}, r"tasks\.one\.columns: prompt_cache compacts contexts"),
     ({"prompt_cache": []}, "prompt_cache: name at least one"),
     ({"prompt_cache": {"ratio": 2}}, r"prompt_cache\.ratio: expected a number above 0, at most 1, got 2"),

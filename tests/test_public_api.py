@@ -255,8 +255,8 @@ def offers(package: str) -> set[str]:
 # Names that the package imports from its own modules and does not offer.
 INNER = {
     "rewards": {
-        *("BoxedReward", "FormatReward", "MathReward", "RepetitionReward", "ShortAnswerReward", "SoftOverlongReward"),
-        "own_reward",
+        *("BoxedReward", "FormatReward", "LetterReward", "MathReward", "RepetitionReward", "ShortAnswerReward"),
+        *("SoftOverlongReward", "own_reward"),
     }
 }
 

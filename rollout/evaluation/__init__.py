@@ -4,6 +4,7 @@ evaluate.py    evaluates tasks under policies: one row of results per task and p
 contexts.py    evaluates tasks after compacted contexts: one row per task and compaction
 perplexity.py  measures the perplexity of a text, cut into pieces: one row per policy
 samples.py     samples any number of prompts, in parts, so that not all traces are in memory together
+journal.py     file of finished completions, which several processes share and which survives kills
 entries.py     counts the cache entries that kv heads hold and that queries read
 estimators.py  pass@k and standard errors
 

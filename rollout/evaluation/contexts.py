@@ -7,23 +7,21 @@ rows are the same as in any other evaluation (evaluate.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rollout.config import SamplingConfig
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.files import load_context, save_context
-from rollout.evaluation.evaluate import ContextCosts, Decode, EvalRow, Line, Point, Task
+from rollout.evaluation.evaluate import ContextCosts, Decode, Point, Task, evaluating
+from rollout.evaluation.journal import Journal, point_key
 from rollout.evaluation.samples import sample_in_parts
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
-from sparse_rl.progress import stage
 
 if TYPE_CHECKING:
     from rollout.hf import HFEngine
@@ -71,10 +69,12 @@ def compacted_contexts(
     questions: Questions,
     caches: Sequence[PromptCacheConfig],
     on_stage: Callable[[str], None] = lambda stage: None,
+    finished: Sequence[Container[int]] | None = None,
 ) -> Iterator[Compacted]:
     """Compact every context of these problems with each of the settings `caches`. Yields results context by context.
 
     caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
+    finished : indices of the problems that need no answers, for each of `caches`
     on_stage : called with the name of each stage when it begins
 
     Raises UserError, which names the first problem about the context, if a context cannot be compacted with one of
@@ -86,7 +86,11 @@ def compacted_contexts(
     for number, ((first, tokens), problems) in enumerate(problems_of.items(), start=1):
         context_label = f"context {number} of {len(problems_of)}"
         on_reading_stage = partial(_tell, on_stage, f"{context_label}: {len(tokens)} tokens")
-        waiting = {place: replace(cache, first=cache.first + first) for place, cache in enumerate(caches)}
+        waiting = {
+            place: replace(cache, first=cache.first + first)
+            for place, cache in enumerate(caches)
+            if finished is None or any(problem not in finished[place] for problem in problems)
+        }
         while waiting:
             shared = _read_alike(waiting)
             try:
@@ -145,16 +149,18 @@ class ContextEngines:
     def opened(
         self,
         questions: Mapping[str, Questions],
-        caches: Sequence[PromptCacheConfig],
+        caches: Mapping[str, Sequence[PromptCacheConfig]],
         answer: int,
         on_stage: Callable[[str, str], None],
+        finished: Mapping[str, Sequence[Container[int]]] | None = None,
     ) -> Iterator[tuple[Any, Callable[[str], Iterator[Compacted]]]]:
         """Open the engines. Yields the sampling engine, and a function: name of a task -> iterator over the task's
         compacted contexts.
 
-        questions : questions of each task, by the task's name
+        questions, caches : questions of each task, and the settings of its compactions, by the task's name
         answer : maximum number of tokens that are sampled after a question
         on_stage : called with the name of the task and the name of each stage when the stage begins
+        finished : for each task and each of its compactions, the indices of the problems that need no answers
         """
 
         for name, task_questions in questions.items():
@@ -166,7 +172,8 @@ class ContextEngines:
                     raise UserError(f"{wrong} {self.window} tokens that the model can read; {remedy}", f"tasks.{name}")
 
         def compact_all(engine: Any, name: str) -> Iterator[Compacted]:
-            return compacted_contexts(engine, questions[name], caches, partial(on_stage, name))
+            done = None if finished is None else finished[name]
+            return compacted_contexts(engine, questions[name], caches[name], partial(on_stage, name), done)
 
         if self.compacting is None:
             with self.answering() as engine:
@@ -190,52 +197,50 @@ class ContextEngines:
 
 
 def evaluate_contexts(
-    tasks: Mapping[str, ContextTask],
-    caches: Sequence[PromptCacheConfig],
-    sampling: SamplingConfig,
+    points: Sequence[Point],
     engines: ContextEngines,
     decode: Decode,
+    journal: Journal,
     *,
-    on_completion: Callable[[Line], None],
-    on_row: Callable[[list[EvalRow]], None],
+    on_point: Callable[[], object],
     progress: bool = True,
-) -> list[EvalRow]:
-    """Evaluate every task after every compaction of its contexts. Returns one row per task and compaction, ordered by
-    task first.
+) -> None:
+    """Sample and score the problems of all points that the journal does not hold, after their compacted contexts.
 
-    The functions that are called are those of `evaluate`; `on_row` is called after each compacted context.
+    Processes share the tasks among them: all contexts of a task are compacted and answered by one process.
+
+    points : tasks with contexts (ContextTask), each under the same settings of compactions, ordered by task first
+    on_point : called after each finished task
     """
-    rows: list[EvalRow] = []
-    total = len(caches) * sum(len(task.prompts) for task in tasks.values())
-    with ExitStack() as stack:
-        shown = stack.enter_context(stage("evaluating", total=total, unit="problem", shown=progress))
-        task_questions = {name: task.questions for name, task in tasks.items()}
+    names = list(dict.fromkeys(point.name for point in points))
+    with evaluating(points, progress) as shown, ExitStack() as stack:
 
         def tell(task: str, begins: str) -> None:
             shown.tell(f"{task}, {begins}")
 
-        opened = engines.opened(task_questions, caches, sampling.max_tokens, tell)
-        engine, contexts_of = stack.enter_context(opened)
-        for name, task in tasks.items():
-            points = [Point(name, task, sampling, named(cache)) for cache in caches]
-            costs: list[list[ContextCosts]] = [[] for _ in caches]
+        taken = [name for name in names if stack.enter_context(journal.take(point_key("contexts", name)))]
+        todo = {name: [point for point in points if point.name == name and not point.complete] for name in taken}
+        if not any(todo.values()):
+            return
+        todo = {name: waiting for name, waiting in todo.items() if waiting}
+        questions = {name: cast(ContextTask, waiting[0].task).questions for name, waiting in todo.items()}
+        caches = {name: [point.cache for point in waiting] for name, waiting in todo.items()}
+        finished = {name: [point.finished() for point in waiting] for name, waiting in todo.items()}
+        answer = points[0].sampling.max_tokens
+        engine, contexts_of = stack.enter_context(engines.opened(questions, caches, answer, tell, finished))
+        for name, waiting in todo.items():
             for item in contexts_of(name):
-                tell(name, f"answers, {label(caches[item.cache])}")
-                prompts = [task.prompts[place] for place in item.problems]
-                for part, rollouts, seconds in sample_in_parts(engine, prompts, sampling, item.context):
+                point, done = waiting[item.cache], finished[name][item.cache]
+                tell(name, f"answers, {label(point.cache)}")
+                prompts = [point.task.prompts[place] for place in item.problems]
+                skipped = [place for place, problem in enumerate(item.problems) if problem in done]
+                about = {"context": item.problems[0], "costs": asdict(item.costs)}
+                parts = sample_in_parts(engine, prompts, point.sampling, item.context, skipped)
+                for part, rollouts, seconds in parts:
                     problems = [item.problems[place] for place in part]
-                    for line in points[item.cache].judge(problems, rollouts, seconds, decode):
-                        on_completion(line)
-                    shown.advance(len(part))
-                costs[item.cache].append(item.costs)
-                done = [
-                    point.row(_mean(cache_costs))
-                    for point, cache_costs in zip(points, costs, strict=True)
-                    if cache_costs
-                ]
-                on_row([*rows, *done])
-            rows += done
-    return rows
+                    point.judge(problems, rollouts, seconds, decode, named(point.cache), **about)
+                    shown.advance(len(set(problems) - done))
+            on_point()
 
 
 def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
@@ -248,11 +253,3 @@ def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
 def label(config: PromptCacheConfig) -> str:
     """Return a short label of a compaction for a progress bar: its policy, and its ratio if it has one."""
     return f"{config.policy} {config.ratio:g}" if config.chooses else config.policy
-
-
-def _mean(costs: Sequence[ContextCosts]) -> ContextCosts:
-    seconds = {stage: mean(item.seconds[stage] for item in costs) for stage in costs[0].seconds}
-    tokens, kept_bytes, whole = (
-        mean(getattr(item, name) for item in costs) for name in ("tokens", "bytes", "whole_bytes")
-    )
-    return ContextCosts(len(costs), tokens, kept_bytes, whole, seconds)

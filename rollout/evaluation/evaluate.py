@@ -5,26 +5,32 @@ has no score because the problem's gold answer cannot be read. pass@k is average
 over problems, because samples of one problem are not independent. All pairs of task and policy use the same seed. Each
 policy has one engine, which samples for all tasks. Completions may be given further scores; each further score has its
 own accuracy, over the problems that it can score.
+
+Every completion is a line of the journal (journal.py). A row is computed from these lines alone, so an evaluation that
+was interrupted, or shared by several processes, ends with the same rows but for times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any
 
 from rollout.config import SamplingConfig
+from rollout.context.config import PromptCacheConfig
 from rollout.engine import Engine, Rollout
-from rollout.evaluation.entries import EntryCounts
+from rollout.evaluation.entries import entry_counts
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
+from rollout.evaluation.journal import Journal, Line, point_key, settings_of, work
 from rollout.evaluation.samples import label, sample_in_parts, summary
 from sparse_rl.policies.base import Policy
-from sparse_rl.progress import stage
+from sparse_rl.progress import Stage, stage
 
 Score = Callable[[Sequence[int], Sequence[str], Sequence[Rollout]], list[float | None]]
 Decode = Callable[[list[list[int]]], list[str]]
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,13 @@ class Task:
     prompts : token ids, one list per problem
     score : function (problem of each completion, texts, rollouts) -> score of each completion, None if it has none
     further : name -> further score function
+    identity : digest of everything that determines the task's results, except the cache policy
     """
 
     prompts: Sequence[Sequence[int]]
     score: Score
     further: Mapping[str, Score] = field(default_factory=dict)
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,14 @@ class EvalRow:
     length, truncated : mean number of tokens in a completion; share of completions that reached max_tokens
     forced : share of completions that got the text of a forced answer
     peak_entries : maximum number of entries that a kv head held in decoding
-    longest_prompt : maximum number of entries that a kv head held in prefill
+    longest_prompt : number of tokens in the longest prompt, which is prefilled
     read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
+    seconds : time that the engine took, added up over the processes that took part
     contexts : costs of the compacted contexts; None if the task was evaluated without them
     """
 
+    model: str
     task: str
     policy: str
     parameters: dict[str, Any]
@@ -122,126 +132,169 @@ class EvalRow:
 
 
 def evaluate(
-    tasks: Mapping[str, Task],
-    policies: Sequence[Policy],
-    sampling: SamplingConfig,
+    points: Sequence[Point],
     open_engine: Callable[[Policy], AbstractContextManager[Engine]],
     decode: Decode,
+    journal: Journal,
     *,
-    on_completion: Callable[[Line], None],
-    on_row: Callable[[list[EvalRow]], None],
+    on_point: Callable[[], object],
     progress: bool = True,
-) -> list[EvalRow]:
-    """Evaluate every task under every policy. Returns one row per task and policy, ordered by task first.
+) -> None:
+    """Sample and score the problems of all points that the journal does not hold. Points on which other processes work
+    are left to them.
 
+    points : tasks under policies; points that are beside each other in `points` and have one policy share an engine
     open_engine : function policy -> context manager of the engine that samples under it
     decode : function token ids of completions -> their texts
-    on_completion : called with each completion, as one line of a file of completions
-    on_row : called with all rows so far, after each new one
+    on_point : called after each finished point
     """
-    order = [(task, place) for task in tasks for place in range(len(policies))]
-    done: dict[tuple[str, int], EvalRow] = {}
-    total = len(policies) * sum(len(task.prompts) for task in tasks.values())
-    with stage("evaluating", total=total, unit="problem", shown=progress) as shown:
-        for place, policy in enumerate(policies):
-            with open_engine(policy) as engine:
-                for name, task in tasks.items():
-                    shown.tell(f"{name}, {label(policy)}")
-                    point = Point(name, task, sampling, engine.policy)
-                    for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
-                        for line in point.judge(problems, rollouts, seconds, decode):
-                            on_completion(line)
-                        shown.advance(len(problems))
-                    done[name, place] = point.row()
-                    on_row([done[key] for key in order if key in done])
-    return [done[key] for key in order]
+    with evaluating(points, progress) as shown:
+
+        def sample(point: Point, engine: Engine) -> None:
+            shown.tell(f"{point.name}, {label(point.cache)}")
+            finished = point.finished()
+            for problems, rollouts, seconds in sample_in_parts(
+                engine, point.task.prompts, point.sampling, finished=finished
+            ):
+                point.judge(problems, rollouts, seconds, decode, engine.policy)
+                shown.advance(len(set(problems) - finished))
+
+        work(points, open_engine, journal, sample, on_point)
+
+
+@contextmanager
+def evaluating(points: Iterable[Point], progress: bool) -> Iterator[Stage]:
+    """Show the progress of an evaluation over the problems of all points."""
+    sizes = [(len(point.finished()), len(point.task.prompts)) for point in points]
+    done, total = (sum(numbers) for numbers in zip(*sizes, strict=True))
+    with stage("evaluating", total=total, unit="problem", shown=progress, done=done) as shown:
+        yield shown
 
 
 class Point:
-    """Collects the results of one task under one cache policy, or after one compaction of its contexts.
+    """One task under one cache policy, or after one compaction of its contexts. Its results are lines of the journal.
 
-    cache : a policy, or the name and the settings of a compaction of contexts
+    model : name of the model that is evaluated
+    cache : the policy, or the settings of the compaction
     """
 
     def __init__(
-        self, name: str, task: Task, sampling: SamplingConfig, cache: Policy | tuple[str, dict[str, Any]]
+        self,
+        name: str,
+        model: str,
+        task: Task,
+        sampling: SamplingConfig,
+        journal: Journal,
+        cache: Policy | PromptCacheConfig,
     ) -> None:
-        self.name, self.task, self.sampling, self.samples = name, task, sampling, sampling.n
-        policy = None if isinstance(cache, tuple) else cache
-        self.policy, self.parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
-        self.correct: list[int | None] = []  # number of correct samples of each problem; None means excluded
-        self.further: dict[str, list[int | None]] = {name: [] for name in task.further}
-        self.lines: list[Line] = []  # lines of completions, without their texts
-        self.seconds = 0.0
-        self.entries = EntryCounts(policy)
+        self.name, self.model, self.task, self.sampling = name, model, task, sampling
+        self.journal = journal
+        self.cache: Any = cache
+        self.key = point_key(task.identity, name, asdict(sampling), settings_of(cache))
 
-    def judge(self, problems: Sequence[int], rollouts: Sequence[Rollout], seconds: float, decode: Decode) -> list[Line]:
-        """Score the completions of some problems, and add them to the results. Returns their lines for
-        eval_completions.jsonl.
+    @property
+    def complete(self) -> bool:
+        """True if the journal holds all samples of all problems."""
+        return len(self.finished()) == len(self.task.prompts)
+
+    def finished(self) -> set[int]:
+        """Return the indices of the problems all of whose samples are in the journal."""
+        counts = Counter(problem for problem, _ in self.journal.units(self.key))
+        return {problem for problem, count in counts.items() if count == self.sampling.n}
+
+    def judge(
+        self,
+        problems: Sequence[int],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        decode: Decode,
+        cache: Policy | tuple[str, dict[str, Any]],
+        **more: Any,
+    ) -> None:
+        """Score the completions of some problems, and write them to the journal.
 
         problems : indices of the problems
         rollouts : the rollouts of these problems, problem by problem
         seconds : time that the engine took
+        cache : the engine's policy, or the name and the settings of a compaction
+        more : further entries of each line
         """
-        sample_problems = [problem for problem in problems for _ in range(self.samples)]
+        samples = self.sampling.n
+        sample_problems = [problem for problem in problems for _ in range(samples)]
         texts = decode([rollout.completion_ids for rollout in rollouts])
         scores = self.task.score(sample_problems, texts, rollouts)
         further = {key: score(sample_problems, texts, rollouts) for key, score in self.task.further.items()}
-        self.correct += count_correct(scores, self.samples)
-        for name, more_scores in further.items():
-            self.further[name] += count_correct(more_scores, self.samples)
-        self.seconds += seconds
+        policy = None if isinstance(cache, tuple) else cache
+        named, parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
         lines: list[Line] = []
         for i, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
-            self.entries.add(rollout)
-            line: Line = {"task": self.name, "policy": self.policy, "parameters": self.parameters}
-            line |= {"problem": sample_problems[i], "sample": i % self.samples}
+            problem, sample = sample_problems[i], i % samples
+            line: Line = {"task": self.name, "policy": named, "parameters": parameters}
+            line |= {"problem": problem, "sample": sample}
             line |= {"correct": None if score is None else score >= 1, "reward": score}
             if further:
                 line["further_rewards"] = {name: score_list[i] for name, score_list in further.items()}
-            lines.append(line | summary(rollout))
-        self.lines += lines
-        return [{**line, "completion": text} for line, text in zip(lines, texts, strict=True)]
+            line |= {**summary(rollout), "prompt_tokens": len(rollout.prompt_ids), **entry_counts(rollout, policy)}
+            line |= {"seconds": seconds / len(rollouts), **more, "point": self.key, "unit": [problem, sample]}
+            lines.append(line | {"completion": texts[i]})
+        self.journal.add(lines)
 
-    def row(self, contexts: ContextCosts | None = None) -> EvalRow:
-        counted = [c for c in self.correct if c is not None]
-        ks = [2**i for i in range(self.samples.bit_length())] if counted else []
-        pass_at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
+    def row(self) -> EvalRow:
+        """Return the row of the point, computed from the lines of the journal. At least one problem is finished."""
+        finished, settings = self.finished(), self.sampling
+        lines = [line for line in self.journal.lines(self.key) if line["problem"] in finished]
+        correct = count_correct([line["reward"] for line in lines], settings.n)
+        counted = [count for count in correct if count is not None]
+        ks = [2**i for i in range(settings.n.bit_length())] if counted else []
+        pass_at = {k: mean_and_error([pass_at_k(settings.n, c, k) for c in counted]) for k in ks}
         accuracy, error = pass_at.get(1, (None, None))
-        kept = [line["retention"] for line in self.lines]
-        kept_correct = [line["retention"] for line in self.lines if line["correct"]]
-        lengths = [line["tokens"] for line in self.lines]
-        tokens, completions, settings = sum(lengths), len(lengths), self.sampling
+        kept = [line["retention"] for line in lines]
+        kept_correct = [line["retention"] for line in lines if line["correct"]]
+        lengths = [line["tokens"] for line in lines]
+        tokens, completions, seconds = sum(lengths), len(lengths), sum(line["seconds"] for line in lines)
         return EvalRow(
+            model=self.model,
             task=self.name,
-            policy=self.policy,
-            parameters=self.parameters,
+            policy=lines[0]["policy"],
+            parameters=lines[0]["parameters"],
             problems=len(counted),
-            samples=self.samples,
-            excluded=len(self.correct) - len(counted),
+            samples=settings.n,
+            excluded=len(correct) - len(counted),
             accuracy=accuracy,
             standard_error=error,
-            further_accuracy={name: self._accuracy(correct) for name, correct in self.further.items()},
+            further_accuracy={
+                name: self._accuracy([line["further_rewards"][name] for line in lines]) for name in self.task.further
+            },
             pass_at_k={k: mean for k, (mean, _) in pass_at.items() if mean is not None},
             pass_at_k_error={k: se for k, (_, se) in pass_at.items()},
             retention=sum(kept) / completions,
             retention_correct=sum(kept_correct) / len(kept_correct) if kept_correct else None,
             length=tokens / completions,
-            truncated=sum(line["finish_reason"] == "length" for line in self.lines) / completions,
+            truncated=sum(line["finish_reason"] == "length" for line in lines) / completions,
             forced=sum(bool(settings.forced) and length > settings.forced_from for length in lengths) / completions,
-            peak_entries=self.entries.peak,
-            read_entries=self.entries.read,
-            mean_peak_entries=self.entries.mean_peak,
-            longest_prompt=self.entries.longest_prompt,
+            peak_entries=max(line["peak_entries"] for line in lines),
+            read_entries=max(line["read_entries"] for line in lines),
+            mean_peak_entries=sum(line["mean_peak_entries"] for line in lines) / completions,
+            longest_prompt=max(line["prompt_tokens"] for line in lines),
             tokens=tokens,
-            tokens_per_second=tokens / max(self.seconds, 1e-9),
-            seconds=self.seconds,
-            contexts=contexts,
+            tokens_per_second=tokens / max(seconds, 1e-9),
+            seconds=seconds,
+            contexts=_mean_costs({line["context"]: line["costs"] for line in lines if "context" in line}),
         )
 
-    def _accuracy(self, correct: Sequence[int | None]) -> Accuracy:
-        shares = [count / self.samples for count in correct if count is not None]
+    def _accuracy(self, scores: Sequence[float | None]) -> Accuracy:
+        shares = [count / self.sampling.n for count in count_correct(scores, self.sampling.n) if count is not None]
         return Accuracy(*mean_and_error(shares), len(shares))
+
+
+def _mean_costs(costs: Mapping[int, Mapping[str, Any]]) -> ContextCosts | None:
+    """Return the mean of the costs of several contexts, given by the number of each context; None for no context."""
+    if not costs:
+        return None
+    all_costs = list(costs.values())
+    seconds = {name: mean(item["seconds"][name] for item in all_costs) for name in all_costs[0]["seconds"]}
+    tokens, kept_bytes, whole = (mean(item[name] for item in all_costs) for name in ("tokens", "bytes", "whole_bytes"))
+    return ContextCosts(len(all_costs), tokens, kept_bytes, whole, seconds)
 
 
 def count_correct(scores: Sequence[float | None], samples: int) -> list[int | None]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine import Engine
-from rollout.evaluation.entries import EntryCounts
+from rollout.evaluation.entries import entry_counts
 from rollout.evaluation.estimators import mean_and_error
+from rollout.evaluation.journal import Journal, point_key, settings_of, work
 from rollout.evaluation.samples import label
 from rollout.requests import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
@@ -39,6 +40,7 @@ class PerplexityRow:
     seconds : time in the engine, including prefill
     """
 
+    model: str
     policy: str
     parameters: dict[str, Any]
     pieces: int
@@ -61,69 +63,111 @@ class PerplexityRow:
         return self.parameters.get("budget")
 
 
-def measure_perplexity(
-    pieces: Sequence[Sequence[int]],
-    prompt_tokens: int,
-    policies: Sequence[Policy],
-    open_engine: Callable[[Policy], AbstractContextManager[Engine]],
-    *,
-    on_row: Callable[[list[PerplexityRow]], None],
-    progress: bool = True,
-) -> list[PerplexityRow]:
-    """Measure the perplexity of a text under several policies. Returns one row per policy.
+class TextPoint:
+    """A text under one cache policy. Its results are lines of the journal, one for each piece.
 
+    model : name of the model
     pieces : token ids of each piece of the text; all have the same length, which is above `prompt_tokens`
     prompt_tokens : number of tokens at the beginning of each piece that are prefilled
-    open_engine : function policy -> context manager of the engine that decodes under it
-    on_row : called with all rows so far, after each new one
+    cache : the policy
+    identity : digest of everything that determines the results, except pieces and policy
     """
-    rows: list[PerplexityRow] = []
-    total = len(policies) * len(pieces)
-    with stage("measuring", total=total, unit="piece", shown=progress) as shown:
-        for policy in policies:
-            shown.tell(label(policy))
-            with open_engine(policy) as engine:
-                rows.append(_measure(pieces, prompt_tokens, engine, shown))
-            on_row(list(rows))
-    return rows
+
+    def __init__(
+        self,
+        model: str,
+        pieces: Sequence[Sequence[int]],
+        prompt_tokens: int,
+        journal: Journal,
+        cache: Policy,
+        identity: str,
+    ) -> None:
+        self.model, self.pieces, self.prompt_tokens = model, pieces, prompt_tokens
+        self.journal, self.cache = journal, cache
+        self.key = point_key(identity, list(map(list, pieces)), prompt_tokens, settings_of(cache))
+
+    @property
+    def complete(self) -> bool:
+        """True if the journal holds all pieces."""
+        return len(self.journal.units(self.key)) == len(self.pieces)
+
+    def measure(self, engine: Engine, shown: Stage) -> None:
+        """Decode the pieces that have no line in the journal yet, and write a line for each."""
+        policy, cut = engine.policy, self.prompt_tokens  # the engine's policy is bound to the model
+        for first in range(0, len(self.pieces), engine.max_batch):  # in parts, so that not all traces are in memory
+            part = self.pieces[first : first + engine.max_batch]
+            new = sum((place,) not in self.journal.units(self.key) for place in range(first, first + len(part)))
+            if not new:
+                continue
+            start = time.perf_counter()
+            try:
+                rollouts = engine.simulate([p[:cut] for p in part], [p[cut:] for p in part])
+            except NotFiniteLogprobError as refused:
+                raise refused.of_prompt(first + refused.prompt) from refused
+            seconds = time.perf_counter() - start
+            self.journal.add(
+                [
+                    {
+                        "point": self.key,
+                        "unit": [first + i],
+                        "policy": policy.name,
+                        "parameters": policy.parameters(),
+                        "nll": -math.fsum(rollout.model_logprobs) / len(rollout.model_logprobs),
+                        "retention": rollout.trace.retention(),
+                        **entry_counts(rollout, policy),
+                        "seconds": seconds / len(part),
+                    }
+                    for i, rollout in enumerate(rollouts)
+                ]
+            )
+            shown.advance(new)
+
+    def row(self) -> PerplexityRow:
+        """Return the row of the point, computed from the lines of all pieces."""
+        lines = self.journal.lines(self.key)
+        completion_tokens = len(self.pieces[0]) - self.prompt_tokens
+        nll, error = mean_and_error([line["nll"] for line in lines])
+        assert nll is not None
+        tokens, seconds = len(lines) * completion_tokens, sum(line["seconds"] for line in lines)
+        return PerplexityRow(
+            model=self.model,
+            policy=lines[0]["policy"],
+            parameters=lines[0]["parameters"],
+            pieces=len(lines),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=completion_tokens,
+            nll=nll,
+            standard_error=error,
+            perplexity=math.exp(nll) if nll < LARGEST_NLL else None,
+            retention=sum(line["retention"] for line in lines) / len(lines),
+            peak_entries=max(line["peak_entries"] for line in lines),
+            read_entries=max(line["read_entries"] for line in lines),
+            mean_peak_entries=sum(line["mean_peak_entries"] for line in lines) / len(lines),
+            tokens=tokens,
+            tokens_per_second=tokens / max(seconds, 1e-9),
+            seconds=seconds,
+        )
 
 
-def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine, shown: Stage) -> PerplexityRow:
-    policy = engine.policy  # bound to the model
-    entries, seconds = EntryCounts(policy), 0.0
-    losses: list[float] = []
-    kept: list[float] = []
-    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that not all traces are in memory together
-        part = pieces[first : first + engine.max_batch]
-        start = time.perf_counter()
-        try:
-            rollouts = engine.simulate([p[:prompt_tokens] for p in part], [p[prompt_tokens:] for p in part])
-        except NotFiniteLogprobError as refused:
-            raise refused.of_prompt(first + refused.prompt) from refused
-        seconds += time.perf_counter() - start
-        for rollout in rollouts:
-            losses.append(-math.fsum(rollout.model_logprobs) / len(rollout.model_logprobs))
-            kept.append(rollout.trace.retention())
-            entries.add(rollout)
-        shown.advance(len(part))
-    nll, error = mean_and_error(losses)
-    assert nll is not None
-    completion_tokens = len(pieces[0]) - prompt_tokens
-    tokens = len(pieces) * completion_tokens
-    return PerplexityRow(
-        policy=policy.name,
-        parameters=policy.parameters(),
-        pieces=len(pieces),
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        nll=nll,
-        standard_error=error,
-        perplexity=math.exp(nll) if nll < LARGEST_NLL else None,
-        retention=sum(kept) / len(kept),
-        peak_entries=entries.peak,
-        read_entries=entries.read,
-        mean_peak_entries=entries.mean_peak,
-        tokens=tokens,
-        tokens_per_second=tokens / max(seconds, 1e-9),
-        seconds=seconds,
-    )
+def measure_perplexity(
+    points: Sequence[TextPoint],
+    open_engine: Callable[[Policy], AbstractContextManager[Engine]],
+    journal: Journal,
+    *,
+    on_point: Callable[[], object],
+    progress: bool = True,
+) -> None:
+    """Decode the pieces of all points that the journal does not hold. Points on which other processes work are left to
+    them.
+
+    open_engine : function policy -> context manager of the engine that decodes under it
+    on_point : called after each finished point
+    """
+    done, total = sum(len(journal.units(point.key)) for point in points), sum(len(point.pieces) for point in points)
+    with stage("measuring", total=total, unit="piece", shown=progress, done=done) as shown:
+
+        def measure(point: TextPoint, engine: Engine) -> None:
+            shown.tell(label(point.cache))
+            point.measure(engine, shown)
+
+        work(points, open_engine, journal, measure, on_point)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from rollout.config import SamplingConfig
@@ -15,7 +15,11 @@ from sparse_rl.policies.base import Policy
 
 
 def sample_in_parts(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    context: Context | None = None,
+    finished: Container[int] = (),
 ) -> Iterator[tuple[list[int], list[Rollout], float]]:
     """Sample in parts of a few full batches. Yields, for each part, (indices of its prompts, their rollouts prompt by
     prompt, seconds that the engine took).
@@ -23,6 +27,7 @@ def sample_in_parts(
     Equal prompts stay in one part, because the engine gives their samples different seeds only within one call.
 
     context : compacted context that all prompts continue; None means that there is none
+    finished : indices of prompts; a part that has no other prompts is left out. The parts are always the same
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -33,6 +38,9 @@ def sample_in_parts(
     for number, places in enumerate(places_of.values(), start=1):
         part += places
         if len(part) >= size or number == len(places_of):
+            if all(place in finished for place in part):
+                part = []
+                continue
             start = time.perf_counter()
             try:
                 rollouts = engine.generate([list(prompts[place]) for place in part], sampling, **context_option)

@@ -1,15 +1,15 @@
-"""The paged cache under a learned policy that evicts before a layer attends. In each kv head, a new token evicts one.
+"""The paged cache under a learned policy. In a kv head that holds `budget` entries, a new token evicts one entry before
+the layer attends.
 
-Everything that does not depend on the new keys is computed before the forward pass, for all layers at once (the layers
-are folded into the rows): the competing entry with the lowest priority, and the slot of the token that leaves the
-window of recent tokens.
+Before the forward pass, the candidate is computed for all layers together (the layers are folded into the rows). The
+candidate is the competing entry with the lowest priority.
 
-If tokens are scored on arrival, the competing entry with the lowest priority is evicted. The new tokens are scored
-after the forward pass, for all layers at once (the layers are folded into the heads).
+If tokens are scored on arrival, the candidate is evicted. The new tokens are scored after the forward pass, for all
+layers together (the layers are folded into the heads).
 
-If scores are delayed, the score of the token that leaves the window depends on the layer's new key. Before a layer
-computes attention, it runs one step of its scorer, evicts this token if its priority is not above the lowest priority
-of the competing entries, else the competing entry, and writes the new K and V to one slot of each head.
+If scores are delayed, a token is scored when it leaves the window of recent tokens, and its score depends on the
+layer's new key. So each layer runs one step of its scorer before it attends. It evicts the token if its priority is not
+above the candidate's, else the candidate. The new key and value take the slot of the evicted entry.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from sparse_rl.policies.entries import Chunk
 class Singles:
     """R requests that add one token each in this forward pass.
 
-    tokens : indices of the requests' tokens in the batch, a slice or int64 [R]
+    tokens : indices of these tokens in the batch, a slice or int64 [R]
     first, seen : int64 [R], first block of each request, and number of tokens that it has seen
-    block, place : int64 [L, R, Hkv], slot that the new token is written to: block, and place in the block
+    block, place : int64 [L, R, Hkv], slot of the new token: block, and place in the block
     dropped : int64 [L, R, Hkv], position of the evicted token; -1 means none
-    came : new keys and values [L, R, Hkv, 2 D], if tokens are scored on arrival
+    came : [L, R, Hkv, 2 D], new keys and values, if tokens are scored on arrival
     leaving : tokens that leave the window, if scores are delayed
     """
 
@@ -57,16 +57,15 @@ class Singles:
 
 @dataclass
 class Leaving:
-    """For each of R requests, the token that leaves the window of recent tokens.
+    """The tokens that leave the window of recent tokens, one for each of R requests ("leaving tokens").
 
-    It is scored when the new token has entered the scorer's memory.
+    A leaving token is scored once the new token has entered the scorer's memory.
 
     positions : int64 [R]; a negative position means that no token leaves
     block, place : int64 [L, R, Hkv], slot of the leaving token: block, and place in the block
     competes : bool [R], True if the leaving token may be evicted
-    candidate : float32 [L, R, Hkv], priority of the entry that is evicted if the leaving token is not; NaN if
-        `competes` is False
-    aged : float32 [L, R, Hkv], decay term; the leaving token's priority is the token's score minus this term
+    candidate : float32 [L, R, Hkv], priority of the candidate; NaN if `competes` is False
+    aged : float32 [L, R, Hkv], decay term; the leaving token's priority is its score minus this term
     priority : float32 [L, R, Hkv], priority of the leaving token, filled in layer by layer
     rows : int64 [R], rows of the scorers' memory, set in the forward pass
     """
@@ -82,9 +81,9 @@ class Leaving:
 
 
 class Scorers:
-    """Scorers of all L layers, for this rank's Hkv kv heads.
+    """Scorers of L layers, for this rank's Hkv kv heads.
 
-    There is one scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`), which share the weights' memory.
+    One scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`) share the memory of the weights.
     """
 
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
@@ -102,8 +101,8 @@ class Scorers:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights of all layers' scorers, and compute `log_decay` [L, Hkv] from them.
 
-        weights : name in cache_scorer.safetensors (layer number, ".", parameter name) -> weight of all ranks' kv heads,
-            which are dimension 0
+        weights : name in cache_scorer.safetensors (layer number, ".", parameter name) -> weight [kv heads of all ranks,
+            ...]
         """
         parameters = self.by_name()
         if parameters.keys() != weights.keys():
@@ -121,7 +120,7 @@ class Scorers:
 
 
 class ArrivalState(CacheState):
-    """The caches of all layers of one worker, under a policy that evicts before a layer attends."""
+    """The caches of all layers of one worker under a learned policy."""
 
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         super().__init__(vllm_config, config, kv_caches)
@@ -136,9 +135,8 @@ class ArrivalState(CacheState):
             name: value.repeat(layers, len(self.failed), *[1] * value.ndim) for name, value in self.empty.items()
         }
         self.singles: Singles | None = None
-        self.parts: list[
-            tuple[int, slice, int]
-        ] = []  # chunks of prompts: request, its tokens in the batch, number of its tokens cached before
+        # chunks of prompts: index of the request, tokens of the chunk in the batch, number of tokens cached before
+        self.parts: list[tuple[int, slice, int]] = []
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         super().begin(ended, begun)
@@ -149,7 +147,7 @@ class ArrivalState(CacheState):
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Do nothing: slots differ between layers and heads, so `arrive` and `after_forward` write the new entries."""
+        """Do nothing: slots differ between layers and heads, and `arrive` and `after_forward` write the entries."""
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
@@ -199,10 +197,10 @@ class ArrivalState(CacheState):
             fixed.copy_fields(self.singles, len(self.singles.first))
 
     def _at(self, blocks: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (block, place in the block), [L, R, Hkv] each, for slots of R requests in all L layers.
+        """Return (block, place in the block), [L, R, Hkv] each, of slots of R requests in all L layers.
 
         blocks : [R, max blocks], blocks of each request
-        slot : [L x R, Hkv], slots, counted from the request's first block
+        slot : [L x R, Hkv], counted from the request's first block
         """
         slot = slot.view(len(self.caches), len(blocks), -1)
         block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
@@ -211,12 +209,7 @@ class ArrivalState(CacheState):
     # ---- in the forward, before a layer attends ---------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """Write the keys and values of T new tokens, [T, Hkv, D] each, to one layer's cache.
-
-        name : vLLM's name of the layer
-
-        Returns True, which means that vLLM need not write them.
-        """
+        """Write the keys and values of T new tokens, [T, Hkv, D] each, to one layer's cache. Returns True."""
         layer, singles = self.index[name], self.singles
         if singles is not None:
             new = key[singles.tokens], value[singles.tokens]
@@ -232,10 +225,7 @@ class ArrivalState(CacheState):
         return True
 
     def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
-        """Score the tokens that leave the window, and choose the tokens that one layer evicts.
-
-        key, value : [R, Hkv, D], the layer's new keys and values
-        """
+        """Score one layer's leaving tokens, given new keys and values [R, Hkv, D], and choose the evicted tokens."""
         leaving = singles.leaving
         assert leaving is not None
         if leaving.rows is None:
@@ -253,13 +243,11 @@ class ArrivalState(CacheState):
             torch.where(evicted, leaving_slot, target, out=target)
 
     def _take_in(self, layer: int, request: int, cached: int, key: Tensor, value: Tensor) -> None:
-        """Write the keys and values of a chunk of a prompt to one layer's cache.
-
-        All tokens of a prompt are held, in the order of their positions, until its prefill ends.
+        """Write a chunk of a prompt to one layer's cache. During prefill, slots are in the order of positions.
 
         request : index of the request in the batch
         cached : number of the prompt's tokens before the chunk
-        key, value : [T, Hkv, D], keys and values of the chunk's T tokens
+        key, value : [T, Hkv, D], keys and values of the chunk
         """
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
@@ -289,7 +277,7 @@ class ArrivalState(CacheState):
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Write the positions and priorities of the new tokens, and record the evicted tokens."""
+        """Write positions and priorities of the new tokens, and record the evicted tokens."""
         singles, self.singles, self.parts = self.singles, None, []
         if singles is None:
             return
@@ -306,10 +294,7 @@ class ArrivalState(CacheState):
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
     def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
-        """Write the priorities of the tokens that left the window, and mark those of them that were evicted.
-
-        layers : [L, 1, 1], indices of all layers
-        """
+        """Write the priorities of the leaving tokens, and enter those that were evicted into `singles.dropped`."""
         evicted = leaving.priority <= leaving.candidate
         singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
         self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
@@ -319,10 +304,7 @@ class ArrivalState(CacheState):
         )
 
     def _score(self, singles: Singles, now: Tensor) -> Tensor:
-        """Score the new tokens on arrival. Returns their priorities, float32 [L, R, Hkv].
-
-        now : int64 [R], positions of the new tokens
-        """
+        """Score the new tokens, at the positions `now` [R]. Returns their priorities, float32 [L, R, Hkv]."""
         assert singles.came is not None
         x = singles.came.transpose(0, 1).flatten(1, 2)[:, :, None]  # L x Hkv heads
         rows = self.row[singles.first]
@@ -334,10 +316,6 @@ class ArrivalState(CacheState):
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
     def _fail(self, first: Tensor, is_nan: Tensor) -> None:
-        """Mark requests as failed if one of their priorities is NaN.
-
-        first : int64 [R], first blocks of the requests
-        is_nan : bool [L, R, Hkv]
-        """
+        """Mark the requests with these first blocks [R] as failed if `is_nan` [L, R, Hkv] is True anywhere for them."""
         rows = self.row[first]
         self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

@@ -1,11 +1,8 @@
-"""Changes that eviction needs in an attention backend of vLLM.
+"""Mixins that change vLLM's attention backends for eviction, in backend_cpu.py and backend_cuda.py.
 
 A request's physical length and slots are those of the entries that it holds; its logical length and positions count all
-its tokens. The backend receives physical lengths and slots, and passes the queries to the cache state (state.py).
-`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend, and `EvictingNames` into the
-backend: in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. With the
-option `exact`, float32 attention on a CPU is computed as in the trainer (exact.py). Without a policy, everything else
-is stock vLLM.
+its tokens. The backend receives physical lengths and slots, and passes the queries to the cache state (state.py). RoPE
+positions stay logical. With the option `exact`, float32 attention on a CPU is computed as in the trainer (exact.py).
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from sparse_rl.policies.schedule import NEVER
 class EvictingBuilder:
     """Mixin for a metadata builder: replaces logical lengths and slots by physical ones.
 
-    Physical lengths and slots are written to memory with a fixed address, because a CUDA graph of a whole decode step
-    reads them there.
+    It writes them to memory with a fixed address, which a CUDA graph of a whole decode step reads.
     """
 
     supports_update_block_table = False  # an update would put logical slots into our metadata
@@ -57,7 +53,7 @@ class EvictingBuilder:
         common = common_attn_metadata
         seen, starts = common.seq_lens, [common.query_start_loc, common.query_start_loc_cpu]
         rows = len(seen)
-        if int(starts[1][-1]) < rows:  # padding of a graph: treated as requests with one token, in the null block
+        if int(starts[1][-1]) < rows:  # padding of a graph is treated as requests with one token, in the null block
             starts = [torch.arange(rows + 1, dtype=torch.int32, device=start.device) for start in starts]
             seen = seen.clamp(min=1)
         plan = state.make_plan(common.block_table_tensor, seen, *starts)
@@ -95,7 +91,7 @@ class EvictingImpl:
                 self.head_size = self.wide = folded.wide_head(self.head_size, arguments.on_cpu())
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        # vLLM passes the slots of the forward context, which are logical. The metadata holds our physical slots.
+        # vLLM passes the forward context's slots, which are logical; the metadata holds our physical slots
         metadata: Any = get_forward_context().attn_metadata
         state = paged.live_state()
         if state is not None and metadata is not None:
@@ -140,7 +136,7 @@ class EvictingImpl:
 
 
 class EvictingNames:
-    """Mixin for a backend: names our builder and implementation, and gives each layer its cache specification."""
+    """Mixin for a backend: names our builder and implementation, and the cache specification of each layer."""
 
     builder: ClassVar[type]
     impl: ClassVar[type]
@@ -155,7 +151,7 @@ class EvictingNames:
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's cache specification under the policy of the engine that is being built."""
+        """Return a layer's cache specification in the engine that is being built."""
         config = EvictingImpl.config
         if config is None:
             return spec

@@ -14,7 +14,7 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
-    """Builder of vLLM's attention metadata on CPUs, with physical lengths. It never selects AMX instructions."""
+    """vLLM's metadata builder on CPUs, with physical lengths, and without AMX instructions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

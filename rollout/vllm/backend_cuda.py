@@ -1,7 +1,7 @@
 """The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels if FlashAttention cannot run.
 
-`EvictingBackend` is registered as CUSTOM, and only chooses between these two backends. Both backends keep their stock
-names, because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source and has never been run.
+Both keep their stock names, because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source
+and has never been run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
-    """Builder of FlashAttention's metadata, with physical lengths."""
+    """FlashAttention's metadata builder, with physical lengths."""
 
 
 class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
@@ -43,7 +43,7 @@ class EvictingFlashBackend(EvictingNames, FlashAttentionBackend):
 
 
 class EvictingTritonBuilder(EvictingBuilder, TritonAttentionMetadataBuilder):
-    """Builder of the metadata of vLLM's Triton kernels, with physical lengths."""
+    """The metadata builder of vLLM's Triton kernels, with physical lengths."""
 
 
 class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
@@ -57,10 +57,10 @@ class EvictingTritonBackend(EvictingNames, TritonAttentionBackend):
 
 
 class EvictingBackend(AttentionBackend):
-    """Chooses EvictingFlashBackend if it accepts a layer's configuration, else EvictingTritonBackend.
+    """The backend registered as CUSTOM: chooses EvictingFlashBackend if that accepts a layer's configuration, else
+    EvictingTritonBackend.
 
-    vLLM asks the selected backend whether it accepts the configuration, and directly afterwards for its name. We return
-    the name of the chosen backend, so vLLM uses only the chosen one.
+    vLLM validates the configuration, and directly afterwards asks for the backend's name. We return the chosen one's.
     """
 
     chosen: ClassVar[type[AttentionBackend]]

@@ -1,8 +1,8 @@
-"""Bytes that a worker holds in addition to weights, cache and vLLM's own forward pass. Imports neither torch nor vLLM.
+"""Bytes that a worker holds in addition to weights, cache and vLLM's own forward pass. Does not import vLLM.
 
-vLLM measures its own forward pass and sampler, and gives the rest of its share of a GPU to the cache. It does not count
-the buffers of state.py and the float64 sampler of rollout/sampling.py. So their bytes are subtracted from the share
-before it is passed to vLLM.
+vLLM gives its share of a GPU, minus the memory of its own forward pass and sampler, to the cache. It does not count the
+buffers of state.py and the float64 sampler of rollout/sampling.py. So their bytes are subtracted from the share before
+it is passed to vLLM.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class Beside:
     sampler: int
 
     def share(self, share: float, total: int) -> float:
-        """Return the share of a GPU's memory that vLLM may plan with, so that vLLM and our buffers fit into `share`.
-
-        total : bytes of the GPU's memory
+        """Return the share of a GPU with `total` bytes to give to vLLM, so that vLLM and our buffers fit into `share`.
 
         Raises UserError if `share` leaves no memory for vLLM.
         """
@@ -56,7 +54,6 @@ def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, 
 
     config : configuration of the model
     itemsize : bytes of a number in the cache
-    max_batch : maximum number of sequences that run at a time
     """
     layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
@@ -71,10 +68,9 @@ def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, 
 
 
 def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
-    """Return the head size of vLLM's cache. It is larger than the model's if a bias is stored in the heads (folded.py).
+    """Return the head size of vLLM's cache, which is larger than the model's if the heads store a bias (folded.py).
 
     exact : True if attention is computed in float64
-    cuda : True if the engine runs on a GPU
     """
     if policy.bias is None or exact:
         return head_dim
@@ -82,12 +78,10 @@ def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
 
 
 def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
-    """Return the bytes of one vLLM worker's cache that max_batch sequences of maximum length fill, plus one block for
-    vLLM itself.
+    """Return the bytes of one worker's cache for max_batch sequences of maximum length and one block for vLLM itself.
 
     given : options of `make_engine`
     config : configuration of the model
-    cuda : True if the engine runs on a GPU
     """
     layers, kv_heads, head_dim = cache_shape(config)
     longest = given["max_model_len"] or config.max_position_embeddings

@@ -1,8 +1,4 @@
-"""Messages from scheduler to workers in every step, over vLLM's KV connector interface. No cache is transferred.
-
-The messages name the requests that begin, the requests that end, and the requests to compact after this forward pass.
-The workers record the evicted entries, and keep this record until the engine asks for it (record.py).
-"""
+"""Messages from scheduler to workers in every step (messages.py), over vLLM's KV connector. No cache is transferred."""
 
 from __future__ import annotations
 
@@ -48,17 +44,16 @@ class EvictionConnector(KVConnectorBase_V1):
         self.state = kind(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step: remove requests that have ended, and add requests that begin.
+        """Remove requests that have ended, and add requests that begin. vLLM calls this before each forward pass.
 
-        vLLM calls this before the forward pass. The V1 runner builds the attention metadata after this call, the V2
-        runner before it.
+        The V1 runner builds the attention metadata after this call, the V2 runner before it.
         """
         assert isinstance(kv_connector_metadata, Step)
         self.step = kv_connector_metadata
         self.state.begin(self.step.ended, self.step.begun)
 
     def wait_for_save(self) -> None:
-        """Compact the requests that the scheduler named. vLLM calls this after the forward pass of every step."""
+        """Compact the requests that the scheduler named. vLLM calls this after each forward pass."""
         self.state.after_forward()
         if self.step.due:
             self.state.compact(self.step.due)
@@ -77,18 +72,14 @@ class EvictionConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True unless the engine was started with `full_graphs`."""
+        """Return True unless the engine was started with `full_graphs`."""
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note that a request was admitted. After a preemption, all tokens of the request are prefilled again, densely.
-
-        request : vLLM's request
-        blocks : the blocks that vLLM has allocated for it
-        """
+        """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
         self._end(request.request_id)  # the request may have been preempted in this same step
@@ -96,10 +87,7 @@ class EvictionConnector(KVConnectorBase_V1):
         self.step.begun.append(begun)
 
     def behind(self, request: Any, blocks: list[int]) -> Behind | None:
-        """Return the compacted context that a request continues; None if there is none. See contexts.py.
-
-        blocks : the request's blocks
-        """
+        """Return the compacted context that a request with these blocks continues, if any (contexts.py)."""
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:

@@ -12,14 +12,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rollout.vllm.messages import Behind
 from rollout.vllm.spec import BoundedManager, BoundedSpec
 
-# Request id -> the context that it continues, until the request's blocks are freed. A scheduler's process has only one
-# engine.
+# Request id -> the context that it continues, until the request's blocks are freed; a process has only one scheduler
 ASKED: dict[str, Behind] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSpec(BoundedSpec):
-    """Specification of a layer's cache in an engine that continues contexts.
+    """A layer whose sequences may continue a context.
 
     most : maximum number of entries of a sequence; None means one entry per token
     """
@@ -48,7 +47,7 @@ class ContextManager(BoundedManager):
     def allocate_external_computed_blocks(
         self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
     ) -> None:
-        """Give a request the blocks of its context: the shared ones that exist already, and new ones for the rest."""
+        """Give a request the blocks of its context: shared ones if they exist, and new ones for the rest."""
         behind, blocks = ASKED[request_id], self.req_to_blocks[request_id]
         shared = self.full.get(behind.name, [])
         self.block_pool.touch(shared)
@@ -61,8 +60,7 @@ class ContextManager(BoundedManager):
         return super().allocate_new_blocks(request_id, num_tokens - _missing_slots(request_id), num_tokens_main_model)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return a request's blocks to free. Once the last request that continues a context has ended, the context's
-        blocks are no longer shared with new requests.
+        """Return a request's blocks, which are to be freed. A context's blocks are shared until its last user ends.
 
         vLLM's blocks count their references themselves.
         """
@@ -75,6 +73,6 @@ class ContextManager(BoundedManager):
 
 
 def _missing_slots(request_id: str) -> int:
-    """Return by how much the number of a request's tokens exceeds the number of its slots."""
+    """Return the number of a request's tokens minus the number of its slots."""
     behind = ASKED.get(request_id)
     return 0 if behind is None else behind.gone

@@ -1,14 +1,12 @@
 """Requests that continue a compacted context (rollout/context). Their own tokens, after the context, are never evicted.
 
-To vLLM, the context's tokens are tokens that a KV connector has loaded, so a request has its whole prompt and its
-logical positions. In the cache, the request has the context's entries, with their biases, followed by its own tokens.
-`gone` is the number of the context's tokens minus the number of its entries. Requests that continue the same context
-share the blocks that the context fills completely. Each request has its own copy of the context's last, partly filled
-block.
+For vLLM, a KV connector has loaded the context's tokens, so a request keeps its whole prompt and its logical positions.
+In the cache, the request has the context's entries, with biases, followed by its own tokens. Requests share the blocks
+that a context fills completely; each request has its own copy of the last, partly filled block.
 
-choice      an engine names the context in a request's extra_args; a server compares the first tokens of the prompt
-worker      `ContextState` keeps the entries of each context, and writes them to the cache when a request begins
-scheduler   `ContextConnector` finds the context of a request, `ContextManager` (context_spec.py) allocates its blocks
+An engine names the context in a request's extra_args; a server compares the first tokens of the prompt. In the
+scheduler, `ContextConnector` finds a request's context, and `ContextManager` (context_spec.py) allocates its blocks. In
+a worker, `ContextState` keeps the entries of each context, and writes them to the cache when a request begins.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ class ContextState(CacheState):
         self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # name -> (keys, values, bias) of each layer
 
     def hold(self, name: str, context: Context) -> None:
-        """Keep the entries of a context in host memory, for this rank's kv heads.
-
-        Replaces an earlier context of the same name.
-        """
+        """Keep a context's entries of this rank's kv heads in host memory, in place of a context of the same name."""
         rank_heads = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:
@@ -90,10 +85,7 @@ class ContextState(CacheState):
 
 
 class ContextConnector(EvictionConnector):
-    """Connector that also tells the workers the context of each request.
-
-    To vLLM, the context's tokens are tokens that the connector has loaded.
-    """
+    """Connector that also tells the workers the context of each request."""
 
     kind = ContextState
     state: ContextState
@@ -121,8 +113,7 @@ class ContextConnector(EvictionConnector):
     def _behind(self, request: Any) -> Behind | None:
         """Return the context that a request continues; None if there is none.
 
-        Also returns None for a request with an adapter, and for a request with prompt_logprobs, whose whole prompt must
-        be computed.
+        A request with an adapter or prompt_logprobs continues no context, because its whole prompt must be computed.
         """
         if request.skip_reading_prefix_cache or request.lora_request is not None:
             return None

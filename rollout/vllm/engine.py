@@ -1,7 +1,7 @@
 """VLLMEngine: samples at production speed, under the policies of the reference engine, and returns the same records.
 
-The engine keeps its own copy of the weights (`load_weights` replaces them). By default it runs in-process, so that each
-data-parallel rank of a trainer can have an engine; `multiprocess` and `tensor_parallel` move it to separate processes.
+The engine keeps its own copy of the weights. It runs in the caller's process, so that each data-parallel rank of a
+trainer can have an engine, unless `multiprocess` or `tensor_parallel` moves it to separate processes.
 """
 
 from __future__ import annotations
@@ -44,39 +44,34 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
-ATTEMPTS = 3  # attempts at sampling a request; an attempt fails if the request is preempted after an eviction
+ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, an attempt fails if it is preempted
 
 
 class VLLMEngine:
-    """Samples with vLLM under any policy. If several threads use one engine, they run one after the other.
+    """Samples with vLLM. Threads that use the same engine wait for each other.
 
-    Parameters
-    ----------
     model : model directory
-    policy : cache policy
     dtype : dtype of weights, cache and forward pass
     max_batch : maximum number of sequences that run at a time (vLLM's max_num_seqs)
     max_model_len : maximum length of prompt + completion; None means the model's context length
-    max_prompt : maximum length of a prompt, all of whose tokens the cache must hold; None means max_model_len
+    max_prompt : maximum length of a prompt, which the cache must hold completely; None means max_model_len
     kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means that
         `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
     gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
     block_size : tokens in a cache block; None means vLLM's choice for the platform, and 32 on a CPU
-    max_num_batched_tokens : maximum number of tokens in a forward pass (of a prompt: a chunk); None means vLLM's choice
+    max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
+        means vLLM's choice
     tensor_parallel : number of processes that share the model's heads
     multiprocess : run the engine in a separate process (always done for tensor_parallel > 1)
     progress : show a progress bar
     exact : in float32 on a CPU, compute attention by the trainer's function (exact.py)
     sleep_mode : let `sleep` release a GPU's memory; has no effect on a CPU
-    context_entries : maximum number of entries of a sequence, which may then continue a compacted context
-        (rollout/context) under a full cache; None means that sequences continue no context
+    context_entries : if given, a sequence may continue a compacted context (rollout/context) under a full cache, and
+        holds at most this number of entries
     full_graphs : on a GPU, run a decode step as one CUDA graph
 
-    Raises
-    ------
-    UserError
-        vLLM is missing or has another version, the platform does not support the model's head size, or this process
-        already has an engine.
+    Raises UserError if an option is invalid, if vLLM is missing or has another version, if vLLM cannot run the policy
+    or the model on this platform, or if this process already has an engine.
     """
 
     shares_weights = False
@@ -170,7 +165,7 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """Implement `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled again."""
+        """Implement `Engine.generate`. If the policy evicts, a preempted sequence is sampled again."""
         return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size, context), sampling)
 
     def simulate(
@@ -180,7 +175,6 @@ class VLLMEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """Implement `Engine.simulate`."""
         return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size, context))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
@@ -223,7 +217,7 @@ class VLLMEngine:
                 )
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
-        """Run the requests once. Returns place of the request -> rollout, without the requests that were preempted."""
+        """Run the requests once. Returns place -> rollout, without the requests that were preempted."""
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
@@ -233,7 +227,6 @@ class VLLMEngine:
             self.llm.collective_rpc("end_run")
 
     def _hold(self, context: Context) -> None:
-        """Send a context's entries to the workers, which keep them until they receive another context."""
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             source: Any = context
             if self.separate:
@@ -242,7 +235,7 @@ class VLLMEngine:
         self.held = context
 
     def _sample(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Any]:
-        """Sample the requests. Returns place of the request -> vLLM's output for it."""
+        """Sample the requests. Returns place -> vLLM's output."""
         import vllm
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
@@ -278,9 +271,9 @@ class VLLMEngine:
                 engine.abort_request([str(request.place) for request in requests])
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
-        """Combine vLLM's outputs and the workers' records, fetched for max_batch sequences at a time.
+        """Yield (place, rollout) for each request that was not preempted, from vLLM's outputs and the workers' records.
 
-        Yields (place of the request, rollout) for each request that was not preempted.
+        The records are fetched for max_batch sequences at a time.
         """
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
@@ -296,11 +289,7 @@ class VLLMEngine:
                 yield request.place, Rollout(request.tokens, completion, logprobs, model_logprobs, trace, reason)
 
     def _trace(self, request: Request, ranks: list[bytes | None], length: int) -> EvictionTrace:
-        """Return the eviction trace of a request.
-
-        ranks : `evict_at` of the `Result` of each tensor-parallel rank
-        length : number of tokens of the sequence
-        """
+        """Return the trace of a sequence of `length` tokens. ranks : `evict_at` of each tensor-parallel rank"""
         if request.context is not None:
             return request.context.trace(length)
         evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
@@ -312,11 +301,9 @@ class VLLMEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights of the model and its scorers.
+        """Replace all weights of the model and its scorers, each given as (name in a Hugging Face checkpoint, tensor).
 
-        weights : (name in a Hugging Face checkpoint, tensor of the weight's shape)
-
-        Raises UserError for a missing weight, an unknown name or a wrong shape, maybe after some have been replaced.
+        Raises UserError for a missing weight, an unknown name or a wrong shape, maybe after some weights were replaced.
         """
         checked = self._checked(weights)
         if not self.separate:
@@ -326,7 +313,7 @@ class VLLMEngine:
             self._replace("receive_weights", path, places)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and check their names and shapes: vLLM fuses some, and does not notice a missing part."""
+        """Yield the weights, and check names and shapes: vLLM would not notice a missing part of a fused weight."""
         shapes, required = self._expected
         missing = set(required)
         for name, tensor in weights:
@@ -344,10 +331,10 @@ class VLLMEngine:
 
     @cached_property
     def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:
-        """Return name -> shape of all accepted weights, and the names of the required weights.
+        """Return name -> shape of the accepted weights, and the names of the required ones.
 
-        A tied output head is accepted under both of its names. The model's class is called directly, because under
-        ZeRO-3 `from_config` would partition weights that have no data.
+        A tied output head is accepted under both of its names. Under ZeRO-3, `from_config` would partition weights that
+        have no data, so the model's class is called directly.
         """
         with torch.device("meta"):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
@@ -358,7 +345,6 @@ class VLLMEngine:
         return shapes, frozenset(name for name, _ in model.named_parameters())
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Implement `Engine.scorer_digests`."""
         ranks = self.llm.collective_rpc("scorer_digests")
         return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
 
@@ -371,7 +357,7 @@ class VLLMEngine:
     def sleep(self, level: int = 1) -> None:
         """Release the engine's GPU memory between two calls of `generate`. Has no effect without `sleep_mode`.
 
-        level : 1 keeps the weights in host memory; 2 drops them, and the next `generate` needs `load_weights` before it
+        level : 1 keeps the weights in host memory; 2 drops them, so that `load_weights` must precede `generate`
         """
         if level not in (1, 2):
             raise UserError(f"level must be 1 or 2, got {level!r}")
@@ -382,7 +368,7 @@ class VLLMEngine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory that `sleep` has released.
 
-        tags : parts to allocate: "weights", which `load_weights` needs, "kv_cache", or both; None means both
+        tags : "weights", which `load_weights` needs, "kv_cache", or both; None means both
         """
         if self.can_sleep:
             with self.turn:

@@ -1,8 +1,8 @@
 """Attention over the paged cache in float32 on a CPU, by the same function as in the trainer and the reference engine.
 
 vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs.
-`sparse_rl.attention.kernels.sdpa` computes in float64, which makes attention nearly free of rounding: the remaining
-difference, within 1e-5, comes from matrix products. Other dtypes use vLLM's kernel: their own rounding is far coarser.
+`sparse_rl.attention.kernels.sdpa` computes in float64; the remaining difference, within 1e-5, comes from matrix
+products. Other dtypes use vLLM's kernel, because their own rounding is far coarser.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def attend(
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """Compute causal attention for a batch of B requests with different numbers of queries, and write it to `out`.
+    """Compute causal attention for B requests with different numbers of queries, and write it to `out`.
 
-    query, out : [T, Hq, D], queries of all requests, one request after the other, and their attention output
+    query, out : [T, Hq, D], queries of one request after the other, and their attention output
     keys, values : [number of blocks, Hkv, block size, D], the paged cache
     blocks : int [B, max blocks], blocks of each request
-    lengths : int [B], number of entries that each request holds; the last entry is the token of the last query
+    lengths : int [B], number of entries that each request holds; the last entry is that of the last query's token
     starts : int [B + 1], index of each request's first query, then T
     bias : float32 [number of blocks, Hkv, block size], added to the logits, except for requests whose entries are all
         new
@@ -47,7 +47,7 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
-        # the table has further blocks after those of a request; NaN in these would pass through a weight of zero
+        # blocks after those of a request may hold NaN, and 0 x NaN is NaN
         table.masked_fill_(torch.arange(0, longest, size) >= held[:, None], NOBODYS)
         key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
@@ -58,7 +58,7 @@ def attend(
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
-        # contiguous, because torch uses no fused kernel for transposed keys, and would allocate all logits
+        # contiguous, because torch has no fused kernel for transposed keys, and would allocate all logits
         key, value = (read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
@@ -69,9 +69,8 @@ def attend(
 
 
 def _pieces(rows: Tensor, lengths: Tensor, elements: int) -> Iterator[Tensor]:
-    """Yield the rows in pieces of about ELEMENTS key elements, with rows of similar length in the same piece.
+    """Yield pieces of `rows`, each with about ELEMENTS key elements in rows of similar length.
 
-    rows : indices of rows of the batch
     lengths : number of entries of each row of the batch
     elements : key elements per entry
     """

@@ -4,9 +4,9 @@ For a query q, a key k, a value v, the bias b of the key, the factor `scale` on 
 
     q' = [q, c, 0 ...],    k' = [k, b / (c scale), 0 ...],    v' = [v, 0 ...]:    q' . k' scale = q . k scale + b
 
-So the kernels, and the cache that they read, have wider heads than the model; policies see the model's own heads.
-With c = 1 / scale, the additional coordinate of k' is the bias itself, rounded to the cache's dtype. The only other
-rounding is the rounding of c. This module does not import vLLM.
+So the kernels and their cache have wider heads than the model; policies see the model's own heads. With c = 1 / scale,
+the additional coordinate of k' is the bias itself, rounded to the cache's dtype. The only other rounding is that of c.
+This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ STEP = 8  # kernels on GPUs support head sizes that are multiples of STEP
 
 
 def wide_head(head_dim: int, on_cpu: bool) -> int:
-    """Return the smallest supported head size above `head_dim`, so that each head has room for a bias.
-
-    Raises UserError if no kernel supports such a head size.
-    """
+    """Return the smallest supported head size above `head_dim`. Raises UserError if there is none."""
     if not on_cpu:
         return (head_dim // STEP + 1) * STEP
     wider = [size for size in CPU_HEAD_SIZES if size > head_dim]
@@ -38,10 +35,7 @@ def wide_head(head_dim: int, on_cpu: bool) -> int:
 
 
 def widened(x: Tensor, width: int, coordinate: float = 0.0) -> Tensor:
-    """Return heads with additional coordinates, [T, H, width]: the D coordinates of x, then `coordinate`, then zeros.
-
-    x : [T, H, D], vectors of T tokens and H heads
-    """
+    """Return [T, H, width]: the D coordinates of each head of x [T, H, D], then `coordinate`, then zeros."""
     wide = F.pad(x, (0, width - x.shape[-1]))
     if coordinate:
         wide[..., x.shape[-1]] = coordinate

@@ -1,8 +1,7 @@
-"""Passes weights to an engine that runs in separate processes.
+"""Passes weights to an engine in separate processes: they map an unnamed file in memory, which the sender writes.
 
-The sender writes the weights to an unnamed file in memory, and the engine's processes map the file. The memory is freed
-when the sender closes the file or ends for any reason. The file's size is not limited, unlike the size of /dev/shm,
-which is 64 MB in a container.
+The memory is freed when the sender closes the file or ends for any reason. The file's size is not limited, unlike that
+of /dev/shm, which is 64 MB in a container.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ STEP = 64  # each weight begins at a multiple of STEP bytes
 
 @contextmanager
 def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
-    """Write the weights to a file in memory. Yields the two arguments with which `received` reads the file.
+    """Write the weights to a file in memory, and yield the two arguments with which `received` reads the file.
 
-    The arguments are valid until the `with` block ends, in any process of this user on this machine. The weights are
-    taken from the iterable one at a time.
+    They are valid until the `with` block ends, in any process of this user on this machine.
     """
     with open(os.memfd_create("weights"), "wb") as file:
         places = []
@@ -35,11 +33,7 @@ def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, li
 
 
 def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) for all weights of `handed_over`. The weights are views of the file's memory, and must not
-    be kept.
-
-    path, places : the values that `handed_over` yields
-    """
+    """Yield (name, weight) for all weights of `handed_over`. Weights are views of the file, and must not be kept."""
     memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)

@@ -1,7 +1,6 @@
 """Messages from vLLM's scheduler to its workers in every step: `Step`, the metadata of vLLM's KV connector.
 
-No message goes from a worker to the scheduler, which itself computes the number of entries that a compaction leaves.
-After a run, a worker sends a `Result` (record.py) for each request to our engine.
+Workers send no messages to the scheduler. After a run, they send results to our engine (record.py).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass
 class Behind:
-    """The compacted context that a request continues, and those of the context's blocks that the worker must write.
+    """The compacted context that a request continues.
 
     tokens : number of tokens of the context
     entries : number of entries per kv head after the compaction
     shared : number of the context's blocks that the request shares with earlier requests, set when blocks are allocated
-    blocks : the context's other blocks
+    blocks : the context's other blocks, which the worker must write
     """
 
     name: str
@@ -30,9 +29,7 @@ class Behind:
 
     @property
     def gone(self) -> int:
-        """Number of the context's tokens minus the number of its entries: the difference between a later token's
-        position and its slot.
-        """
+        """Tokens of the context minus its entries; equal to a later token's position minus its slot."""
         return self.tokens - self.entries
 
 
@@ -42,7 +39,7 @@ class Begun:
 
     block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
-    behind : compacted context, if any, whose tokens need no forward pass (contexts.py)
+    behind : compacted context, if any, whose tokens need no forward pass
     """
 
     request_id: str
@@ -57,8 +54,7 @@ class Due:
 
     block : the request's first block
     seen : number of tokens that the request has seen
-    held : number of entries per kv head before the compaction
-    left : number of entries per kv head after the compaction
+    held, left : number of entries per kv head before and after the compaction
     """
 
     request_id: str
@@ -73,8 +69,6 @@ class Step(KVConnectorMetadata):
     """The messages of one step to the workers.
 
     ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block
-    begun : requests that were admitted
-    due : requests that are compacted after the forward pass
     """
 
     ended: list[int] = field(default_factory=list)

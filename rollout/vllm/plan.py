@@ -14,10 +14,10 @@ NOBODYS = 0  # vLLM's null block, which no request ever owns: padding is written
 
 @dataclass
 class Group:
-    """Requests of a batch whose entries are passed to the policy together, padded to N entries.
+    """R requests of a batch whose entries are passed to the policy together, padded to N entries.
 
-    blocks : int64 [R, N / block size], blocks of each of R requests; NOBODYS after the blocks that hold its entries
-    lengths, seen : int64 [R], number of entries that each request holds, and of tokens that it has seen
+    blocks : int64 [R, N / block size], blocks of each request; NOBODYS after the blocks that hold its entries
+    lengths, seen : int64 [R], number of entries that each request holds, and number of tokens that it has seen
     left : number of entries that a compaction leaves in each kv head; policies that leave different numbers are refused
     rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
     """
@@ -29,7 +29,7 @@ class Group:
     rows: Tensor | None = None
 
     def apart(self) -> list[Group]:
-        """Return one group per row, with the same padding."""
+        """Return one group per row."""
         assert self.rows is not None
         tensors = (tensor.split(1) for tensor in (self.blocks, self.lengths, self.seen, self.rows))
         return [Group(blocks, held, seen, self.left, row) for blocks, held, seen, row in zip(*tensors, strict=True)]
@@ -39,8 +39,7 @@ class Group:
 class Watch:
     """A group of R requests whose queries of this forward pass the policy observes.
 
-    tokens : int64 [R, T], indices of the queries' tokens in the batch
-    positions : int64 [R, T], positions of the queries' tokens
+    tokens, positions : int64 [R, T], indices of the queries' tokens in the batch, and their positions
     """
 
     group: Group
@@ -50,20 +49,19 @@ class Watch:
 
 @dataclass
 class Plan:
-    """Plan of one forward pass, the same for all layers: the slots of new tokens, and the entries to attend to.
+    """Plan of one forward pass for B requests with T new tokens, the same for all layers.
 
-    blocks : int64 [B, max blocks], blocks of each of B requests
+    blocks : int64 [B, max blocks], blocks of each request
     seen : int64 [B], number of tokens that each request has seen after this pass
     lengths : int64 [B], number of entries that each request attends to
-    slots : int64 [T], slot that the entry of each of T new tokens is written to
+    slots : int64 [T], slots of the new tokens
     recent : for the queries to keep: indices of their tokens in the batch (a slice if each request adds one token, else
         int64), first blocks of their requests (int64), and places in the request's row of the query buffer (int64)
-    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass. A slot
-        is computed from the request's row, and vLLM's V2 runner makes the plan before it announces the requests that
-        begin and get a row
+    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass,
+        because vLLM's V2 runner makes the plan before a request that begins gets its row
     watch : requests that add several tokens, if the policy observes every query; observed in each layer
-    alone : requests that add one token, if the policy observes every query; observed after the forward pass, in all
-        layers at once
+    alone : requests that add one token, if the policy observes every query; observed after the forward pass, in several
+        layers together
     """
 
     blocks: Tensor
@@ -82,9 +80,8 @@ class Plan:
 
 
 class Fixed:
-    """Buffers with fixed addresses for the data of each step, because a CUDA graph reads the addresses of its capture.
-
-    There is one buffer per name, with room for `rows` requests, allocated when the name is first used.
+    """Buffers for the data of each step, for up to `rows` requests, one buffer per name. Their addresses never change,
+    because a CUDA graph always reads the addresses with which it was captured.
     """
 
     def __init__(self, rows: int) -> None:
@@ -92,16 +89,16 @@ class Fixed:
         self.memory: dict[str, Tensor] = {}
 
     def copy(self, name: str, value: Tensor, count: int) -> Tensor:
-        """Copy `value` to the buffer of that name. Returns the copy, which is valid until the next copy to this buffer.
+        """Copy `value`, with the same number of elements for each of `count` requests, to the buffer of this name.
 
-        count : number of requests, each of which has the same number of elements in `value`
+        Returns the copy, which is valid until the next copy to this buffer.
         """
         if name not in self.memory:
             self.memory[name] = value.new_empty(value.numel() // count * self.rows)
         return self.memory[name][: value.numel()].view(value.shape).copy_(value)
 
     def copy_fields(self, record: Any, count: int) -> None:
-        """Replace each tensor of a dataclass, and of the dataclasses in its fields, by the copy that `copy` returns."""
+        """Replace each tensor of a dataclass, and of dataclasses in its fields, by a copy in the buffers."""
         for f in dataclasses.fields(record):
             value = getattr(record, f.name)
             if isinstance(value, Tensor):
@@ -111,9 +108,7 @@ class Fixed:
 
 
 def last_of_each(starts: Tensor, window: int) -> Tensor:
-    """Return the indices in the batch of the last `window` tokens of each request, int64.
-
-    A request with fewer tokens in the batch has all of them.
+    """Return the indices in the batch, int64, of each request's last `window` tokens, or of all if it has fewer.
 
     starts : int [B + 1], index of each request's first token in the batch, then the number of tokens; in host memory
     """

@@ -1,7 +1,7 @@
 """The record that one worker keeps of a run: the evicted ("dropped") entries, and the log-prob of each sampled token.
 
-The record stays in the worker until the run is over, and is then sent to the engine, one result per request. So the
-record includes a request's last step, although vLLM's scheduler has already released the request by then.
+The worker keeps the record until the run is over, and then sends the engine one result per request. So a result
+includes the request's last step, which is recorded after vLLM's scheduler has released the request.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are sent as bytes: vLLM sends no arrays without a type.
 
     preempted : True if the request lost its cache before its end; the record then does not match its attention
-    evict_at : int32 [L, Hkv of this rank, number of tokens], first query that no longer attends to the token; None
-        means that nothing was dropped
+    evict_at : int32 [L, Hkv of this rank, number of tokens]; None means that nothing was dropped
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     """
 
@@ -44,7 +43,7 @@ class Dropped(NamedTuple):
 
 
 class RunRecord:
-    """Record of one run, for this worker's kv heads. Each run begins a new record."""
+    """Record of one run, for this worker's kv heads."""
 
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
@@ -58,10 +57,7 @@ class RunRecord:
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
     def begin(self, request_id: str) -> int:
-        """Note that a request was admitted, and return its number.
-
-        A request that is admitted a second time was preempted, and has lost its cache.
-        """
+        """Return the number of an admitted request. If it is admitted again, it was preempted and lost its cache."""
         if request_id in self.numbers:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
@@ -71,10 +67,8 @@ class RunRecord:
         """Record the log-probs of the tokens that one step has sampled.
 
         places : the engine's place of each request
-        steps : index of each request's token in the request's completion
+        steps : index of each token in its completion; a token that is sampled before the prefill's end is sampled again
         logprobs : float32 [B, 2], log-probs of the tokens as in `Result`
-
-        Tokens sampled before a prefill has ended are discarded: a later step samples them again.
         """
         self.place_of.update(zip(request_ids, places, strict=True))
         self.drawn.append((request_ids, steps, logprobs))
@@ -93,11 +87,9 @@ class RunRecord:
             self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
 
     def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
-        """Record one new token for each of R requests, and the entries that it evicted. Waits for the device once in
-        STEPS calls.
+        """Record the evictions by one new token for each of R requests. Waits for the device once in STEPS calls.
 
-        numbers : int64 [R], numbers of the requests
-        now : int64 [R], positions of the new tokens
+        numbers, now : int64 [R], numbers of the requests, and positions of the new tokens
         dropped : int [L, R, Hkv], positions of the dropped tokens; -1 means none
         """
         self._arrived.append((numbers, now, dropped.int().transpose(0, 1)))
@@ -105,12 +97,12 @@ class RunRecord:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Move the recorded evictions to host memory, because a long run's evictions would fill a GPU's memory."""
+        """Move recorded evictions to host memory, because those of a long run would fill a GPU's memory."""
         self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._arrived, strict=True)))
         self._arrived.clear()
 
     def _settle(self) -> None:
-        """Sort the evictions that `arrive` has recorded by request, and add them to `dropped`."""
+        """Add the evictions that `arrive` has recorded to `dropped`, by request."""
         if self._arrived:
             self._fetch()
         if not self._fetched:
@@ -125,7 +117,7 @@ class RunRecord:
                 self.dropped.setdefault(names[numbers[part[0]]], []).append(Dropped(now[part], dropped[part]))
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
-        """Return the results of these requests, in the order of `lengths`, and remove them from the record.
+        """Return the results of requests, in the order of `lengths`, and remove them from the record.
 
         lengths : place of the request -> number of tokens of its sequence
         """
@@ -150,7 +142,7 @@ class RunRecord:
 
 
 def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
-    """Return request id -> step -> log-probs of its token. If a step was sampled several times, the last one counts."""
+    """Return request id -> step -> log-probs of its token, as sampled last."""
     by_request: dict[str, dict[int, list[float]]] = {}
     pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
     for request_ids, steps, _ in drawn:
@@ -162,7 +154,7 @@ def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     """Return `evict_at` of one request, int32 [L, Hkv, length].
 
-    The array is filled head by head, all tokens of a head at once, because a policy may drop one token at a time.
+    The loop is over heads, not over `dropped`, which may have one item per token.
     """
     at, by_token = map(np.concatenate, zip(*dropped, strict=True))
     _, layers, heads = by_token.shape

@@ -1,7 +1,7 @@
 """Samplers for vLLM's V1 runner. They replace the part of vLLM's sampler that applies top-k and top-p, and samples.
 
 They use the reference engine's sampler (rollout/sampling.py). So in both engines and in a server, a sampled token
-depends only on the logits and the seed. A request carries its settings for these samplers in `extra_args`, under KEY.
+depends only on the logits and the seed. The settings of a request are in its `extra_args`, under KEY.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from rollout.vllm.record import RunRecord
 
 
 class SequenceSampler(nn.Module):
-    """Samples all requests of a rollout, under one SamplingConfig.
+    """Samples all requests of a run, under one SamplingConfig, and writes the log-probs to the run's record.
 
-    The sampler writes the log-probs to the run's record. If vLLM returned the log-probs, it would rank the whole
-    vocabulary in each step, and pass the log-probs through all of its components.
+    If vLLM returned the log-probs, it would rank the whole vocabulary in each step.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -33,11 +32,7 @@ class SequenceSampler(nn.Module):
         self.begin_run(SamplingConfig(1), None)
 
     def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
-        """Begin a run.
-
-        sampling : settings of sampling of all requests of the run
-        record : record of the run; None between two runs
-        """
+        """Begin a run, or end one if `record` is None."""
         self.sampling, self.record = sampling, record
         self.stream = cache(Uniforms)  # one stream per seed
 
@@ -46,8 +41,7 @@ class SequenceSampler(nn.Module):
 
         logits : [B, V], the model's logits, unchanged because the engine passes a temperature of 1 to vLLM
 
-        Returns the tokens, int64 [B], or NOT_FINITE for requests whose log-probs are not finite; and None, because
-        vLLM gets no log-probs.
+        Returns int64 [B], with NOT_FINITE for requests whose log-probs are not finite; and None in place of log-probs.
         """
         ids = list(self.runner.input_batch.req_ids)[: len(logits)]
         states = [self.runner.requests[i] for i in ids]
@@ -69,9 +63,7 @@ class SequenceSampler(nn.Module):
 
 
 class SeededSampler(nn.Module):
-    """Samples a server's requests that have a seed (compat/seeds.py), each with its own top_p and top_k.
-
-    plain : vLLM's sampler, for the other requests
+    """Samples a server's requests that have a seed (compat/seeds.py); vLLM's sampler `plain` samples the others.
 
     A request's n-th token is sampled with the n-th uniform number of its seed. After each chunk of a prompt except the
     last, vLLM discards the sampled token, so the next step uses the same uniform number again.
@@ -84,11 +76,9 @@ class SeededSampler(nn.Module):
         self.seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
 
     def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
-        """Sample a token for each request, with our sampler if the request has a seed, else with vLLM's.
+        """Sample a token for each request. Returns the tokens and vLLM's log-probs.
 
-        logits : [B, V], divided by the temperature, and after all other logits processing of the requests
-
-        Returns the tokens and vLLM's log-probs.
+        logits : [B, V], divided by the temperature, after all other processing
         """
         drawn = self._draw(logits)  # first, because vLLM's own sampler writes into the logits
         sampled, logprobs = self.plain(logits, generators, k, p)
@@ -97,10 +87,7 @@ class SeededSampler(nn.Module):
         return sampled, logprobs
 
     def _draw(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Sample a token for each row whose request has a seed.
-
-        Returns, for each pair of top_p and top_k among these requests, (indices of rows, their tokens), int64 each.
-        """
+        """Sample tokens for the requests that have a seed: for each pair of top_p and top_k, (rows, tokens), int64."""
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
         for row, request_id in enumerate(self.runner.input_batch.req_ids[: len(logits)]):
@@ -127,5 +114,5 @@ def _support(parameters: Any) -> SamplingConfig:
 
 
 def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to the device, from pinned memory, without waiting for it."""
+    """Copy numbers to the device without waiting for it."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

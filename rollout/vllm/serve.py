@@ -1,10 +1,10 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
-`serve` makes all checks that need no loaded model, builds vLLM's command line and replaces its process with a new one,
-which runs `run` below. The new process inherits the environment, but no imports or other settings of the old one.
+`serve` makes all checks that need no loaded model, builds vLLM's command line, and replaces this process with a new
+Python, which runs `run` below. The new process inherits the environment, but no imports.
 
-Evictions are not recorded. A preempted request continues: vLLM prefills its prompt and its sampled tokens again,
-densely, and the policy then evicts from them as from any prompt.
+Evictions are not recorded. After a preemption, vLLM prefills the request's prompt and its sampled tokens again,
+densely, and the policy evicts from them as from any prompt.
 """
 
 from __future__ import annotations
@@ -77,11 +77,8 @@ def serve(
 ) -> NoReturn:
     """Replace this process with vLLM's OpenAI-compatible server for a model.
 
-    Parameters
-    ----------
-    model : model directory or hub name, which must include the tokenizer
+    model : model directory or hub name, with tokenizer
     cache : the policy, or changes to the policy saved with the model; see `choose_policy`
-    host, port : address to listen on
     dtype : dtype of weights, cache and forward pass; None means vLLM's choice for the model, except that float32 stays
         float32 on a CPU
     max_batch : maximum number of sequences that run at a time
@@ -97,10 +94,7 @@ def serve(
     further : arguments for `vllm serve` itself; they take precedence, but cannot change settings that eviction needs
     verbose : show vLLM's log
 
-    Raises
-    ------
-    UserError, ValueError
-        For errors that can be found before the model is loaded.
+    Raises UserError or ValueError for errors that can be found before the model is loaded.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"serving needs vLLM, which is not installed: {INSTALL_VLLM}")
@@ -151,11 +145,10 @@ def serve(
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
-    """Choose the policy to serve under. Returns the policy, and a description of its source.
+    """Return the policy to serve under, and a description of its source.
 
-    cache : settings of the policy. With a key `policy`, they are the complete policy; without this key, they change the
-        policy that is saved with the model. If `cache` is empty, the saved policy is used, or a full cache if no policy
-        is saved
+    cache : with a key `policy`, the complete settings of the policy; without this key, changes to the policy saved with
+        the model. If `cache` is empty, the saved policy is used, or a full cache if no policy is saved.
     """
     saved = saved_policy(model)
     if not cache:
@@ -171,11 +164,7 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
 
 
 def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], policy: Policy) -> PromptCacheConfig:
-    """Return the settings with which the server compacts its context.
-
-    context : path of the context's text file; None if there is none
-    prompt_cache : the user's settings
-    policy : policy of the server
+    """Build the settings `prompt_cache` with which the server compacts its context.
 
     Raises UserError for settings without a context, and for a context together with an evicting policy.
     """
@@ -190,7 +179,7 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
 
 
 def command_line(**options: Any) -> list[str]:
-    """Convert keyword arguments of vLLM to words of vLLM's command line. Arguments that are None are left out."""
+    """Convert keyword arguments of vLLM, except those that are None, to words of vLLM's command line."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -213,11 +202,7 @@ def _become(words: list[str]) -> NoReturn:
 
 
 def _check_plugin() -> None:
-    """Raise UserError if our plugin is not installed.
-
-    vLLM looks up the plugin's entry point in each of its processes, so it is not enough that the package can be
-    imported.
-    """
+    """Raise UserError if our plugin's entry point is not installed: vLLM looks it up in each of its processes."""
     if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         raise UserError(
             "sparse-rl is not installed, so vLLM would not find its plugin; run pip install -e . in its source folder"
@@ -225,7 +210,7 @@ def _check_plugin() -> None:
 
 
 def _check_files(model: str, flags: set[str]) -> None:
-    """Raise UserError if the model has no weights or no tokenizer, unless a flag of vLLM makes them unnecessary."""
+    """Raise UserError if the model has no weights or no tokenizer, unless a flag makes them unnecessary."""
     folder = Path(model)
     if "--load-format" not in flags:
         stored_shapes(model)
@@ -244,10 +229,7 @@ def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
-    """Raise UserError if `length` tokens exceed the model's context, or a prompt of this length exceeds the cache.
-
-    memory : bytes of the cache; None if unknown
-    """
+    """Raise UserError if `length` tokens exceed the model's context, or a cache of `memory` bytes (None if unknown)."""
     longest = window_of(config)
     if longest is not None and length > longest:
         raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
@@ -294,7 +276,7 @@ def _set_environment(verbose: bool) -> None:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ["PYTHONSAFEPATH"] = "1"  # otherwise the processes would import our plugin from the working directory
     arguments.prepare_environment()
-    if arguments.on_cpu():  # vLLM would bind threads to cores: the same cores for each server, and both of two cores
+    if arguments.on_cpu():  # vLLM would bind the threads of every server to the same cores, and leave none of two free
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() - 1)))
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -306,10 +288,7 @@ def _set_environment(verbose: bool) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Serve, and return the exit status.
-
-    words : arguments of `vllm serve`: those that `serve` has built, "--", and the user's
-    """
+    """Serve, and return the exit status. words : arguments built by `serve`, then "--", then the user's arguments"""
     from rollout.vllm.compat import server
 
     separator = words.index("--")
@@ -351,13 +330,13 @@ def _kill_children() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return an error's message as one line. For pydantic's errors, which vLLM raises, it has only the first reason."""
+    """Return an error's message as one line, with only the first reason of pydantic's errors, which vLLM raises."""
     message = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
     return " ".join(message.removeprefix("Value error, ").split())
 
 
 def run(words: list[str]) -> NoReturn:
-    """Run `main(words)`, and then end this process and all its children."""
+    """Run `main`, and then end this process and all its children."""
     for number in (signal.SIGINT, signal.SIGTERM):  # during the start; afterwards vLLM's server handles signals itself
         signal.signal(number, _end_at_once)
     status = main(words)

@@ -20,7 +20,7 @@ from sparse_rl.files import read_text
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.temporary import temporary_folder
 
-BEHIND = ("\n\nWhat", " 0", "a")  # continuations of the text: only tokens that are the same before all belong to it
+BEHIND = ("\n\nWhat", " 0", "a")  # continuations; only tokens that do not depend on them belong to the text
 
 
 def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, window: int | None) -> str:
@@ -28,11 +28,10 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
 
     The text is the beginning of the user's first message, or of the prompt if the model has no chat template.
 
-    dtype : dtype of weights and forward pass
     window : context length of the model in tokens; None if unknown
 
-    Returns the path of a file with the compacted context. The file is in memory (memfd), and exists until this process
-    ends, including after exec.
+    Returns the path of the compacted context's file, which is in memory (memfd) until this process ends, also after
+    exec.
 
     Raises UserError if the file is not a text, if the text is too long or too short, and if the file of head budgets
     was made for a model of another shape.
@@ -66,9 +65,9 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
 
 
 def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, list[list[int]]]:
-    """Split prompts that begin with the text into the tokens that they have in common, and the tokens that follow.
+    """Split prompts that begin with the text.
 
-    Returns the common tokens, the number of common tokens that the chat template puts in front of the text, and the
+    Returns the tokens that all have in common, the number of these that the chat template puts before the text, and the
     following tokens of each self-study prompt.
     """
     questions = [f"\n\n{request}" for request in STUDY_PROMPTS]

@@ -1,8 +1,7 @@
 """The scheduler's side of eviction: a sequence owns only the blocks that its entries need; freed blocks return to vLLM.
 
-A compaction runs right after the forward pass that made it due (connector.py). So once `n` tokens of a sequence with P
-prompt tokens have been processed, the sequence holds schedule.held(P, n) entries. After its first compaction, a
-sequence never needs more than `schedule.peak` slots.
+A compaction runs right after the forward pass that made it due (connector.py). After its first compaction, a sequence
+never needs more than `schedule.peak` slots.
 """
 
 from __future__ import annotations
@@ -21,20 +20,16 @@ from sparse_rl.policies.schedule import NEVER, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class CleanSpec(FullAttentionSpec):
-    """A layer whose blocks are set to zero when they are allocated, so that they hold no data of an earlier request.
+    """A layer whose blocks are set to zero when they are allocated (compat/plugin.py).
 
-    Attention multiplies entries that a query does not attend to by zero, and zero times NaN is NaN. A block may have
-    unused slots, so NaN of a failed sequence would reach the next sequence that gets the block. vLLM clears blocks for
-    some models; with our specifications, it clears them for every cache (compat/plugin.py). A full cache on a GPU keeps
-    vLLM's own specification, because vLLM's kernels on a GPU read nothing after a sequence's end.
+    Attention multiplies values that a query does not attend to by zero, and 0 x NaN is NaN. So NaN of a failed sequence
+    would reach the next sequence that gets the block, through unused slots. A full cache on a GPU keeps vLLM's own
+    specification, because vLLM's kernels on a GPU read nothing after a sequence's end.
     """
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, **more: Any) -> Any:
-        """Return a specification of this class for a layer that vLLM has described as full attention.
-
-        more : values of the fields that FullAttentionSpec does not have
-        """
+        """Return a specification with the fields of `spec`. more : fields that FullAttentionSpec does not have"""
         return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, **more)
 
 
@@ -58,9 +53,8 @@ class BoundedSpec(CleanSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(BoundedSpec):
-    """A layer whose sequences hold a bounded number of entries in decoding, because the policy evicts.
+    """A layer under a policy that evicts.
 
-    schedule : schedule of the policy
     max_prompt : length of the longest prompt that the cache must hold whole; None means the model's context length
     longest : maximum number of tokens in a sequence
     """
@@ -77,7 +71,7 @@ class BoundedManager(FullAttentionManager):
     """Allocates and frees the blocks of BoundedSpec layers."""
 
     def blocks_of(self, slots: int) -> int:
-        """Return the number of blocks that hold `slots` entries; the last block may be partly filled."""
+        """Return the number of blocks for `slots` slots."""
         return -(-slots // self.block_size)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
@@ -98,10 +92,7 @@ class EvictingManager(BoundedManager):
         return self.schedule.most_held(self.prompts[request_id], tokens)
 
     def claim(self, prompt: int) -> int:
-        """Return the maximum number of blocks that a sequence needs, for any length.
-
-        prompt : number of tokens that are prefilled
-        """
+        """Return the maximum number of blocks that a sequence of any length needs, if `prompt` tokens are prefilled."""
         return self.blocks_of(self.schedule.most_held(prompt, self.longest))
 
     def get_num_blocks_to_allocate(
@@ -114,9 +105,8 @@ class EvictingManager(BoundedManager):
         **kwargs: Any,
     ) -> int:
         if apply_admission_cap:
-            # At admission `num_tokens` counts all tokens that will be prefilled; after a preemption, these include
-            # sampled tokens. Blocks that running sequences may still need stay reserved, so that no sequence is ever
-            # preempted.
+            # At admission `num_tokens` counts all tokens to prefill, after a preemption also sampled ones. Blocks that
+            # running sequences may still need stay reserved, so that no sequence is ever preempted.
             self.prompts[request_id] = num_tokens
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
             return self.claim(num_tokens) + sum(self.claim(self.prompts[r]) - len(blocks) for r, blocks in others)

@@ -1,14 +1,12 @@
 """The worker's side of eviction: our buffers next to the paged cache, and the compaction of cache and buffers.
 
-For every slot of every layer and kv head, a buffer holds the token's logical position and the policy's state. For every
-running request, a buffer holds the last queries, if the policy scores with them. The buffers are indexed by block, like
-the cache. No code in this module loops over tokens or heads.
+For each slot of each layer and kv head, buffers hold the token's position and the policy's state; they are indexed by
+block, like the cache. Another buffer holds each request's last queries, if the policy scores with them. No code in this
+module loops over tokens or heads.
 
-A compaction leaves the kept entries in the first `left` slots. It moves as few entries as possible: only kept entries
-in later slots move, into the slots of dropped entries. So a request's entries are in no particular order of positions.
-A policy receives the entries in the order of slots.
-
-This file is long because all buffers share their indices, and a step or a compaction touches all of them.
+A compaction leaves the kept entries in the first `left` slots. It only moves kept entries that are in later slots, into
+slots of dropped entries. So the order of a request's slots, in which a policy receives the entries, is not the order of
+their positions.
 """
 
 from __future__ import annotations
@@ -84,11 +82,7 @@ class CacheState:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        """Remove requests that have ended, and add requests that begin.
-
-        ended : first blocks of the requests that have ended
-        begun : requests that begin
-        """
+        """Remove the requests with the first blocks `ended`, and add the requests `begun`."""
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
@@ -112,10 +106,10 @@ class CacheState:
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
-        """Compute the physical slots of a batch's new tokens, and write the position and initial state of each entry.
+        """Compute the slots of a batch's new tokens, and write the positions and initial states of their entries.
 
         block_table : int32 [B, max blocks], blocks of each request
-        seq_lens : int32 [B], logical lengths after this forward pass
+        seq_lens : int32 [B], number of tokens that each request has seen after this forward pass
         starts : int32 [B + 1], index of each request's first token in the batch, then the number of tokens
         starts_cpu : `starts` in host memory
         """
@@ -145,16 +139,13 @@ class CacheState:
         return plan
 
     def stay(self, plan: Plan, fixed: Fixed) -> None:
-        """If all requests add one token, copy the tensors that layers read from the plan to fixed addresses."""
+        """If all requests add one token, copy the plan's tensors that layers read to fixed addresses."""
         if plan.recent is not None and isinstance(plan.recent[0], slice):
             tokens, block, place = plan.recent
             plan.recent = tokens, fixed.copy("block", block, len(block)), fixed.copy("place", place, len(block))
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Write the positions and the initial states of T new entries, which are the same in all layers and heads.
-
-        block, place, logical : int64 [T], block of each entry, place in the block, and position
-        """
+        """Write the positions `logical` [T] and initial states of T new entries, the same in all layers and heads."""
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
         for name, start in self.policy.entry_memory.items():
@@ -163,16 +154,13 @@ class CacheState:
     def longest(self, logical: int, new: int) -> int:
         """Return an upper bound on the entries of each request in a batch, without waiting for the device.
 
-        logical : upper bound on the tokens that a request has seen
-        new : upper bound on the tokens that a request adds
+        logical, new : upper bounds on the tokens that a request has seen, and on those that it adds
         """
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
         return min(logical, max(new, *held)) if held else logical  # without requests, a graph for any batch is captured
 
     def _watch(self, plan: Plan, starts: Tensor, starts_cpu: Tensor) -> None:
-        """Plan the observation of queries by the policy: one group of the requests that add one token, and one of those
-        that add several. Each group is padded separately.
-        """
+        """Plan how the policy observes queries: one group has the requests with one new token, another has the rest."""
         counts = starts_cpu.diff()
         if int(counts.max()) <= 1:
             plan.alone = self._group(plan.blocks, plan.lengths, plan.seen, self._most_held(plan.lengths))
@@ -195,10 +183,7 @@ class CacheState:
         plan.watch = Watch(group, tokens, positions)
 
     def _most_held(self, held: Tensor) -> int:
-        """Return an upper bound on the entries that each of R requests holds, without waiting for a GPU.
-
-        held : int64 [R], entries of requests that add one token each
-        """
+        """Return an upper bound on `held`, the entries of requests that add one token, without waiting for a GPU."""
         if held.device.type == "cpu":
             return int(held.max())
         peak = self.policy.schedule.peak
@@ -206,12 +191,10 @@ class CacheState:
         return max([peak, *self.prompts.values()])
 
     def _group(self, blocks: Tensor, lengths: Tensor, seen: Tensor, most: int, left: int = 0) -> Group:
-        """Make a group of R requests.
+        """Make a group of R requests, whose number of blocks is cut to those that `most` entries need.
 
         blocks : int64 [R, max blocks], blocks of each request
-        lengths, seen : int64 [R], number of entries that each request holds, and of tokens that it has seen
         most : upper bound on `lengths`
-        left : number of entries that a compaction leaves in each kv head
         """
         blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
@@ -222,23 +205,17 @@ class CacheState:
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
         """Process the keys and values of T new tokens, [T, Hkv, D] each, before a layer attends.
 
-        name : vLLM's name of the layer
-
-        Returns True if the method writes keys and values to the cache, so that vLLM need not write them.
+        Returns True if this method writes keys and values to the cache, so that vLLM need not write them.
         """
         return False
 
     def bias(self, name: str) -> Tensor | None:
-        """Return the biases that a layer's attention adds to the logits, float32 [number of blocks, Hkv, block size].
-
-        None if the policy has no biases.
-        """
+        """Return the biases of a layer's entries, float32 [blocks, Hkv, block size]; None if the policy has none."""
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: Tensor) -> None:
-        """Process the queries with which a layer has attended: store the last ones, and let the policy observe others.
+        """Store the last queries with which a layer has attended, and let the policy observe those of `Plan.watch`.
 
-        name : vLLM's name of the layer
         query : [T, Hq, D], queries of the batch's T tokens
         """
         plan, layer = self.plan, self.index[name]
@@ -258,17 +235,13 @@ class CacheState:
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Let the policy observe the queries of requests that added one token.
-
-        Called once all layers have attended, before `compact`.
-        """
+        """Let the policy observe the queries of requests that added one token. Called before `compact`."""
         if self.plan is None or self.plan.alone is None:
             return
         for layers, group in self._at_once(self.plan.alone):
             self._observe_last(layers[0], group)
 
     def _observe_last(self, layer: int, group: Group) -> None:
-        """Let the policy observe the last query of each row of a group that was assigned to layers."""
         entries = self._entries(group, self.policy.observe_reads, recent=True)
         assert entries.queries is not None
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
@@ -280,15 +253,12 @@ class CacheState:
         return self.failed[self.row[self.plan.first[:count]]]
 
     def check_finite(self) -> None:
-        """Raise NotFiniteError if a score was NaN on this rank.
-
-        This check is needed on each rank, because vLLM returns only the tokens of rank 0.
-        """
+        """Raise NotFiniteError if a score was NaN on this rank. vLLM itself returns only the tokens of rank 0."""
         if bool(self.failed.any()):
             raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
     def compact(self, due: Sequence[Due]) -> None:
-        """Compact these requests, in two groups: requests in decoding, and requests at the end of their prefill."""
+        """Compact requests: first those in decoding, then those at the end of their prefill."""
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
         _, heads, _, dim = self.slab.keys.shape
@@ -330,7 +300,7 @@ class CacheState:
             return self.positions.new_zeros(count)
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
-        """Yield (indices of some layers, the group assigned to these layers) until all layers are covered."""
+        """Yield (indices of layers, the group assigned to these layers); AT_ONCE limits the number of these layers."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, compacting.AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
         for start in range(0, count, most):
@@ -338,9 +308,9 @@ class CacheState:
             yield layers, self._in(layers, group)
 
     def _in(self, layers: range, group: Group) -> Group:
-        """Assign a group to layers: return one group whose rows are the requests in each layer, layer after layer.
+        """Assign a group to layers: return a group with one row per layer and request, layer after layer.
 
-        Its blocks and rows are those of the slab, which has the blocks and rows of all layers.
+        Its blocks and rows are indices into the slab.
         """
         part = slice(layers.start, layers.stop)
         blocks = group.blocks * self.arrangement.of_block + self.first_block[part, None, None]
@@ -349,10 +319,10 @@ class CacheState:
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
-        """Compact a group that was assigned to layers; `layer` is the first of them.
+        """Compact a group that was assigned to layers, of which `layer` is the first.
 
-        Returns the positions of the dropped entries, row by row, int32 [sum of Hkv x (length - left)]. If the run has
-        no record, the result is empty.
+        Returns the positions of the dropped entries, row by row, int32 [sum of Hkv x (length - left)]; empty if the run
+        has no record.
         """
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
@@ -364,8 +334,8 @@ class CacheState:
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
-        # Kept entries after the first `left` slots move to the slots of dropped entries among the first `left` ones. In
-        # each head, there are as many of the former as of the latter.
+        # In each head, the first `left` slots have one dropped entry for each kept entry after these slots. The kept
+        # entries move into the slots of these dropped entries.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
         for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
@@ -379,15 +349,14 @@ class CacheState:
     # ---- paged access -----------------------------------------------------------------------------------------------
 
     def _remember(self, group: Group, state: dict[str, Tensor]) -> None:
-        """Write a policy's state of a group's entries back to the slab. state : name -> [R, Hkv, N]"""
+        """Write a policy's state of a group's entries, name -> [R, Hkv, N], back to the slab."""
         for name, value in state.items():
             self._write(self.slab.state[name], group, value)
 
     def _write(self, target: Tensor, group: Group, value: Tensor) -> None:
-        """Write values to a group's blocks. Values of padding are written to the null block.
+        """Write values [R, Hkv, N, ...] to a group's blocks; those of padding go to the null block.
 
         target : [number of blocks, Hkv, block size, ...], tensor of the slab
-        value : [R, Hkv, N, ...], one value for each of N slots of each row
         """
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         target[group.blocks.flatten()] = by_block.flatten(0, 1)
@@ -395,7 +364,6 @@ class CacheState:
     def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
         """Return (blocks, heads, places in the block) of the slots for which a mask is True.
 
-        blocks : [R, max blocks], blocks of each of R rows
         mask : bool [R, Hkv, K], for the K slots from slot `start` on
         """
         row, head, slot = mask.nonzero(as_tuple=True)
@@ -403,9 +371,8 @@ class CacheState:
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
     def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
-        """Return the entries of a group of rows of the slab, in the form that a policy receives.
+        """Return the entries of a group that was assigned to layers, with the tensors that `reads` names.
 
-        reads : "keys", "values" or both: the tensors that the policy needs
         recent : True to include the last queries
         """
         slab, queries = self.slab, None

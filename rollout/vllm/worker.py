@@ -31,11 +31,8 @@ class EngineWorker(Worker):
     model_runner: Any
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for this worker's cache: at most those that all sequences fill at maximum length, plus one
-        block for vLLM itself.
-
-        vLLM would give the cache the rest of its share of a GPU, or the configured size. Under a policy with a budget,
-        this may be many times more than the cache needs.
+        """Return the bytes of the cache: vLLM's value, but at most those for all sequences at maximum length and one
+        block for vLLM itself. Under a policy with a budget, vLLM's value may be many times larger than this.
         """
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         specs = self.get_kv_cache_spec().values()
@@ -45,25 +42,19 @@ class EngineWorker(Worker):
         return min(super().determine_available_memory(), most)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
-        """Begin a run, and discard the record of an earlier run.
-
-        sampling : fields of the SamplingConfig of the run's requests
-        """
+        """Begin a run with a new record. sampling : fields of the run's SamplingConfig"""
         if not isinstance(self.model_runner.sampler.topk_topp_sampler, SequenceSampler):
             self.model_runner.sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
         self._set_record(SamplingConfig(**sampling), RunRecord())
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
-        """Return this rank's results of requests, in the order of `lengths`, and remove them from the record.
-
-        lengths : place of the request -> number of tokens of its sequence
-        """
+        """Return this rank's results, as `RunRecord.take` does. Raises NotFiniteError if a score was NaN."""
         if (state := live_state()) is not None:
             state.check_finite()
         return self.model_runner.sampler.topk_topp_sampler.record.take(lengths)
 
     def end_run(self) -> None:
-        """End a run, and discard the records that have not been taken."""
+        """End a run, and discard its record."""
         self._set_record(SamplingConfig(1), None)
 
     def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
@@ -73,21 +64,15 @@ class EngineWorker(Worker):
             state.failed.zero_()
 
     def hold_context(self, name: str, source: str | Context) -> None:
-        """Keep a compacted context for requests that continue it, until another context is given the same name.
-
-        source : the context, or the path of its file
-        """
+        """Keep a compacted context, or the one in a file, until another context gets the same name."""
         live_state().hold(name, load_context(source) if isinstance(source, str) else source)
 
     def receive_weights(self, path: str, places: list[list]) -> None:
-        """Replace weights by those of another process. path, places : the two values that `handed_over` yields"""
+        """Replace weights by those of another process, given the two values that `handed_over` yields."""
         self.replace_weights(received(path, places))
 
     def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights of the model and the scorers.
-
-        weights : (name in a Hugging Face checkpoint, tensor of the weight's shape)
-        """
+        """Replace weights of the model and the scorers, given as (name in a Hugging Face checkpoint, tensor)."""
         scorers: dict[str, Tensor] = {}
         with torch.no_grad():
             self.model_runner.model.load_weights(_without_scorers(weights, scorers))
@@ -101,7 +86,7 @@ class EngineWorker(Worker):
 
 
 def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of vLLM's model, and put the weights of our scorers into `scorers`, by their stored names."""
+    """Yield the weights of vLLM's model, and put those of our scorers into `scorers`, by their stored names."""
     for name, tensor in weights:
         if name.startswith(f"{SCORERS}."):
             scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()

@@ -15,5 +15,5 @@ machine.py    reads the memory of this machine
 
 To add a command, write a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the
 exit status, and add one entry to _MODULES in main.py. Put heavy imports into `run`, so that a mistyped argument is
-reported at once.
+reported immediately.
 """

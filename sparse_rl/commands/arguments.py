@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,36 +73,54 @@ def add_recipe(
 def read_recipe(
     options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe, available: bool = True
 ) -> Recipe:
-    """Load the recipe that the options name, with overrides applied and model directories resolved; print its warnings.
+    """Load the recipe that the options name, with overrides and model directories resolved, and print its warnings.
 
-    load : function (name, overrides) -> recipe
-    available : True if the recipe's model must exist on this machine or be downloadable
-
-    Raises UserError for mistakes in the recipe, and for a model that is not available.
+    Raises UserError for mistakes in the recipe or, if `available`, for a model that cannot be found or downloaded.
     """
     recipe = load(options.recipe, list(options.overrides)).with_models(model_directory)
     for warning in recipe.warnings:
         warn(warning)
     if available:
-        check_available(recipe.model)
+        for model in recipe.models():
+            check_available(model)
     return recipe
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
+def add_overwrite(parser: argparse._ActionsContainer) -> None:
     """Add the option --overwrite, whose value is passed to `refuse_used`."""
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the files that an earlier call wrote to the output folder"
     )
 
 
-def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
-    """Raise UserError if a folder holds files of an earlier call that would be lost.
+def add_continuing(parser: argparse.ArgumentParser) -> None:
+    """Add the options --resume, --overwrite and --dry-run of an evaluation."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what earlier calls finished, and do the rest; processes with the same command share the work",
+    )
+    add_overwrite(either)
+    add_dry_run(parser)
 
-    The directory of a training run is always refused.
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add the option --dry-run."""
+    parser.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+
+
+def print_findings(findings: Mapping[str, str], not_checked: str) -> None:
+    """Print the findings of --dry-run, one topic a line, and what was not checked."""
+    for topic, finding in {**findings, "not checked": not_checked}.items():
+        print(f"{topic:<17} {finding}")
+
+
+def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
+    """Raise UserError for the directory of a training run or, unless `overwrite`, for files that would be lost.
 
     patterns : glob patterns of the files that would be lost
     key : option or recipe key that names the folder
-    overwrite : True allows the files to be lost
     """
     if (folder / METRICS_FILE).is_file():
         raise UserError(
@@ -135,12 +153,12 @@ def number(text: str, most: float = math.inf) -> float:
 
 
 def file_name(text: str) -> str:
-    """Return the path of a file or folder unchanged if the path is valid. The file or folder need not exist."""
+    """Return the path of a file or folder unchanged if the path is valid. It need not exist."""
     if not names_a_file(text):
         raise argparse.ArgumentTypeError(f"no file can have the name {show(text)}")
     return text
 
 
 def file_path(text: str) -> Path:
-    """Parse the path of a file or folder. The file or folder need not exist."""
+    """Parse the path of a file or folder, which need not exist."""
     return Path(file_name(text))

@@ -27,12 +27,10 @@ NOT_CHECKED = (
 
 
 def prepare_training(recipe: T, resume: str | None = None, here: bool = True) -> Prepared[T]:
-    """Resolve a training recipe, its data, rewards and checkpoint, and check everything except the output folder.
+    """Resolve a training recipe and check everything except its output folder. Raises UserError at the first mistake.
 
     resume : value of --resume; None means a new run
     here : True if this process trains; choices are then printed, and attention kernels are checked on the process's GPU
-
-    Raises UserError at the first mistake.
     """
     for backend in recipe.training.report_to:
         if importlib.util.find_spec(backend) is None:
@@ -84,10 +82,7 @@ def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str,
 
 
 def _adapters(skeleton: Any, lora: LoraConfig) -> str:
-    """Describe the LoRA adapters. Raises UserError if they match no layer, or a layer that cannot be adapted.
-
-    skeleton : the model on the meta device, without memory
-    """
+    """Describe the LoRA adapters. Raises UserError if they match no layer, or a layer that cannot be adapted."""
     from torch.nn import Embedding, Linear
 
     from trainer.memory import adapted_modules, lora_parameters
@@ -107,7 +102,6 @@ def _adapters(skeleton: Any, lora: LoraConfig) -> str:
 
 
 def _rewards(functions: list[Any], weights: list[float]) -> str:
-    """Describe the rewards with their weights."""
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 

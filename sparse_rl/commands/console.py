@@ -86,9 +86,9 @@ class Stderr(logging.StreamHandler):
 
 
 def configure(verbose: bool) -> None:
-    """Send the project's log to stderr (on rank 0) and, unless `verbose`, silence the libraries.
+    """Send the project's log to stderr and, unless `verbose`, silence the libraries, which must not be imported yet.
 
-    Must run before the libraries are imported. Characters that the terminal's encoding lacks are printed as escapes.
+    Without `verbose`, ranks above 0 log only errors. Characters that the terminal cannot encode are printed as escapes.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -109,10 +109,7 @@ def configure(verbose: bool) -> None:
 
 
 def quiet_loading(verbose: bool) -> None:
-    """Import torch and transformers, and disable the progress bars of transformers unless `verbose`.
-
-    Stages are shown in place of the progress bars. On a machine without a GPU, DeepSpeed is set to the CPU.
-    """
+    """Import torch and transformers, without progress bars unless `verbose`. Without a GPU, DeepSpeed uses the CPU."""
     with stage("loading", "the libraries"):
         import torch
         from transformers.utils import logging as hf_logging
@@ -124,13 +121,13 @@ def quiet_loading(verbose: bool) -> None:
 
 
 def say(what: str, finding: str) -> None:
-    """Print one line about a decision of this command. In a launch, only rank 0 prints the line."""
+    """Print one line about a decision of this command, on rank 0 only."""
     if rank() == 0:
         print(f"{what}: {finding}", flush=True)
 
 
 def warn(warning: str) -> None:
-    """Print one line about an unwise setting. In a launch, only rank 0 prints the line."""
+    """Print one line about an unwise setting, on rank 0 only."""
     if rank() == 0:
         print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
 
@@ -164,8 +161,8 @@ SHOWN = (  # metric, label, format
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
     """Return one log of a trainer as a line; None if the log has none of the metrics in SHOWN.
 
-    If there is a reward, the gradient norm is shown instead of the loss: advantages are centred within a group, so the
-    loss of GRPO is 0 up to rounding while the trained policy equals the sampling policy, even if the model learns.
+    With a reward, the gradient norm replaces the loss: advantages are centred within a group, so GRPO's loss is 0 up to
+    rounding while the trained policy equals the sampling policy, even if the model learns.
     """
     if "train_runtime" in logs:
         return f"{step} steps in {logs['train_runtime']:.0f} s"
@@ -183,8 +180,8 @@ def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
 def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
     """Show the stages of a training run during this block: loading, then the steps of a trainer.
 
-    Yields a function that must be called with the trainer. It replaces the progress callback of transformers by one
-    that also prints each `training_line`.
+    Yields a function to call with the trainer. It replaces the progress callback of transformers by one that also
+    prints each `training_line`.
     """
     from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
@@ -242,10 +239,7 @@ def now_at(trainer: Any) -> str:
 
 
 class Session:
-    """State of one command.
-
-    folder : directory for error.log; None until the directory is known
-    """
+    """State of one command. `folder` is the directory for error.log; None until it is known."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -311,8 +305,7 @@ def _report(error: BaseException, session: Session) -> int:
 def _tell(words: str) -> None:
     """Write a message to stderr.
 
-    On a terminal, rank 0 would draw over the messages of other ranks. The launcher therefore prints those messages
-    after all processes have ended.
+    On a terminal, rank 0 would draw over messages of other ranks, so the launcher prints those after all processes end.
     """
     if rank() > 0 and sys.stderr.isatty():
         from trainer.once import leave_words

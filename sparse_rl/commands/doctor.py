@@ -144,10 +144,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Return lines about attention kernels.
-
-    On a GPU, the lines name the kernels that are exact on this GPU, including the kernel for the training target of the
-    scorers. On a CPU, they name the chosen kernel.
+    """Return lines about attention kernels: on a CPU the chosen one, on a GPU the checks of all and of the scorers'
+    target.
     """
     import torch
 

@@ -21,13 +21,11 @@ U = TypeVar("U", bound=TaughtRecipe)
 def recipe_data(
     config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
 ) -> Any:
-    """Return the rows of a recipe's dataset, read by sparse_rl.data.problems.load_data.
+    """Return the rows of a dataset. Raises UserError if it cannot be used, or has a prompt of more than `room` tokens.
 
     require : columns that the dataset must have
     where : recipe key of the dataset, for error messages
-    room : maximum number of tokens in a prompt if completions are sampled; None means unknown
-
-    Raises UserError if the dataset cannot be used, or has a prompt of more than `room` tokens.
+    room : maximum number of tokens in a prompt if completions are sampled; None means no check
     """
 
     def load() -> Any:
@@ -56,10 +54,7 @@ def _rows(prepared: Prepared[T], data: DataConfig, where: str) -> Any:
 
 
 def taught_examples(prepared: Prepared[U]) -> tuple[list[Example], list[Example] | None]:
-    """Return (training examples, held-out examples) of a recipe with a teacher.
-
-    The held-out examples are None if the recipe has no validation.
-    """
+    """Return (training examples, held-out examples, or None without validation) of a recipe with a teacher."""
     recipe: Any = prepared.recipe
     load: Any = {DistillRecipe.kind: load_examples, KVpopRecipe.kind: load_texts}[recipe.kind]
     examples = once(f"examples {recipe.data}", lambda: load(prepared, prepared.rows, recipe.data, "data"))
@@ -91,7 +86,7 @@ def load_examples(prepared: Prepared[DistillRecipe], rows: Any, data: DataConfig
 
 
 def load_texts(prepared: Prepared[KVpopRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
-    """Return examples of up to max_length tokens from a dataset of texts, packed if the recipe has packing: true."""
+    """Return examples of up to max_length tokens from texts, packed if the recipe has packing: true."""
     kvpop = prepared.recipe.kvpop
     longest = min(kvpop.max_length, prepared.config.max_position_embeddings)
     return text_examples(

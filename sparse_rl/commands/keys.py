@@ -106,10 +106,7 @@ def family_listing(family: str) -> Listing:
 
 
 def only(listing: Listing, topic: str, part: str) -> Listing:
-    """Return the part of a listing that is named `part`; if there is none, the keys whose names contain `part`.
-
-    Raises UserError if no key's name contains `part` either.
-    """
+    """Return the part named `part`, or else the keys whose names contain `part`. Raises UserError if there are none."""
     rows = [(name, text, [row for row in rows if part in row.key]) for name, text, rows in listing]
     if matches := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
         return matches

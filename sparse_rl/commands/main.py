@@ -52,10 +52,7 @@ def make_parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed options. Overrides may be anywhere among the arguments, even after `--resume`.
-
-    For `serve`, the arguments after `--` are stored in `further`.
-    """
+    """Return the parsed options. Overrides may be anywhere; for `serve`, `further` holds the arguments after `--`."""
     top = make_parser()
     words, further = list(arguments), []
     if words[:1] == ["serve"] and "--" in words:

@@ -1,7 +1,6 @@
-"""Predict the memory of a run from the recipe and the model's configuration alone, without loading anything.
+"""Predict the memory of a run, in bytes, from the recipe and the model's configuration, without loading anything.
 
-All sizes are in bytes. `sparse-rl doctor RECIPE` prints the plan. Each component computes its own permanent and
-temporary bytes; this module adds them up.
+`sparse-rl doctor RECIPE` prints the plan. Each component computes its own bytes; this module adds them up.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 
 
 def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
-    """Return the memory plan of a resolved recipe.
-
-    cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
-    """
+    """Return the memory plan of a resolved recipe on a GPU (`cuda`) or a CPU; by default, on what this machine has."""
     cuda = device_memory() is not None if cuda is None else cuda
     return (_Training if isinstance(prepared.recipe, TrainRecipe) else _Evaluation)(prepared, cuda).plan()
 
@@ -94,10 +90,9 @@ class _Process:
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
-        """Return the items of the cache of `at_once` sequences, with prompts of `prompt` tokens.
+        """Return the items of the cache of `at_once` sequences. With vllm they are not counted: the pool contains them.
 
-        With vllm, the cache is part of the pool of keys and values, so that it is shown but not counted.
-
+        prompt : number of tokens in each prompt
         some : number of layers that `policy` covers, if it is a part of a layered policy
         """
         layers, kv_heads, head_dim = self.shape
@@ -131,10 +126,7 @@ class _Evaluation(_Process):
     """Memory of an evaluation, or of another recipe that samples without training."""
 
     def plan(self) -> Plan:
-        """Return the memory plan.
-
-        The points of a sweep run one after another, so that only the largest is counted, and the others are shown.
-        """
+        """Return the memory plan. Points of a sweep run one after another: all are shown, only the largest counts."""
         recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
@@ -151,12 +143,9 @@ class _Evaluation(_Process):
         return Plan(self.parameters, items)
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
-        """Return the items of contexts of `tokens` tokens that are compacted one after another, and of their questions.
+        """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions.
 
-        The phases (reading, compaction, answering) do not overlap, so that only the largest is counted, and the others
-        are shown.
-
-        at_once : number of questions that are answered at once
+        The phases (reading, compaction, answering) do not overlap: all are shown, only the largest is counted.
         """
         shape, configs = self.shape, self.recipe.prompt_caches()
         (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
@@ -249,10 +238,7 @@ class _Training(_Process):
         return Plan(parameters, items)
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
-        """Return the item of a teacher that is held in memory.
-
-        copy : bytes of one copy of the student; without a teacher in the recipe, the teacher is such a copy
-        """
+        """Return the item of a teacher held in memory. By default it is a copy of the student, of `copy` bytes."""
         whole, held = recipe.launch.zero_stage < 3, copy
         if recipe.taught_by.teacher is not None:
             held = count_parameters(meta_model(load_shape(recipe.teacher_model))) * self.itemsize
@@ -306,15 +292,13 @@ def transient_bytes(
     device: str,
     vllm: bool,
 ) -> dict[str, tuple[int, str]]:
-    """Return name -> (temporary bytes, note) for one compaction of several requests.
+    """Return name -> (temporary bytes, note) for one compaction of `requests` requests by the vllm or the hf engine.
 
     The hf engine compacts one layer at a time; its buffers for reading and scoring entries are not counted.
 
-    requests : number of requests that are compacted together
     entries : maximum number of entries of a request in each kv head
     shape : (layers, kv heads, head dim)
     group : number of query heads per kv head
-    vllm : True for the vllm engine, False for hf
     """
     rows = folded_rows(entries, requests, shape, device) if vllm else requests
     once, of_layer = f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer"), (entries, *shape[1:])

@@ -15,7 +15,6 @@ class Item:
     """Bytes that one process holds on its device and in host memory.
 
     name, note : label and remark of the item in the memory table
-    device, host : bytes in device memory and in host memory
     when : phase in which the bytes are held: always, update, sampling, or avoided (shown, but not counted)
     """
 
@@ -28,10 +27,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory plan of one process of a run.
-
-    parameters : number of the model's parameters
-    """
+    """Memory plan of one process, for a model with `parameters` parameters."""
 
     parameters: int
     items: list[Item] = field(default_factory=list)
@@ -57,10 +53,7 @@ def verdict(need: float, have: float, where: str) -> str:
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
     """Return a line that says if a plan fits into device memory, and a line for host memory.
 
-    Without a GPU there is only the line for host memory, which all processes of a machine share.
-
-    device : bytes of GPU memory; None without a GPU
-    host : bytes of host memory
+    Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
     """
     local = launch.processes // launch.machines
     if device is None:

@@ -1,9 +1,4 @@
-"""`sparse-rl plot`: draw runs, traces and evaluations.
-
-For runs, the command draws curves of the reward or loss, of the gap between trainer and sampler, or of any logged
-metric. For traces, it draws the density of held tokens, or a map of opened pages. For evaluations, it draws accuracy or
-perplexity against budgets or, after compacted contexts, against ratios.
-"""
+"""`sparse-rl plot`: draw runs, traces and evaluations, as ABOUT says."""
 
 from __future__ import annotations
 
@@ -138,10 +133,7 @@ def draw_traces(file: Path, out: Path) -> None:
 
 
 def draw_evaluation(file: Path, out: Path) -> None:
-    """Draw accuracies or perplexities against budgets or, for compacted contexts, against ratios.
-
-    If no method has two budgets or ratios, the command prints a table instead.
-    """
+    """Draw accuracy or perplexity against budgets or ratios; if no method has two of them, print a table."""
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 
     sweep = read_sweep(file)

@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Recipe)
 
 @dataclass(frozen=True)
 class Prepared(Generic[R]):
-    """A recipe, and the facts that were determined for it.
+    """A recipe, and the facts that were determined for it; from `rows` on, only for a training run (checks.py).
 
     recipe : the recipe, with the engine chosen and, for training, the attention kernel
     config : configuration of the recipe's model, or of `live`
@@ -36,9 +36,6 @@ class Prepared(Generic[R]):
     findings : topic -> text, as `sparse-rl train --dry-run` prints them
     remarks : warnings about settings that are allowed but unwise
     skeleton : the model on the meta device, without memory
-
-    Further fields for a training run (checks.py):
-
     rows, held_out : rows of the recipe's dataset, and of its validation dataset
     rewards : (functions, weights) of the recipe's rewards
     checkpoint : checkpoint from which the run resumes; None for a new run
@@ -66,11 +63,9 @@ class Prepared(Generic[R]):
 
 
 def prepare(recipe: R, live: Any = None) -> Prepared[R]:
-    """Resolve a recipe, check the files of its model, and warn about unwise settings.
+    """Resolve a recipe, check its model's files, and warn about unwise settings. Raises UserError at the first mistake.
 
     live : module in memory to sample from; by default the recipe's model is loaded later
-
-    Raises UserError at the first mistake.
     """
     config = load_config(recipe.model)
     fresh = isinstance(recipe, SFTRecipe) and recipe.sft.from_scratch
@@ -90,9 +85,7 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
 
 
 def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:
-    """Resolve a recipe for this machine and a model configuration.
-
-    The only file of the model that may be read is the cache policy saved with it.
+    """Resolve a recipe for this machine and a model configuration. Reads at most the cache policy saved with the model.
 
     live : module in memory to sample from; None means the recipe's model
     cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
@@ -120,10 +113,7 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
-    """Return the cache policies of a recipe.
-
-    A policy that the recipe leaves open is the policy saved with the model or, if there is none, `full`.
-    """
+    """Return the recipe's cache policies. A policy left open is the one saved with the model, or else `full`."""
     caches = recipe.caches()
     if None in caches:
         saved = saved_policy(recipe.model)
@@ -135,9 +125,9 @@ def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
 def check_lengths(recipe: Recipe, config: Any) -> None:
     """Raise UserError if the longest allowed prompt and a completion do not fit into the model's window together.
 
-    The recipe's engine must already be chosen. If prompts have no bound, their lengths are checked against
-    `Prepared.room` when the dataset is read. Completions from a dataset are truncated to the window, so that their
-    length is checked only for vllm, which must hold the longest sequence.
+    The recipe's engine must be chosen. Prompts without a bound are checked against `Prepared.room` when the dataset is
+    read. Completions from a dataset are truncated to the window, so only vllm, which must hold the longest sequence,
+    checks them.
     """
     if (window := window_of(config)) is None or (rollout := recipe.rollout) is None:
         return

@@ -1,15 +1,15 @@
 """The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-The quickstart uses the command, kinds of recipe, engine and trainer that a 7B run uses. Its steps are:
+It uses the command, the kinds of recipe, the engine and the trainer of a 7B run:
 
 1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
-   but seldom solves it under a cache with the budget of recipes/quickstart/grpo.yaml;
+   but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
 2. for each seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
-3. evaluate all models under eviction and with a full cache, on problems used neither in training nor in calibration.
+3. evaluate all models under eviction and with a full cache, on problems used neither in training nor in calibration;
+4. write results.json and three pictures, and print one table.
 
-With `--scratch`, the command first trains a tiny model for each seed (recipes/quickstart/sft.yaml), and calibrates the
-model's budget: the smallest budget that lowers the accuracy but leaves enough correct completions to learn from. The
-command writes results.json and three pictures, and prints one table.
+With `--scratch`, a tiny model is first trained for each seed (recipes/quickstart/sft.yaml), and its budget is
+calibrated: the smallest budget that lowers the accuracy but leaves enough correct completions to learn from.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Start:
     """Starting point of RL.
 
     model : directory of the model, or name of a shipped model
-    budget : budget of the small cache
     folder : output folder of the evaluation before RL
     """
 
@@ -83,10 +82,10 @@ class Start:
 
 
 class Stages:
-    """Run `sparse-rl` stages as processes, at most `slots` at a time. If a stage fails, all others are stopped.
+    """Run `sparse-rl` stages as processes, at most `slots` at a time. A stage that fails stops all others.
 
-    shown : progress display that counts finished stages out of `total`; None means no display. The display
-        estimates no remaining time, because training takes longer than evaluation.
+    shown : display that counts finished stages out of `total`, without an estimate of the remaining time, because
+        training takes longer than evaluation; None means no display
     """
 
     def __init__(self, slots: int, shown: Stage | None = None, total: int = 0) -> None:
@@ -95,11 +94,8 @@ class Stages:
         self.failure: QuickstartError | None = None
 
     def run(self, label: str, folder: Path, arguments: Sequence[str], steps: int | None = None) -> None:
-        """Run one stage and write its output to folder/log.txt.
+        """Run one stage and write its output to folder/log.txt. Without a terminal, print its progress at intervals.
 
-        The stage's progress is shown on a terminal, and otherwise printed every NEWS_SECONDS seconds.
-
-        label : name of the stage in the output
         arguments : command line of the stage, without `sparse-rl`
         steps : number of training steps; None for an evaluation
         """
@@ -151,11 +147,7 @@ def how_far(folder: Path) -> tuple[int, str]:
 
 
 class Quickstart:
-    """Runs the stages of all seeds.
-
-    out : folder of all results
-    engine : name of the engine that samples
-    """
+    """Runs the stages of all seeds, with their results in the folder `out`."""
 
     def __init__(self, out: Path, stages: Stages, engine: str) -> None:
         self.out, self.stages, self.engine = out, stages, engine
@@ -166,10 +158,7 @@ class Quickstart:
         self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
-        """Run an evaluation and return its rows.
-
-        more : further overrides of the recipe, including the model
-        """
+        """Run an evaluation and return its rows. `more` are overrides of the recipe, including the model."""
         overrides = [f"seed={seed}", f"rollout.engine={self.engine}", f"output_dir={folder}", *more]
         self.stages.run(label, folder, ["eval", "quickstart/eval", *overrides])
         return json.loads((folder / "eval.json").read_text())["rows"]
@@ -181,7 +170,7 @@ class Quickstart:
         model = folder / "sft/model"
         rows = self.evaluate(
             f"seed {seed}: calibrating the budget", folder / "calibration", seed, f"model={model}",
-            f"sweep.budget=[{','.join(map(str, BUDGETS))}]", "tasks.running_sum.synthetic.split=calibration",
+            f"sweep.cache.budget=[{','.join(map(str, BUDGETS))}]", "tasks.running_sum.synthetic.split=calibration",
             "tasks.running_sum.synthetic.size=512", f"tasks.running_sum.synthetic.seed={1000 + seed}",
         )  # fmt: skip
         budget = choose_budget({row["budget"]: row["accuracy"] for row in rows})
@@ -190,13 +179,10 @@ class Quickstart:
         return Start(str(model), budget, folder / "eval_before_rl")
 
     def row(self, name: str, seed: int, start: Start, run: Path | None) -> dict[str, Any]:
-        """Evaluate a model under both caches and return its row of results.json.
-
-        run : directory of the run that trained the model; None means the model before RL
-        """
+        """Evaluate the model of a run (None: the model before RL) under both caches. Return its row of results.json."""
         model = start.model if run is None else run
         folder = start.folder if run is None else run.with_name(f"eval_{run.name}")
-        sweep = ["sweep.policy=[streaming,full]", f"sweep.budget=[{start.budget}]"]
+        sweep = ["sweep.policy=[streaming,full]", f"sweep.cache.budget=[{start.budget}]"]
         points = self.evaluate(f"seed {seed}: evaluating {LABELS[name]}", folder, seed, f"model={model}", *sweep)
         evicted, full = (next(p for p in points if (p["policy"] == "full") == is_full) for is_full in (False, True))
         return {
@@ -207,7 +193,7 @@ class Quickstart:
         }  # fmt: skip
 
     def method(self, name: str, seed: int, start: Start) -> dict[str, Any]:
-        """Train with one method from a starting point, evaluate the model, and return its row of results.json."""
+        """Train with one method, evaluate the model, and return its row of results.json."""
         recipe = METHODS[name]
         folder = self.out / f"seed{seed}" / recipe
         budget = [] if name == "rl_full" else [f"cache.budget={start.budget}"]
@@ -216,10 +202,7 @@ class Quickstart:
         return self.row(name, seed, start, folder)
 
     def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
-        """Run all stages and return the rows of results.json.
-
-        Without `scratch`, all seeds share one starting point, which is evaluated once.
-        """
+        """Return the rows of results.json. Without `scratch`, all seeds share one start, which is evaluated once."""
         with ThreadPoolExecutor(len(seeds) * (len(METHODS) + 1)) as pool:
             if scratch:
                 starts = dict(zip(seeds, pool.map(self.from_scratch, seeds), strict=True))
@@ -242,9 +225,7 @@ def shipped_budget() -> int:
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
-    """Return the smallest budget whose accuracy under eviction lies in AIM.
-
-    If there is none, return the budget whose accuracy is nearest to AIM and at least LEAST.
+    """Return the smallest budget whose accuracy lies in AIM, or else the one nearest to AIM whose accuracy is >= LEAST.
 
     accuracy : budget -> accuracy under eviction
     """
@@ -317,7 +298,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
-    """Print the table of the results, and a summary of the table."""
+    """Print the table of the results, and its summary."""
     seeds = sorted({row["seed"] for row in rows})
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
     for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):

@@ -20,10 +20,7 @@ ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
-    """Return the checkpoint that `--resume` selects for a recipe.
-
-    trainer.resume.checkpoint_of compares the recipe with the checkpoint's recipe, and finds the checkpoint.
-    """
+    """Return the checkpoint that `--resume` selects. Raises UserError if its recipe differs in a fixed key."""
     from trainer.resume import MayChange, checkpoint_of
 
     changeable: tuple[str, ...] = MAY_CHANGE

@@ -54,10 +54,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
-    """Return (the recipe's dataset, the dataset's key, number of samples per problem).
-
-    Raises UserError for a kind of recipe that samples no completions of problems.
-    """
+    """Return (dataset, its key, samples per problem). Raises UserError for a kind that samples no completions."""
     if isinstance(recipe, GRPORecipe):
         return recipe.data, "data", recipe.grpo.num_generations
     if isinstance(recipe, EvalRecipe):
@@ -135,7 +132,7 @@ Parts = Iterator[tuple[list[int], list["Rollout"]]]  # (indices of problems, rol
 
 @contextmanager
 def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
-    """Open an engine under the recipe's first cache, and yield an iterator over the sampled parts of plain prompts."""
+    """Yield an iterator over the sampled parts of plain prompts, under the recipe's first cache."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
@@ -147,16 +144,15 @@ def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfi
 def _behind_contexts(
     prepared: Prepared, questions: Questions, settings: SamplingConfig, folder: Path
 ) -> Iterator[Parts]:
-    """Open engines, and yield an iterator over the sampled parts of problems with contexts.
-
-    The contexts are compacted by the recipe's first prompt cache.
-    """
+    """Yield an iterator over the sampled parts of problems whose contexts the first prompt cache compacts."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
     engines = sampling.context_engines(prepared, folder, prepared.recipe.rollout.progress)
     first = prepared.recipe.prompt_caches()[:1]
-    contexts = engines.opened({"": questions}, first, settings.max_tokens, lambda _, stage: say("rollouts", stage))
+    contexts = engines.opened(
+        {"": questions}, {"": first}, settings.max_tokens, lambda _, stage: say("rollouts", stage)
+    )
     with contexts as (engine, contexts_of):
 
         def parts() -> Parts:

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments of `make_engine` that a recipe sets, except model, policy and progress.
-
-    The recipe's engine must already be chosen.
-    """
+    """Return the arguments of `make_engine`, except model, policy and progress. The engine must already be chosen."""
     rollout, bounds = recipe.rollout, recipe.prompt_bounds()
     assert rollout is not None
     arguments = {"dtype": recipe.dtype, "max_batch": rollout.max_batch}
@@ -50,11 +47,10 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def engines(prepared: Prepared, progress: bool = False) -> Callable[..., AbstractContextManager[Engine]]:
-    """Return a function (policy, **options of `make_engine`) -> context manager that opens the recipe's engine.
+    """Return a function (policy, **options of `make_engine`) -> context manager, which opens and closes the engine.
 
-    The context manager closes the engine when its block ends. The hf engine samples from one module under all policies:
-    `prepared.live`, or the recipe's model, which this function loads. The vllm engine loads a copy of the model for
-    each policy.
+    The hf engine samples from one module under all policies: `prepared.live`, or the recipe's model, which this
+    function loads. The vllm engine loads a copy of the model for each policy.
     """
     from rollout.make import make_engine
 
@@ -79,10 +75,7 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
 
 
 def context_engines(prepared: Prepared, folder: Path, progress: bool = False) -> ContextEngines:
-    """Return the engines that compact the contexts of a recipe, and answer the questions after the contexts.
-
-    folder : directory of the compacted contexts that the compacting engine hands to the answering engine
-    """
+    """Return the engines that compact a recipe's contexts (handed over in `folder`) and answer the questions."""
     from rollout.evaluation.contexts import ContextEngines
     from sparse_rl.policies.registry import make_policy
 
@@ -105,6 +98,19 @@ def context_engines(prepared: Prepared, folder: Path, progress: bool = False) ->
     return ContextEngines(answering, compacting, folder, window)
 
 
+def identity(prepared: Prepared, *parts: Any) -> str:
+    """Return a digest of what determines the results of an engine, except its policy: the files of the model, dtype,
+    engine, seed, and `parts`, which must be convertible to JSON.
+    """
+    from rollout.evaluation.journal import point_key
+    from sparse_rl.models.directory import file_states
+
+    recipe = prepared.recipe
+    assert recipe.rollout is not None
+    model = None if prepared.live is not None else (recipe.model, file_states(recipe.model))
+    return point_key(model, recipe.dtype, recipe.rollout.engine, recipe.rollout.exact, recipe.seed, *parts)
+
+
 def _load_model(recipe: Recipe) -> Any:
     import torch
 
@@ -115,7 +121,7 @@ def _load_model(recipe: Recipe) -> Any:
 
 
 def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | None, where: str) -> list[list[int]]:
-    """Return the prompts of a dataset as the token ids that the model receives.
+    """Return a dataset's prompts as the token ids that the model receives.
 
     room : maximum number of tokens in a prompt; None means no check
     where : recipe key of the dataset, for error messages

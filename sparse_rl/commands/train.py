@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
+from sparse_rl.commands.arguments import add_dry_run, add_recipe, file_name, print_findings, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading, rank, say, training_shown, warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import PolicyConfig
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="continue from a checkpoint; without DIR from the newest",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+    add_dry_run(parser)
 
 
 def separate_override_from_resume(options: argparse.Namespace) -> None:
@@ -87,8 +87,7 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
     with stage("checking", recipe.model):
         prepared = prepare_training(recipe, options.resume, here)
     if options.dry_run:
-        for topic, finding in {**prepared.findings, "not checked": NOT_CHECKED}.items():
-            print(f"{topic:<17} {finding}")
+        print_findings(prepared.findings, NOT_CHECKED)
         return 0
     if not launched():
         if prepared.checkpoint is not None:
@@ -139,9 +138,7 @@ def what_next(recipe: TrainRecipe) -> str:
 
 
 def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None] = lambda _: None) -> Path:
-    """Run a training recipe in this process, and return the directory of the final model.
-
-    In a launch of several processes, each process calls this function.
+    """Run a training recipe in this process (in a launch, in each process), and return the final model's directory.
 
     resume : checkpoint directory, or "newest" for the newest one in the recipe's output_dir
     show : function that is called with the trainer before training, such as the one that `training_shown` yields
@@ -152,10 +149,7 @@ def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None]
 
 
 def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -> Path:
-    """Train a recipe that `prepare_training` has prepared, and return the directory of the final model.
-
-    show : function that is called with the trainer before training
-    """
+    """Call `show` with the trainer of a prepared recipe, train, and return the directory of the final model."""
     from transformers.integrations import WandbCallback
 
     from sparse_rl.attention import compute_exactly

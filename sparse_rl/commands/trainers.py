@@ -33,7 +33,7 @@ CHECK_PROBLEMS = 256  # problems on which stop_at_accuracy measures the accuracy
 
 
 def training_arguments(recipe: TrainRecipe) -> dict[str, Any]:
-    """Return the options that both transformers' TrainingArguments and TRL's configurations have."""
+    """Return the options that transformers' TrainingArguments and TRL's configurations share."""
     return training_options(
         recipe.training,
         recipe.launch,
@@ -49,7 +49,6 @@ def _weights_dtype(recipe: TrainRecipe) -> str:
 
 
 def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
-    """Return the trainer of a GRPO recipe."""
     from trainer.grpo.arguments import grpo_arguments
     from trainer.grpo.trainer import SparseGRPOTrainer
 
@@ -98,7 +97,6 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
 
 
 def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
-    """Return the trainer of an SFT recipe."""
     from trainer.sft.trainer import make_trainer
 
     recipe, tokenizer, problems = prepared.recipe, prepared.tokenizer, None
@@ -117,7 +115,6 @@ def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
 
 
 def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
-    """Return the trainer of a distillation recipe."""
     from trainer.distill.trainer import DistillArguments, DistillTrainer
 
     recipe = prepared.recipe
@@ -150,7 +147,6 @@ def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
 
 
 def kvpop(prepared: Prepared[KVpopRecipe], folder: Path) -> Any:
-    """Return the trainer of a KVpop retrofit recipe."""
     from trainer.kvpop.gates import GateTrainer
     from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
 

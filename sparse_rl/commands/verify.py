@@ -71,10 +71,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def _model(name_or_path: str | None, origin: Origin) -> str:
-    """Return the directory or hub name of the replaying model, which by default is the sampler's model.
-
-    Raises UserError if the sampler's model no longer exists.
-    """
+    """Return the replaying model's directory or hub name. Raises UserError if the sampler's is needed but gone."""
     if name_or_path is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
         raise UserError(
             f"{origin.model}, the model that sampled these rollouts, does not exist; name the model",

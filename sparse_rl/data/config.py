@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from sparse_rl.config import Configuration, NonNegativeInt, PathText, PositiveInt, Probability, Rule, Text, at_most
+from sparse_rl.config import (
+    Configuration,
+    NonNegativeInt,
+    PathText,
+    PositiveInt,
+    Probability,
+    Rule,
+    Text,
+    at_most,
+    show,
+)
 from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "answer", "completion", "context")
+MOST_CHOICES = 26  # letters of the alphabet
 TASK_KEYS = {"running_sum": ("n", "digits", "note_probability"), "retrieval": ("facts", "restated", "filler")}
 
 
@@ -56,9 +67,12 @@ class DataConfig(Configuration):
     synthetic : generated problems, instead of a path
     columns : our column name -> the dataset's, for prompt, answer, completion and context, e.g. {prompt: problem}; a
         context is a text that many problems share, and is put before the prompt, at the start of the user's message
+    choices : the 2 to 26 columns with the options of a multiple-choice question, the right option's column first. The
+        options follow the problem as lines "A) ...", and the answer is the letter of the right option
+    choices_seed : seed of the order of the options, which also depends on the problem's text and on nothing else
     answer_after : keep only the text after the last occurrence of this marker in the answer ("####" for GSM8K's files)
-    prompt_template : text in which {prompt} stands for the problem; other braces, as in \\boxed{}, are not changed; a
-        context is put before it
+    prompt_template : text in which {prompt} stands for the problem with its options; other braces, as in \\boxed{}, are
+        not changed; a context is put before it
     chat : use the tokenizer's chat template; by default true if it has one
     thinking : passed to the chat template as enable_thinking
     limit : maximum number of problems, after shuffling (with shuffle_seed) and dropping
@@ -70,6 +84,8 @@ class DataConfig(Configuration):
     subset: str | None = None
     synthetic: SyntheticConfig | None = None
     columns: dict[str, Text] = field(default_factory=dict)
+    choices: list[Text] | None = None
+    choices_seed: NonNegativeInt = 0
     answer_after: Text | None = None
     system_prompt: str | None = None
     prompt_template: str | None = None
@@ -89,7 +105,7 @@ class DataConfig(Configuration):
                 mend = f"did you mean {near}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
                 raise UserError(f"unknown column; {mend}", f"columns.{name}")
         if self.synthetic is not None:
-            for key in ("columns", "subset", "answer_after"):
+            for key in ("columns", "subset", "choices", "answer_after"):
                 if getattr(self, key):
                     raise UserError("has no effect on a synthetic dataset; remove it", key)
             if self.split != "train":
@@ -102,6 +118,19 @@ class DataConfig(Configuration):
             for key in ("system_prompt", "thinking"):
                 if getattr(self, key) is not None:
                     raise UserError("has no effect with chat: false; remove one (prompt_template adds plain text)", key)
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        if self.choices is None:
+            if self.choices_seed:
+                raise UserError("has no effect without choices; remove it", "choices_seed")
+            return
+        if not 2 <= len(set(self.choices)) == len(self.choices) <= MOST_CHOICES:
+            message = f"name 2 to {MOST_CHOICES} different columns, the right option's first; got {show(self.choices)}"
+            raise UserError(message, "choices")
+        for key, value in (("columns.answer", self.columns.get("answer")), ("answer_after", self.answer_after)):
+            if value is not None:
+                raise UserError("has no effect with choices, where the answer is a letter; remove one", key)
 
     @property
     def has_context(self) -> bool:

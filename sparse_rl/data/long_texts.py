@@ -17,10 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from sparse_rl.data.choices import with_options
 from sparse_rl.data.rows import Parser, Row, count_of, held, read_objects, write_rows
 from sparse_rl.errors import UserError
 
 OPTIONS = [f"answer_{letter}" for letter in "abcde"]
+MARK = "."  # after the letter of an option
 
 
 def quality_rows(articles: Iterable[Row]) -> Iterator[Row]:
@@ -40,7 +42,7 @@ def quality_rows(articles: Iterable[Row]) -> Iterator[Row]:
             gold = question.get("gold_label")
             if not isinstance(gold, int) or not 1 <= gold <= len(options):
                 raise UserError(f"{where} has a question without gold_label; take the train or dev split")
-            full_question = with_options(held(question, "question", str, where), options)
+            full_question = with_options(held(question, "question", str, where), options, MARK)
             yield _row(article, full_question, gold - 1, question.get("question_unique_id"))
 
 
@@ -64,15 +66,10 @@ def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
             for number, question in enumerate(held(patient, "questions", list, name), start=1):
                 where = f"{name}, question {number}"
                 options = [held(question, option, str, where).strip() for option in OPTIONS]
-                full_question = about + with_options(held(question, "question", str, where), options)
+                full_question = about + with_options(held(question, "question", str, where), options, MARK)
                 correct = held(question, "correct", str, where).strip()
                 if correct in options:
                     yield _row(context, full_question, options.index(correct), f"{name}_{number}")
-
-
-def with_options(question: str, options: Sequence[str]) -> str:
-    lines = (f"{letter}. {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
-    return "\n".join([question, "", *lines])
 
 
 def _row(context: str, prompt: str, correct: int, name: Any) -> Row:

@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 
 from sparse_rl.data import retrieval, running_sum
+from sparse_rl.data.choices import lettered
 from sparse_rl.data.config import LOCAL_FILES, DataConfig
 from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
@@ -36,9 +37,10 @@ def load_data(
     require : required columns among prompt, answer and completion (SFT needs prompt and completion)
     where : dotted key of the block in the recipe, for error messages
 
-    Returns `prompt` (str, or a list of messages), `answer` (str) if the source has one, `completion` (in the form of
-    the prompt) if it is required or mapped, `context` (str) if it is mapped, and the source's other columns unchanged.
-    The prompt includes the context. Raises UserError for unreadable, incomplete or missing rows.
+    Returns `prompt` (str, or a list of messages), `answer` (str) if the source has one (with `choices` it is a letter),
+    `completion` (in the form of the prompt) if it is required or mapped, `context` (str) if it is mapped, and the
+    source's other columns unchanged. The prompt includes the context. Raises UserError for unreadable, incomplete or
+    missing rows.
     """
     try:
         return _load(config, tokenizer, require)
@@ -56,7 +58,8 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
     order = list(range(len(source)))
     if config.shuffle_seed is not None:
         random.Random(config.shuffle_seed).shuffle(order)
-    picked = source.select_columns(sorted(set(columns.values())))
+    choices = config.choices or []
+    picked = source.select_columns(sorted({*columns.values(), *choices}))
     kept: list[int] = []
     rendered: list[dict[str, Any]] = []
     too_long = 0
@@ -71,6 +74,11 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
         for name, value in row.items():
             if value is None or value == "" or value == []:
                 raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
+        if choices:
+            try:
+                row["prompt"], row["answer"] = lettered(row["prompt"], source_row, choices, config.choices_seed)
+            except UserError as error:
+                raise UserError(f"row {index + 1}: {error.message}", "choices") from None
         prompt, context = _prompt(row["prompt"], config, chat, index), row.get("context")
         if context is not None:
             prompt = _prepend_context(context, prompt, index)
@@ -100,7 +108,8 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
         raise UserError(message, "max_prompt_tokens")
     if not kept:
         raise UserError("the dataset has no rows", "path")
-    others = [name for name in source.column_names if name not in {*columns, *columns.values()}]
+    used = {*columns, *columns.values(), *choices, *rendered[0]}
+    others = [name for name in source.column_names if name not in used]
     data = datasets.Dataset.from_list(rendered)
     return datasets.concatenate_datasets([data, source.select_columns(others).select(kept)], axis=1) if others else data
 
@@ -194,9 +203,17 @@ def _bad_line(path: Path) -> str | None:
 
 
 def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str]) -> dict[str, str]:
-    """Return the columns to render, always including prompt: our name -> the source's name."""
+    """Return the columns to render, always including prompt: our name -> the source's name.
+
+    With `choices`, the answer comes from their columns, which are only checked here.
+    """
+    for column in config.choices or []:
+        if column not in available:
+            raise UserError(f"no column {column!r}; the source has {listed(available, column)}", "choices")
     wanted = {"prompt": "prompt"} | {name: name for name in require} | config.columns
-    if "answer" in available:
+    if config.choices is not None:
+        wanted.pop("answer", None)
+    elif "answer" in available:
         wanted.setdefault("answer", "answer")
     for name, column in wanted.items():
         if column not in available:

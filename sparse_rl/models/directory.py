@@ -51,6 +51,15 @@ def _shipped_model(name: str) -> Path | None:
     return folder if (folder / CONFIG_FILE).is_file() else None
 
 
+def file_states(directory: str | Path) -> list[tuple[str, int, int]]:
+    """Return (name, bytes, time of the last change in nanoseconds) of each file of a model's directory.
+
+    The list is empty for a model on the hub, whose name identifies it.
+    """
+    files = sorted(file for file in Path(directory).glob("*") if file.is_file()) if Path(directory).is_dir() else []
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
 def save_policy(directory: str | Path, policy: Policy) -> None:
     """Write cache_policy.json into a model's directory: the default policy for sampling from the model."""
     content = {"format_version": POLICY_VERSION, **policy.config.as_block()}

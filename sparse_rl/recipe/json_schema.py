@@ -1,9 +1,8 @@
 """JSON Schema of recipes (draft 2020-12), with which an editor completes and checks a recipe.
 
-`sparse-rl keys --json-schema` prints the schema. The schema is generated from the dataclasses (keys.py), and holds the
-keys' names, types and choices. It accepts every recipe that the loader accepts, except for recipes with a sweep and a
-setting that no cache of the sweep uses. The loader rejects more recipes than the schema: the schema only describes the
-bounds of a value, and leaves out conditions between keys.
+`sparse-rl keys --json-schema` prints the schema, which holds the names, types and choices of the keys (keys.py). It
+accepts every recipe that the loader accepts, except for recipes with a sweep and a setting that no cache of the sweep
+uses. The loader also checks bounds, which the schema only describes, and conditions between keys.
 
 A definition in $defs is named after its dataclass or, for a kind of recipe, `kind_NAME`. A mapping selects its
 definition by `if` and `then`, not by `oneOf`, so that an editor reports only the errors of the selected definition.
@@ -69,9 +68,8 @@ class SchemaWriter:
     def swept(self, schema: Schema) -> Schema:
         """Refine the schema of a swept recipe, whose `cache` may be incomplete if a sweep supplies the rest.
 
-        The types of the keys do not express this. The schema accepts the recipes that SweptRecipe.read_points accepts:
-        `cache` may have the keys of any policy, an entry of `sweep.policy` may have the keys of the policy that it
-        names, and required keys may be in either of the two. Without a sweep, `cache` is one complete policy.
+        The schema accepts what SweptRecipe.read_points accepts: `cache` may have the keys of any policy, an entry of
+        `sweep.policy` those of its policy, and required keys may be in either. Without a sweep, `cache` is one policy.
         """
         members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
         name = {"enum": list(members)}
@@ -82,7 +80,10 @@ class SchemaWriter:
         keys = {key: values[0] if len(values) == 1 else {"anyOf": values} for key, values in schemas_of_key.items()}
         base = {"type": "object", "properties": keys, "additionalProperties": False}
         entry = {"anyOf": [name, _chosen(PolicyConfig.name_key, members)]}
-        self.definitions[SweepConfig.__name__]["properties"]["policy"] |= _list_of(entry, promote=True)
+        sweep = self.definitions[SweepConfig.__name__]["properties"]
+        sweep["policy"] |= _list_of(entry, promote=True)
+        axes = {key: _list_of(value, promote=True) for key, value in keys.items() if key != PolicyConfig.name_key}
+        sweep["cache"] |= {"properties": axes, "additionalProperties": False}
         schema["properties"]["cache"] |= {"anyOf": [name, base, {"type": "null"}]}
         whole = {"properties": {"cache": self.type(PolicyConfig | None)}}
         return schema | {"if": {"required": ["sweep"]}, "else": whole}
@@ -90,7 +91,6 @@ class SchemaWriter:
     # ---- dataclasses -----------------------------------------------------------------------------------------------
 
     def mapping(self, cls: type) -> Schema:
-        """Return the schema of a dataclass."""
         keys = list(all_keys(cls))
         return {
             "type": "object",
@@ -128,10 +128,7 @@ class SchemaWriter:
     # ---- types -----------------------------------------------------------------------------------------------------
 
     def type(self, hint: Any, promote: bool = True) -> Schema:
-        """Return the schema of the values that `coerce` (sparse_rl/config.py) accepts for a type, without the bounds.
-
-        promote : True if a single value is accepted as a list with one item
-        """
+        """Return the schema, without bounds, of the values that `coerce` (sparse_rl/config.py) accepts for a type."""
         origin, args = get_origin(hint), get_args(hint)
         if origin is Annotated:
             return self.type(args[0], promote)

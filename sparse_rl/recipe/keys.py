@@ -1,8 +1,8 @@
 """All keys of a recipe, read from the configurations' dataclasses: each key with its type, default and description.
 
-The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from
-these keys. A key takes its name, type and default from the dataclass field. The description comes from the dataclass's
-docstring: an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
+docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from these keys.
+Name, type and default come from the dataclass field. The description comes from the dataclass's docstring: an entry
+`name : text`, or `a, b : text` for several keys, with continuation lines indented.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a dataclass.
-
-    hint : type of the value
-    default : default value; dataclasses.MISSING if the key is required
-    words : description of the key; empty if there is none
-    """
+    """One key of a dataclass. `default` is dataclasses.MISSING if the key is required; `words` is its description."""
 
     name: str
     hint: Any
@@ -47,8 +42,6 @@ class Row:
     """One key as displayed, in texts.
 
     key : dotted name of the key
-    type : description of the type
-    words : description of the key
     default : default in YAML; REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
     file : for a block, the file that defines its keys; else empty
     """
@@ -62,12 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys of one dataclass and of its blocks.
-
-    prose : description of the dataclass
-    file : file that defines the dataclass
-    rows : one row per key
-    """
+    """The keys of one dataclass and of its blocks, with the dataclass's description (`prose`) and file."""
 
     prose: str
     file: str
@@ -98,7 +86,7 @@ def read_docstring(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def _description(cls: type, key: str) -> str:
-    """Return the description of a key from the docstring of the first class in the dataclass's MRO that has one."""
+    """Return the first description of a key in the docstrings of a class and its base classes."""
     descriptions = (entries[key] for base in cls.__mro__ if key in (entries := read_docstring(base)[1]))
     return next(descriptions, "").replace("None", "null")
 

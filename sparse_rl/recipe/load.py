@@ -2,9 +2,8 @@
 
     recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
 
-If TRL has an option for a key, the key has TRL's name. Blocks (cache, data, rollout, lora, launch, validation) are
-mappings. The other options of TRL's trainers (passed_through.py) are keys at the top level. This module imports neither
-torch nor transformers nor TRL.
+A key that TRL also has bears TRL's name. TRL's other options (passed_through.py) are keys at the top level.
+This module imports neither torch nor transformers nor TRL.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
     overrides : strings "key=value", as in `load_recipe`
     name : name of the recipe in errors
 
-    Raises UserError in one line for an invalid recipe. Warnings about valid but unwise settings are in the recipe's
-    `warnings`.
+    Raises UserError for an invalid recipe. Warnings about valid but unwise settings are in the recipe's `warnings`.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")

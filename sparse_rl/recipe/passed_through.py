@@ -1,9 +1,8 @@
 """Options of transformers' and TRL's trainers that a recipe passes on unchanged: key -> type.
 
 The list is written out so that a recipe can be checked without importing TRL; tests/recipe/test_passed_through.py
-compares it with the installed versions. The list leaves out the options that are keys of this project, and the options
-that refused.py rejects. A type is narrower than the library's if the library would detect a wrong value only during
-training.
+compares it with the installed versions. It leaves out this project's own keys and the options that refused.py rejects.
+A type is narrower than the library's if the library would detect a wrong value only during training.
 """
 
 from __future__ import annotations

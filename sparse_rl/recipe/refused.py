@@ -59,10 +59,7 @@ PREFIXES: dict[str, str] = {"eval_": _VALIDATION}
 
 
 def refusal(key: str, kind: str) -> str | None:
-    """Return the error for `key` in a recipe of kind `kind`, with a hint on what to write instead.
-
-    Returns None if the recipe may have the key.
-    """
+    """Return the error for a refused key, with a hint on what to write instead; None for other keys."""
     prefix_hints = (hint for prefix, hint in PREFIXES.items() if key.startswith(prefix))
     hint = REFUSED.get(key) or next(prefix_hints, None) or instead(key, kind)
     return hint and f"not a key here: {hint}"

@@ -1,8 +1,8 @@
 """Reads YAML, and overrides from the command line. sparse_rl/config.py checks the values against the configuration.
 
 YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
-False and `2024-01-01` into a date. A duplicate key is an error. A text beyond the limits MOST_CHARACTERS, MOST_VALUES
-and MOST_LEVELS, which no hand-written recipe reaches, is an error too. A value repeated by aliases counts each time.
+False and `2024-01-01` into a date. Duplicate keys are errors, and so are texts beyond the limits MOST_CHARACTERS,
+MOST_VALUES and MOST_LEVELS, which no hand-written recipe reaches. A value repeated by aliases counts each time.
 """
 
 from __future__ import annotations
@@ -103,11 +103,9 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text.
+    """Return the value of a YAML text, which errors call `name`.
 
     Raises UserError, if possible with the line, for invalid YAML, a duplicate key, or a text beyond the limits.
-
-    name : name of the text in errors
     """
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, the limit for a recipe")

@@ -1,4 +1,4 @@
-"""The steps use the kernels that were compiled before the first step: training compiles no further graph."""
+"""Kernels are compiled before the first training step, and the steps compile no further graph."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_no_step_compiles(
     trace_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No step compiles a graph, with gradients, without gradients, or with checkpointing. Control: a batch with one
-    more row compiles a new graph.
+    """After `compile_ahead`, no step compiles a graph, with gradients (checkpointed) or without. Control: a batch with
+    one more row than announced compiles a new graph.
     """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
@@ -57,11 +57,11 @@ def test_no_step_compiles(
             with torch.no_grad():
                 step(2, width)
         assert counters["stats"]["unique_graphs"] == before
-        step(3, 300)
+        step(3, 300)  # control
         assert counters["stats"]["unique_graphs"] == before + 1
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
-def test_sizes(length: int) -> None:
+def test_all_padded_lengths_are_compiled(length: int) -> None:
     """The sizes to compile are all padded lengths that occur up to the given length, each listed once."""
     assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

@@ -1,8 +1,9 @@
-"""Layer-at-a-time offload: number of masks and evict_at slices alive at once, and peak bytes.
+"""A view copies one layer's slice of evict_at at a time to the device and makes one mask at a time. The tests count
+the masks and slices that are alive together, and peak bytes.
 
-A dispatch mode sees every tensor that an operator makes, in the forward pass, recomputation and backward pass, and
-knows which of their storages are still alive. On the CPU the device is also the host: the batch of traces, which lives
-in host memory, is passed to the mode as `host` and not counted.
+A dispatch mode records every tensor that an operator makes, in the forward pass, recomputation and backward pass, and
+which of their storages are still alive. On the CPU the device is also the host: the batch of traces, which lives in
+host memory, is passed to the mode as `host` and not counted.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self.kind(t)]
+        new_tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor) and self.kind(tensor)]
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        for tensor in made:
+        for tensor in new_tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages and storage._cdata != self.host:
                 self.storages[storage._cdata] = (StorageWeakRef(storage), self.kind(tensor) or "", storage.nbytes())
@@ -95,8 +96,8 @@ class FetchesEverything(ReplayView):
         return self._fetched[index]
 
 
-class DoesNotRecompute(ReplayView):
-    """Control: autograd saves each layer's mask for the backward pass."""
+class KeepsMasksForBackward(ReplayView):
+    """Control: autograd saves each layer's mask for the backward pass, instead of making the mask again."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -114,10 +115,10 @@ def most_alive(
     masks, slices.
     """
 
-    def kind(t: torch.Tensor) -> str | None:
-        if t.numel() == BATCH * KV_HEADS * WIDTH * WIDTH and t.shape[-2:] == (WIDTH, WIDTH):
-            return "mask" if t.dtype == torch.bool else "float mask"
-        if t.dtype == torch.int32 and t.shape == (BATCH, KV_HEADS, WIDTH):
+    def kind(tensor: torch.Tensor) -> str | None:
+        if tensor.numel() == BATCH * KV_HEADS * WIDTH * WIDTH and tensor.shape[-2:] == (WIDTH, WIDTH):
+            return "mask" if tensor.dtype == torch.bool else "float mask"
+        if tensor.dtype == torch.int32 and tensor.shape == (BATCH, KV_HEADS, WIDTH):
             return "evict_at"
         return None
 
@@ -128,11 +129,11 @@ def most_alive(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_one_mask_and_two_slices(
+def test_at_most_one_mask_and_two_slices_of_evict_at_are_alive(
     checkpointing: bool, new_model: Callable, trace_of: Callable, starts_of: Callable
 ) -> None:
-    """At most one mask and two slices are alive in the forward pass, recomputation and backward pass. Controls: views
-    that hold more are detected.
+    """In forward pass, recomputation and backward pass at most one mask and two layers' slices of evict_at (the layer
+    that runs, and the next) are alive. Controls: views that hold more are detected.
     """
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), checkpointing)
     lengths = (37, 20, 30)
@@ -141,19 +142,24 @@ def test_one_mask_and_two_slices(
         starts = starts_of(side, lengths)
         assert most_alive(model, under_masks, traces, starts) == {"mask": 1, "float mask": 1, "evict_at": 2}
 
+    # controls
     assert most_alive(model, KeepsEveryMask, traces, starts)["mask"] >= LAYERS
     assert most_alive(model, FetchesEverything, traces, starts)["evict_at"] >= LAYERS
-    kept = most_alive(model, DoesNotRecompute, traces, starts)["float mask"]
+    kept = most_alive(model, KeepsMasksForBackward, traces, starts)["float mask"]
     assert kept == (1 if checkpointing else LAYERS)
 
 
-def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> None:
-    """Layers without evictions make no mask and fetch no slice, including those between layers with evictions."""
+def test_layers_without_evictions_make_no_mask_and_fetch_no_slice(new_model: Callable, trace_of: Callable) -> None:
+    """Traces without any eviction need no mask and no slice. With evictions in some layers, the layers between these
+    add none: one mask and two slices suffice, as in the test before.
+    """
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
-    none = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
-    assert most_alive(model, under_masks, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
-    some = [trace_of(WIDTH, layers=LAYERS, causal=[0, 2, 3]) for _ in range(BATCH)]
-    assert most_alive(model, under_masks, some, [0] * BATCH) == {"mask": 1, "float mask": 1, "evict_at": 2}
+    without_evictions = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
+    expected = {"mask": 0, "float mask": 0, "evict_at": 0}
+    assert most_alive(model, under_masks, without_evictions, [0] * BATCH) == expected
+    in_some_layers = [trace_of(WIDTH, layers=LAYERS, causal=[0, 2, 3]) for _ in range(BATCH)]
+    expected = {"mask": 1, "float mask": 1, "evict_at": 2}
+    assert most_alive(model, under_masks, in_some_layers, [0] * BATCH) == expected
 
 
 class Copies(TorchDispatchMode):
@@ -173,9 +179,11 @@ class Copies(TorchDispatchMode):
 
 
 def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
-    """A layer's slice is already on the device when it runs, upwards in the forward and downwards in the backward pass.
+    """A layer's slice of evict_at is already on the device when the layer runs, upwards in the forward pass and
+    downwards in the backward pass.
 
-    Only the first layer and the first after the turn have to wait; a layer that is run again is not fetched again.
+    Only the first layer and the first layer after the turn have to wait. A layer that runs again, as in the backward
+    pass under checkpointing, is not fetched again.
     """
     batch = batch_traces([trace_of(WIDTH, layers=LAYERS)], [0], WIDTH)
     view, top, evict_at = ReplayView(batch, "cpu"), LAYERS - 1, batch["evict_at"]
@@ -192,13 +200,15 @@ def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
 def peak_bytes(model: PreTrainedModel, view_class: Callable, traces: list[EvictionTrace], width: int) -> int:
     """Peak bytes of all bool and int32 tensors that a training step makes, temporaries included."""
     batch = batch_traces(traces, [0] * len(traces), width)
-    with Alive(lambda t: str(t.dtype) if t.dtype in OWNED else None, batch["evict_at"]) as alive:
+    with Alive(lambda tensor: str(tensor.dtype) if tensor.dtype in OWNED else None, batch["evict_at"]) as alive:
         train_step(model, view_class(batch, "cpu"), len(traces), width)
     return alive.peak_bytes
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, trace_of: Callable) -> None:
+def test_peak_memory_is_a_twelfth_of_the_dense_masks(
+    checkpointing: bool, new_model: Callable, trace_of: Callable
+) -> None:
     """With 16 layers of 256 tokens, the peak is at most 1/12 of the bytes of all layers' boolean masks. Control: a view
     that holds all masks exceeds it.
     """
@@ -207,11 +217,11 @@ def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, 
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
     dense = layers * batch * kv_heads * width * width
     assert dense / 18 < peak_bytes(model, under_masks, traces, width) <= dense / 12
-    assert peak_bytes(model, KeepsEveryMask, traces, width) >= dense
+    assert peak_bytes(model, KeepsEveryMask, traces, width) >= dense  # control
 
 
 @pytest.mark.slow
-def test_a_twelfth_of_the_dense_masks_at_2048_tokens(
+def test_peak_memory_is_a_twelfth_of_the_dense_masks_at_2048_tokens(
     new_model: Callable, trace_of: Callable, record_property: Callable
 ) -> None:
     """The peak is at most 1/12 of the dense masks for the documented measurement: 4 sequences x 16 layers x 2 kv heads

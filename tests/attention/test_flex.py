@@ -1,9 +1,10 @@
 """The FlexAttention kernel against the dense reference.
 
-On a CPU torch has two partial versions of FlexAttention: the compiled one honours the lists of tiles but has no
-backward pass; the plain operator has gradients and the log-sum-exp (LSE) but ignores the lists, and torch refuses its
-backward pass unless the fixture `flex_trains` lifts the refusal. Both versions together run all of our own code for the
-GPU. tests/gpu runs the complete kernel.
+FlexAttention computes a mask's scores tile by tile (128 queries by 128 keys); lists say which tiles to visit. On a CPU
+torch has two partial versions: the compiled one honours the lists but has no backward pass; the plain operator has
+gradients and the log-sum-exp (LSE) but ignores the lists, and torch refuses its backward pass unless the fixture
+`flex_trains` lifts the refusal. Both versions together run all of our own code for the GPU. tests/gpu runs the complete
+kernel. Kernel `flex` keeps keys in natural order; `flex_sorted` sorts them by evict_at within segments.
 """
 
 from __future__ import annotations
@@ -54,58 +55,63 @@ def batched(layout: str, trace_of: Callable) -> torch.Tensor:
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the reference's log-sum-exp of each query's logits over its visible keys, float64 [B, Hq, S]."""
     scores = q.double() @ k.double().repeat_interleave(GROUP, 1).transpose(-1, -2) * SCALE
     return scores.masked_fill(~visible.repeat_interleave(GROUP, 1), float("-inf")).logsumexp(-1)
 
 
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through the plain operator, output, LSE and all gradients equal the dense reference's for ragged batches with
-    groups of query heads.
+def test_flex_output_lse_and_gradients_equal_the_dense_reference(
+    layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable
+) -> None:
+    """Through the plain operator, output, log-sum-exp (LSE) and all gradients equal the dense reference's, for ragged
+    batches with groups of query heads. Padding has output 0. Control: without evictions the output differs.
     """
     evict_at = batched(layout, trace_of)
     q, k, v = random_qkv(3, WIDTH)
-    real = (evict_at[:, :1] > 0).float()
+    real = (evict_at[:, :1] > 0).float()  # 1 for tokens, 0 for padding
     visible = visible_mask(evict_at)
-    wanted = dense_attention(q, k, v, visible, SCALE)
+    expected = dense_attention(q, k, v, visible, SCALE)
     out, lse = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, compiled=False, want_lse=True)
-    assert out.dtype == q.dtype and lse is not None
-    right = log_sum_exp(q, k, visible)
-    seen = lse.where(real > 0, 0.0)
-    torch.testing.assert_close(out * real[..., None], wanted * real[..., None], rtol=0, atol=1e-5)
-    torch.testing.assert_close(seen.double(), right * real, rtol=0, atol=1e-5)
+    assert out.dtype == q.dtype
+    assert lse is not None
+    expected_lse = log_sum_exp(q, k, visible)
+    real_lse = lse.where(real > 0, 0.0)
+    torch.testing.assert_close(out * real[..., None], expected * real[..., None], rtol=0, atol=1e-5)
+    torch.testing.assert_close(real_lse.double(), expected_lse * real, rtol=0, atol=1e-5)
     assert not out.detach()[(real == 0).expand_as(lse)].any()
 
-    weight, other = torch.randn_like(wanted) * real[..., None], torch.randn_like(lse) * real
-    ours = torch.autograd.grad((out * weight).sum() + (seen * other).sum(), (q, k, v))
-    theirs = torch.autograd.grad((wanted * weight).sum() + (right * other).sum(), (q, k, v))
+    # the gradients of a random weighted sum of outputs and log-sum-exps
+    weight, lse_weight = torch.randn_like(expected) * real[..., None], torch.randn_like(lse) * real
+    ours = torch.autograd.grad((out * weight).sum() + (real_lse * lse_weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weight).sum() + (expected_lse * lse_weight).sum(), (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
 
-    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)
-    assert ((causal - wanted) * real[..., None]).abs().max() > 1e-2
+    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)  # control
+    assert ((causal - expected) * real[..., None]).abs().max() > 1e-2
 
 
-@pytest.mark.slow  # one compilation each; the graph of test_one_graph_for_all_layers_and_steps is compiled, too
+@pytest.mark.slow  # each case compiles once; the fast test_one_graph_for_all_layers_and_steps compiles a graph too
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable) -> None:
+def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segments: bool, trace_of: Callable) -> None:
     """The compiled forward pass reads the lists of tiles, and is within 1e-5 of the reference."""
     evict_at = batched(layout, trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
-    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+    expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
     out = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments)[0]
-    torch.testing.assert_close(out * real, wanted * real, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out * real, expected * real, rtol=0, atol=1e-5)
 
 
 @ORDERS
-def test_the_graph_that_is_trained(
+def test_traced_training_graph_equals_the_dense_reference(
     in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
-    """The graph that a GPU trains with, traced forward and backward with its lists by keys and run with torch's own
-    operators, equals the dense reference.
+    """The graph that a GPU trains with is traced here, forward and backward, and run with torch's own operators.
+    Output, log-sum-exp and gradients, through a sum of squares, equal the dense reference's.
     """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
@@ -114,19 +120,22 @@ def test_the_graph_that_is_trained(
     real = (evict_at[:, :1] > 0).float()
     visible = visible_mask(evict_at)
     out, lse = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, want_lse=True)
-    assert out.dtype == torch.float32 and lse is not None
-    wanted, right = dense_attention(q, k, v, visible, SCALE), log_sum_exp(q, k, visible)
+    assert out.dtype == torch.float32
+    assert lse is not None
+    expected, expected_lse = dense_attention(q, k, v, visible, SCALE), log_sum_exp(q, k, visible)
     loss = (out * real[..., None]).square().sum() + lse.where(real > 0, 0.0).square().sum()
-    reference = (wanted * real[..., None]).square().sum() + (right * real).square().sum()
-    for a, b in zip(*(torch.autograd.grad(x, (q, k, v)) for x in (loss, reference)), strict=True):
+    reference_loss = (expected * real[..., None]).square().sum() + (expected_lse * real).square().sum()
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v)) for x in (loss, reference_loss)), strict=True):
         torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5 * float(b.abs().max()))
 
 
 def a_tile_less(tiles: Tiles) -> None:
+    """Leave out one partly visible tile of each row of tiles."""
     tiles.partial_count[:] = (tiles.partial_count - 1).clamp(min=0)
 
 
 def a_full_tile_that_is_not(tiles: Tiles) -> None:
+    """List partly visible tiles as fully visible."""
     tiles.full_count, tiles.full = tiles.partial_count.clone(), tiles.partial.clone()
     tiles.partial_count.zero_()
 
@@ -142,7 +151,7 @@ def another_order(tiles: Tiles) -> None:
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
 def test_damaged_tiles_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """Control of the compiled forward pass: with damaged lists of tiles, the output is wrong."""
+    """Control: with damaged lists of tiles, the output of the compiled forward pass is wrong."""
     make = flex.make_tiles
 
     def damaged(*args: Any) -> Tiles:
@@ -167,8 +176,8 @@ class Compiled(ReplayView):
 
 
 def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
-    """28 layers and 20 steps of varying lengths and evictions share one graph; batches of a single row have a second
-    graph.
+    """28 layers and 20 steps of varying lengths and evictions share one compiled graph, and their logits equal those of
+    the default kernel; batches of a single row have a second graph.
     """
     layers = 28
     model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
@@ -199,8 +208,10 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex", "flex_sorted", "dense"])
-def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through transformers' interface, the kernel that is named runs, and layers without evictions stay causal."""
+def test_a_view_runs_the_kernel_that_is_named(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
+    """Through transformers' interface, outputs and gradients equal those of the kernel `sdpa`. The log `flex_trains`
+    shows that the named kernel runs, in the two layers with evictions alone: layer 1 has none, and is causal.
+    """
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
     real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
@@ -216,31 +227,30 @@ def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Ca
     assert flex_trains == {"flex": [False] * 2, "flex_sorted": [True] * 2}.get(kernel, [])
 
 
-def test_autocast_and_bfloat16(trace_of: Callable) -> None:
-    """Under autocast, RoPE leaves queries and keys in float32; the attention is computed in autocast's dtype, as under
-    SDPA.
+def test_attention_is_computed_in_the_dtype_of_autocast(trace_of: Callable) -> None:
+    """Under autocast, RoPE leaves queries and keys in float32. The attention converts them to autocast's dtype, as SDPA
+    does: the output equals that of bfloat16 inputs, and differs from float32 by rounding.
     """
     evict_at = batched("right", trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
-    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+    expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = flex_attend(evict_at, q, k, v.bfloat16(), SCALE, in_segments=True, compiled=False)[0]
-    half = (x.bfloat16() for x in (q, k, v))
-    out = flex_attend(evict_at, *half, SCALE, in_segments=True, compiled=False)[0]
-    assert mixed.dtype == out.dtype == torch.bfloat16 and torch.equal(mixed, out)
-    assert 1e-4 < ((out - wanted) * real).abs().max() < 0.05
+    in_bfloat16 = (x.bfloat16() for x in (q, k, v))
+    out = flex_attend(evict_at, *in_bfloat16, SCALE, in_segments=True, compiled=False)[0]
+    assert mixed.dtype == out.dtype == torch.bfloat16
+    assert torch.equal(mixed, out)
+    assert 1e-4 < ((out - expected) * real).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
-def test_short_sequences(length: int, flex_trains: list[bool]) -> None:
-    """The kernel is right for one token, for a whole tile and for one token more. A trace that evicts nothing gives
-    causal attention.
-    """
+def test_flex_without_evictions_is_causal_at_lengths_around_a_tile(length: int, flex_trains: list[bool]) -> None:
+    """For one token, for a whole tile (128) and for one token more, output and gradients are right and finite."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)
     for in_segments in (False, True):
         out = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, compiled=False)[0]
-        wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
-        torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
+        expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))

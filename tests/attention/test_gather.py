@@ -26,8 +26,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LARGEST", 32)
 
 
-def best(length: int, budget: int) -> torch.Tensor:
-    """Return evict_at int32 [1, 1, S] of a policy that keeps the best tokens so far by uniform random scores."""
+def evictions_of_top_k(length: int, budget: int) -> torch.Tensor:
+    """Return evict_at int32 [1, 1, S] of a policy that keeps 4 sinks, a window of 8 and the tokens with the best random
+    scores so far, `budget` tokens in all."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
     return running_topk(scores, 4, window=8, k=budget - 12).evict_at
 
@@ -38,97 +39,105 @@ def random_inputs(rows: int, width: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
+def test_gathered_output_and_gradients_equal_the_dense_reference(
+    layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+) -> None:
     """For ragged batches with groups of query heads, output and gradients equal the dense reference's up to float64
-    rounding.
+    rounding, both if the gathered keys are held for the backward pass and if they are gathered again. Control: without
+    evictions the output differs.
     """
     monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
     evict_at = batched(layout, trace_of)
     q, k, v = random_inputs(3, WIDTH)
     real = (evict_at[:, :1, :, None] > 0).double()
-    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+    expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
     out = gathered_attention(evict_at, q, k, v, SCALE)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
-    weight = torch.randn_like(wanted) * real
-    ours, theirs = (torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out, wanted))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    weight = torch.randn_like(expected) * real
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out, expected))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)
-    assert ((causal - wanted) * real).abs().max() > 1e-2
+    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)  # control
+    assert ((causal - expected) * real).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype, trace_of: Callable) -> None:
-    """float32 is computed in float64 on a CPU; the output has the model's dtype."""
+def test_output_and_gradients_have_the_inputs_dtype(dtype: torch.dtype, trace_of: Callable) -> None:
+    """The output is that of float64 up to rounding; float32 inputs are computed in float64 on a CPU."""
     evict_at = batched("right", trace_of)
     exact = random_inputs(3, WIDTH)
     given = [x.detach().to(dtype).requires_grad_() for x in exact]
     out = gathered_attention(evict_at, *given, SCALE)
-    wanted = dense_attention(*(x.double() for x in given), visible_mask(evict_at), SCALE)
+    expected = dense_attention(*(x.double() for x in given), visible_mask(evict_at), SCALE)
     grads = torch.autograd.grad(out.float().square().sum(), given)
-    assert out.dtype == dtype and all(grad.dtype == dtype for grad in grads)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.05)
+    assert out.dtype == dtype
+    assert all(grad.dtype == dtype for grad in grads)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.05)
 
 
 def a_key_less(chunk: QueryChunk) -> None:
+    """Hide the first key from all queries of the chunk."""
     chunk.until[:, 0] = 0
 
 
 def a_step_later(chunk: QueryChunk) -> None:
+    """Evict every key one query too late."""
     chunk.until += 1
 
 
 def other_keys(chunk: QueryChunk) -> None:
+    """Gather the chunk's keys in an order that does not fit their evictions."""
     chunk.columns = chunk.columns.roll(1, -1)
 
 
 @pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
 def test_damaged_chunks_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: damaged chunks make the comparison with the dense reference fail."""
-    evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
+    """Control: if one chunk of queries is damaged, the output changes visibly."""
+    evict_at = evictions_of_top_k(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
     right = gathered_attention(evict_at, q, k, v, SCALE)
-    made = make_chunks(evict_at.flatten(0, 1))
-    damage(made[2])
-    monkeypatch.setattr(gather, "make_chunks", lambda _: made)
+    chunks = make_chunks(evict_at.flatten(0, 1))
+    damage(chunks[2])
+    monkeypatch.setattr(gather, "make_chunks", lambda _: chunks)
     assert (gathered_attention(evict_at, q, k, v, SCALE) - right).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_every_visible_pair_is_computed_once(layout: str, trace_of: Callable) -> None:
-    """Every visible pair is computed once, and no other pair except each query with itself. A chunk gathers its tokens
-    and at most the entries of its fullest row.
+    """The chunks of queries compute every visible pair of query and key once, and no other pair. A chunk gathers its
+    own tokens and as many earlier keys as the row with the most visible ones has.
     """
     evict_at = batched(layout, trace_of).flatten(0, 1)
-    wanted = visible_mask(evict_at[:, None])[:, 0]
-    computed = torch.zeros_like(wanted, dtype=torch.int32)
+    expected = visible_mask(evict_at[:, None])[:, 0]
+    computed = torch.zeros_like(expected, dtype=torch.int32)
     for chunk in make_chunks(evict_at):
         queries = slice(chunk.first, chunk.last)
         at = chunk.columns[:, None].expand(-1, chunk.last - chunk.first, -1)
         computed[:, queries].scatter_add_(2, at, chunk.visible()[:, 0].int())
-        before = wanted[:, queries, : chunk.first].any(1).sum(-1).max()
+        before = expected[:, queries, : chunk.first].any(1).sum(-1).max()
         assert chunk.columns.shape[1] == before + chunk.last - chunk.first
-    assert torch.equal(computed, wanted.int())
+    assert torch.equal(computed, expected.int())
 
 
 @pytest.mark.parametrize(("length", "budget", "most"), [(16384, 2048, 0.14), (4096, 256, 0.08), (1056, 256, 0.27)])
 def test_computed_pairs_are_close_to_the_visible_pairs(
     length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With chunks of about a quarter of the budget, the computed pairs are close to the visible ones."""
-    monkeypatch.undo()
-    evict_at = best(length, budget)[0]
+    """With chunks of the real size (about a quarter of the budget), the computed share of all pairs of query and key is
+    above the visible share and at most `most`.
+    """
+    monkeypatch.undo()  # the real sizes of chunks
+    evict_at = evictions_of_top_k(length, budget)[0]
     share = visited_share(make_chunks(evict_at))
     assert visible_share(evict_at) < share <= most
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64])
-def test_short_sequences(length: int) -> None:
-    """A trace that evicts nothing gives causal attention, for lengths at the end of a chunk and next to it."""
+def test_gathered_attention_without_evictions_is_causal_at_lengths_around_a_chunk(length: int) -> None:
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_inputs(1, length)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
-    torch.testing.assert_close(gathered_attention(evict_at, q, k, v, SCALE), wanted, rtol=0, atol=1e-13)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(gathered_attention(evict_at, q, k, v, SCALE), expected, rtol=0, atol=1e-13)
 
 
 class Largest(TorchDispatchMode):
@@ -142,9 +151,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_as_large_as_a_mask() -> None:
-    """No tensor of the forward or backward pass is as large as a mask."""
-    length, evict_at = 1024, best(1024, 64).expand(1, KV_HEADS, -1)
+def test_no_tensor_of_forward_or_backward_is_as_large_as_a_mask() -> None:
+    length, evict_at = 1024, evictions_of_top_k(1024, 64).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, length)
     with Largest() as largest:
         torch.autograd.grad(gathered_attention(evict_at, q, k, v, SCALE).sum(), (q, k, v))
@@ -154,8 +162,11 @@ def test_no_tensor_is_as_large_as_a_mask() -> None:
 
 @pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])
 def test_held_bytes_equal_the_counted_bytes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory plan's `held_bytes` equals the bytes that autograd saves for the backward pass, besides inputs, output
+    and log-sum-exp (LSE). With HELD = 0 nothing is held, and the keys are gathered again.
+    """
     monkeypatch.setattr(gather, "HELD", most)
-    evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
+    evict_at = evictions_of_top_k(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, WIDTH)
     held: dict[int, int] = {}
 

@@ -1,5 +1,5 @@
-"""Whole models: gradients of the replay path equal the dense reference's, with padding and checkpointing; also
-replay_logprobs.
+"""Gradients of whole models under replay equal the dense reference's, with padding and checkpointing; so do values and
+gradients of the public function replay_logprobs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def token_loss(logits: torch.Tensor, row: Sequence[int]) -> torch.Tensor:
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradient of each parameter, by name."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -51,6 +52,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def replayed(
     model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace], starts: Sequence[int]
 ) -> dict[str, torch.Tensor]:
+    """Return the gradients under replay of all rows in one padded batch; row i begins at column starts[i]."""
     ids = torch.ones(len(rows), WIDTH, dtype=torch.long)
     positions = torch.zeros_like(ids)
     for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -64,7 +66,7 @@ def replayed(
 
 
 def dense(model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace]) -> dict[str, torch.Tensor]:
-    """The reference: one sequence at a time, without padding and checkpointing, with explicit masks."""
+    """Return the reference's gradients: one sequence at a time, without padding or checkpointing, explicit masks."""
     losses = []
     for row, trace in zip(rows, traces, strict=True):
         logits = model(
@@ -75,7 +77,7 @@ def dense(model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace]) 
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The greatest |a - b| / max |b| over all parameters."""
+    """Return the greatest |a - b| / max |b| over all parameters' gradients a (ours) and b (theirs)."""
     assert all(g.isfinite().all() for g in ours.values())
     return max(float((a - theirs[n]).abs().max() / theirs[n].abs().max()) for n, a in ours.items())
 
@@ -83,7 +85,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_gradients_are_the_dense_references(
+def test_gradients_equal_the_dense_reference(
     family: str,
     side: str,
     checkpointing: bool,
@@ -98,42 +100,40 @@ def test_gradients_are_the_dense_references(
     """
     model = adopt(new_model(family, num_hidden_layers=LAYERS)).double().train()
     traces = [trace_of(n, layers=LAYERS, causal=[1]) for n in LENGTHS]
-    wanted = dense(model, rows, traces)
+    expected = dense(model, rows, traces)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     starts = starts_of(side, LENGTHS)
-    result = distance(replayed(model, rows, traces, starts), wanted)
-    record_property("gradient", result)
-    assert result <= 1e-5
+    error = distance(replayed(model, rows, traces, starts), expected)
+    record_property("gradient", error)
+    assert error <= 1e-5
 
-    for wrong in (
+    for wrong_traces in (  # controls
         [EvictionTrace.dense(LAYERS, 2, n) for n in LENGTHS],
         [EvictionTrace(t.evict_at.roll(1, dims=1)) for t in traces],
     ):
-        assert distance(replayed(model, rows, wrong, starts), wanted) > 1e-2
+        assert distance(replayed(model, rows, wrong_traces, starts), expected) > 1e-2
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_replay_logprobs_trains(
+def test_replay_logprobs_and_its_gradients_equal_the_dense_reference(
     checkpointing: bool, new_model: Callable, rows: list[list[int]], trace_of: Callable
 ) -> None:
-    """Values and gradients through the public function replay_logprobs equal the dense reference's, over several
-    batches.
-    """
+    """Over several batches and two temperatures. Control: another temperature gives other gradients."""
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
     rollouts = [Sampled(r[:1], r[1:], trace_of(len(r))) for r in rows]
     for temperature in (1.0, 0.7):
         model.gradient_checkpointing_disable()
         theirs = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature) for r in rollouts]
-        wanted = gradients(model, torch.cat(theirs).square().sum())
+        expected = gradients(model, torch.cat(theirs).square().sum())
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ours = replay_logprobs(model, rollouts, temperature, batch_size=3)
         assert [len(x) for x in ours] == [n - 1 for n in LENGTHS]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-        assert distance(gradients(model, torch.cat(ours).square().sum()), wanted) <= 1e-5
-        other = gradients(model, torch.cat(replay_logprobs(model, rollouts, temperature + 0.1)).square().sum())
-        assert distance(other, wanted) > 1e-2
+        assert distance(gradients(model, torch.cat(ours).square().sum()), expected) <= 1e-5
+        at_other_temperature = torch.cat(replay_logprobs(model, rollouts, temperature + 0.1))  # control
+        assert distance(gradients(model, at_other_temperature.square().sum()), expected) > 1e-2
 
 
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=["said", "by default"])
@@ -141,11 +141,11 @@ def test_reentrant_checkpointing_is_refused(
     kwargs: dict, new_model: Callable, rows: list[list[int]], trace_of: Callable
 ) -> None:
     """Reentrant checkpointing, which is torch's default, is refused; the one-line error names the setting to use
-    instead.
+    instead. Control: non-reentrant checkpointing runs.
     """
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
     rollouts = [Sampled(rows[0][:3], rows[0][3:], trace_of(LENGTHS[0]))]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})  # control
     replay_logprobs(model, rollouts)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     with pytest.raises(
@@ -163,10 +163,14 @@ def test_reentrant_checkpointing_is_refused(
 def test_a_trace_that_does_not_fit_is_refused(
     trace: EvictionTrace, evicting: bool, new_model: Callable, rows: list[list[int]]
 ) -> None:
+    """A trace with another number of layers, tokens or kv heads than model and rollout is refused, with evictions or
+    without.
+    """
     model = new_model("qwen3", num_hidden_layers=LAYERS)
     evict_at = trace.evict_at.clone()
     evict_at[:, :, 0] = 5 if evicting else evict_at[:, :, 0]
     rollout = Sampled(rows[0][:3], rows[0][3:], EvictionTrace(evict_at))
     with pytest.raises(ValueError, match="does not fit"):
         replay_logprobs(model, [rollout])
-    assert len(replay_logprobs(model, [Sampled(rows[0][:3], rows[0][3:], EvictionTrace.dense(3, 2, 17))])) == 1
+    fitting = Sampled(rows[0][:3], rows[0][3:], EvictionTrace.dense(3, 2, 17))
+    assert len(replay_logprobs(model, [fitting])) == 1  # control

@@ -1,5 +1,5 @@
-"""Attention under the mask that scorers decide: the paper's predicate, its training target, and the mask of a
-recomputed layer.
+"""Attention under evictions that KVpop's scorers decide: the mask equals the paper's, the scorers' training target is
+right, and a layer that gradient checkpointing recomputes keeps its evictions.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolic
             for q in range(int(LENGTHS[b])):
                 eligible = range(cache.sinks, q - cache.window + 1)
                 worth = {t: float(scores[b, h, t]) + (q // n - t // n) * float(log_decay[h]) for t in eligible}
-                best = set(sorted(eligible, key=lambda t: -worth[t])[: cache.k])
+                kept = set(sorted(eligible, key=lambda t: -worth[t])[: cache.k])
                 for t in range(q + 1):
-                    mask[b, h, q, t] = t < cache.sinks or q - t < cache.window or t in best
+                    mask[b, h, q, t] = t < cache.sinks or q - t < cache.window or t in kept
     return mask
 
 
 @pytest.mark.parametrize("prefill", ["masked", "dense"])
 @pytest.mark.parametrize("decay_every", [1, 3])
-def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: str) -> None:
-    """The attention equals dense attention under the paper's mask. A dense prefill sees every entry; entries dropped by
-    its end are hidden from the first query after it.
+def test_learned_attention_equals_dense_attention_under_the_papers_mask(decay_every: int, prefill: str) -> None:
+    """With random scores, the output equals dense attention under the paper's mask. In a dense prefill each query sees
+    all tokens before it, and evictions show from the first query after the prompt. Control: the causal mask.
+
+    Also: the reported share of retained entries is that of the trace, and no query sees padding.
     """
     cache = policy(decay_every=decay_every)
     prompts = torch.tensor([30, 33])
@@ -70,7 +72,8 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
     )
     out = view.attend(0, query, key, value, SCALE)
     mask = papers_mask(scores, log_decay, cache)
-    assert (mask.sum(-1) <= cache.budget).all() and (mask.sum(-1) == cache.budget).any()
+    assert (mask.sum(-1) <= cache.budget).all()
+    assert (mask.sum(-1) == cache.budget).any()
     if prefill == "dense":
         for row, prompt in enumerate(prompts.tolist()):
             mask[row, :, :prompt] = torch.ones(prompt, S, dtype=torch.bool).tril()
@@ -93,17 +96,21 @@ def test_a_budget_that_is_never_reached_evicts_no_entry() -> None:
     view = LearnedView([lambda *_: (torch.zeros(B, HKV, S), torch.zeros(HKV))], policy(budget=400), LENGTHS)
     out = view.attend(0, query, key, value, SCALE)
     causal = dense_attention(query, key, value, torch.ones(B, HKV, S, S, dtype=torch.bool).tril(), SCALE)
-    assert (out - causal).abs().max() <= 1e-5 and (view.retained[0] == 1).all()
+    assert (out - causal).abs().max() <= 1e-5
+    assert (view.retained[0] == 1).all()
 
 
 @pytest.mark.parametrize("chunk", [512, 7])
-def test_the_lse_of_a_sparse_attention(chunk: int) -> None:
+def test_lse_under_evictions_equals_the_lse_over_visible_keys(chunk: int) -> None:
+    """`attention_lse` with `evict_at` equals the log-sum-exp of each query's logits over the keys of the paper's mask,
+    for any chunk size.
+    """
     query, key, _ = tensors()
     scores, log_decay = torch.randn(B, HKV, S), torch.tensor([-0.1, -0.001])
     cache = policy()
-    best = running_topk(scores, cache.sinks, window=cache.window, k=cache.k, log_decay=log_decay, lengths=LENGTHS)
+    evictions = running_topk(scores, cache.sinks, window=cache.window, k=cache.k, log_decay=log_decay, lengths=LENGTHS)
     ends = LENGTHS[:, None].expand(-1, S)
-    result = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=best.evict_at, chunk=chunk)
+    result = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evictions.evict_at, chunk=chunk)
     logits = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * SCALE
     mask = papers_mask(scores, log_decay, cache).repeat_interleave(2, 1)
     expected = logits.masked_fill(~mask, float("-inf")).logsumexp(-1)
@@ -111,7 +118,10 @@ def test_the_lse_of_a_sparse_attention(chunk: int) -> None:
     assert (result - expected)[real].abs().max() <= 1e-5
 
 
-def test_the_target_by_either_normaliser() -> None:
+def test_the_target_is_normalised_by_sparse_or_by_dense_attention() -> None:
+    """The scorers' target is the future attention mass. `dense` normalises the attention over all keys, `sparse` over
+    the keys that are not evicted, whose probabilities are larger; tokens 3 to 8 are evicted at query 15.
+    """
     query, key, _ = tensors()
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
@@ -122,11 +132,14 @@ def test_the_target_by_either_normaliser() -> None:
     lse = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evict_at)
     assert torch.equal(targets["dense"], future_attention_mass(query, key, **common))
     assert torch.equal(targets["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
-    assert (targets["sparse"] >= targets["dense"] - 1e-5).all() and (targets["sparse"] - targets["dense"]).max() > 0.1
-    assert not targets["sparse"].requires_grad and targets["sparse"].isfinite().all()
+    assert (targets["sparse"] >= targets["dense"] - 1e-5).all()
+    assert (targets["sparse"] - targets["dense"]).max() > 0.1
+    assert not targets["sparse"].requires_grad
+    assert targets["sparse"].isfinite().all()
 
 
-def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> None:
+def test_the_target_is_computed_in_float32_and_finite_for_any_logits() -> None:
+    """Autocast to bfloat16 does not change the target. Evicted keys with huge logits give a large but finite target."""
     query, key, _ = tensors()
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
@@ -136,32 +149,38 @@ def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> 
     key[:, :, 3:5] *= 100  # these keys are evicted, and their logits are far above those of all visible keys
     query[:, :, 20:] = key[:, :, 3:4].repeat_interleave(2, 1)
     mass = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
-    assert mass.isfinite().all() and mass.max() > 30
+    assert mass.isfinite().all()
+    assert mass.max() > 30
 
 
-def test_recall_counts_sets() -> None:
+def test_recall_equals_counting_common_tokens() -> None:
+    """`recall` of two random selections equals (number of tokens that both keep outside sinks and window, number that
+    the second keeps), summed over all queries with a full cache. Controls: a selection has full recall of itself, and
+    if the window exceeds the text there is nothing to count.
+    """
     generator = torch.Generator().manual_seed(0)
     sinks, window, k = torch.tensor([2, 0]), 5, 7
-    one, other = (
+    first_selection, second_selection = (
         running_topk(torch.randn(B, HKV, S, generator=generator), sinks, window=window, k=k, lengths=LENGTHS)
         for _ in range(2)
     )
-    held = of = 0
+    common = total = 0
     for b in range(B):
         first = int(sinks[b])
         for h in range(HKV):
             for q in range(first + window + k, int(LENGTHS[b])):
                 kept = [
-                    {t for t in range(first, q - window + 1) if q < int(computed.evict_at[b, h, t])}
-                    for computed in (one, other)
+                    {t for t in range(first, q - window + 1) if q < int(selection.evict_at[b, h, t])}
+                    for selection in (first_selection, second_selection)
                 ]
                 assert len(kept[0]) == len(kept[1]) == k
-                held, of = held + len(kept[0] & kept[1]), of + k
-    computed = recall(one, other, sinks, window=window, k=k, lengths=LENGTHS)
-    assert [float(x) for x in computed] == [held, of] and 0 < held < of
-    same = recall(one, one, sinks, window=window, k=k, lengths=LENGTHS)
-    assert float(same[0]) == float(same[1]) == of
-    short = recall(one, other, window=60, k=k, lengths=LENGTHS)
+                common, total = common + len(kept[0] & kept[1]), total + k
+    computed = recall(first_selection, second_selection, sinks, window=window, k=k, lengths=LENGTHS)
+    assert [float(x) for x in computed] == [common, total]
+    assert 0 < common < total
+    same = recall(first_selection, first_selection, sinks, window=window, k=k, lengths=LENGTHS)
+    assert float(same[0]) == float(same[1]) == total
+    short = recall(first_selection, second_selection, window=60, k=k, lengths=LENGTHS)
     assert [float(x) for x in short] == [0, 0]
 
 
@@ -187,7 +206,7 @@ def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: s
             LENGTHS,
             target=FutureTarget(TargetConfig()),
             prepare=lambda target, _: target.scores,
-            loss=lambda scores, decay, wanted: (scores - wanted).square().mean() + decay.sum(),
+            loss=lambda scores, decay, target: (scores - target).square().mean() + decay.sum(),
         )
         out = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         decided = copy.deepcopy(view._decided)

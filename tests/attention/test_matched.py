@@ -1,5 +1,6 @@
-"""Replay of Attention Matching is exact in every model and any batch, has the right gradients, and refuses unsupported
-settings.
+"""Attention Matching (AM) fits biases and new values to the kept entries at each compaction. The trainer repeats these
+fits from the trace: its replay is exact in every model and any batch, has the right gradients, and refuses traces and
+settings that it cannot replay.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SETTINGS = {"sinks": 0, "window": 1, "refitted": 2, "queries": 3, "ridge": 4}  #
 
 @pytest.fixture
 def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    """sampled(model name, prompt lengths, **changes of CACHE) -> (model, rollouts sampled under AM)."""
+
     def make(name: str, lengths: Sequence[int] = LENGTHS, **changed: object) -> tuple:
         model = model_of(name)
         engine = make_engine("hf", model=model, policy={**CACHE, **changed})
@@ -42,7 +45,9 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
     return make
 
 
-def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
+def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
+    """Return copies of the rollouts whose traces record other settings of the fit than the sampler used."""
+
     def change(trace: EvictionTrace) -> EvictionTrace:
         settings = trace.further["refit_with"].clone()
         for name, value in changed.items():
@@ -67,19 +72,20 @@ def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
 def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
     name: str, changed: dict, sampled: Callable, tally: Callable
 ) -> None:
-    """Only evictions are recorded. The trainer recomputes biases and values, which equal the
-    sampler's up to rounding.
+    """A trace records the evictions and the settings of the fit, but no bias or value. The trainer recomputes these,
+    and its log-probs equal the sampler's up to 1e-5, in batches of any size.
     """
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
-        own = gap(replay_logprobs(model, rollouts), rollouts)
-        tally("am", gap=own)
-        assert own <= 1e-5
+        own_gap = gap(replay_logprobs(model, rollouts), rollouts)
+        tally("am", gap=own_gap)
+        assert own_gap <= 1e-5
         assert gap(replay_logprobs(model, rollouts, batch_size=2), rollouts) <= 1e-5
 
 
 def rescaled(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that rounds differently: queries and values times 3, keys and the output projection divided by 3."""
+    """Return a copy of the model that computes the same function with other rounding: queries and values times 3, keys
+    and the output projection divided by 3."""
     model = copy.deepcopy(model)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -100,45 +106,46 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:
-    """A fit of 19 entries to 10 equations is barely determined, but is replayed: for a trainer that rounds differently
-    than the sampler, the gap is at most 3 times that under a full cache. Control: with least squares without a ridge
-    the gap is over 100 times that under a full cache.
+    """A fit of 19 entries to 10 equations is underdetermined, but replay is still accurate: for a trainer that rounds
+    differently than the sampler, the gap is at most 3 times its gap under a full cache. Control: with least squares
+    without a ridge, the gap is over 100 times that under a full cache.
     """
     fitted = {"budget": 28, "window": 8, "period": 16, "reference_queries": equations // 2, "select": select}
-    some = (5, 41, 150)
-    model, rollouts = sampled("stories260K", some, **fitted)  # two query heads share a kv head
+    lengths = (5, 41, 150)
+    model, rollouts = sampled("stories260K", lengths, **fitted)  # two query heads share a kv head
     other = rescaled(model)
     full = make_engine("hf", model=model, policy="full").generate([r.prompt_ids for r in rollouts], SAMPLING)
     with torch.no_grad():
-        own, noise = gap(replay_logprobs(model, rollouts), rollouts), gap(replay_logprobs(other, full), full)
-        tally("am", gap=own)
-        assert own <= 1e-5
+        own_gap, noise = gap(replay_logprobs(model, rollouts), rollouts), gap(replay_logprobs(other, full), full)
+        tally("am", gap=own_gap)
+        assert own_gap <= 1e-5
         assert 0 < gap(replay_logprobs(other, rollouts), rollouts) <= 3 * noise
         if select == "omp" and equations < 19:
-            monkeypatch.setattr("sparse_rl.matching.block.pursuit_weights", least_squares)
-            model, rollouts = sampled("stories260K", some, **fitted)
+            monkeypatch.setattr("sparse_rl.matching.block.pursuit_weights", least_squares)  # control
+            model, rollouts = sampled("stories260K", lengths, **fitted)
             assert gap(replay_logprobs(other, rollouts), rollouts) > 100 * noise
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
-def test_controls(name: str, sampled: Callable) -> None:
+def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
+    """Each change of the recorded traces below moves some log-prob by more than 1e-2."""
     model, rollouts = sampled(name)
     further = [r.trace.further for r in rollouts]
-    wrong = {
+    changed = {
         "evict_at alone": [replace(r, trace=EvictionTrace(r.trace.evict_at)) for r in rollouts],
-        "values not refitted": other_settings(rollouts, ridge=1e9),
-        "one reference query fewer": other_settings(rollouts, queries=19),
+        "values not refitted": with_fit_settings(rollouts, ridge=1e9),
+        "one reference query fewer": with_fit_settings(rollouts, queries=19),
         "heads swapped": [
             replace(r, trace=EvictionTrace(r.trace.evict_at.roll(1, dims=1), f))
             for r, f in zip(rollouts, further, strict=True)
         ],
     }
     with torch.no_grad():
-        for control, traces in wrong.items():
-            assert gap(replay_logprobs(model, traces), traces) > 1e-2, control
+        for change, altered in changed.items():
+            assert gap(replay_logprobs(model, altered), altered) > 1e-2, change
 
 
-def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_trainer_without_biases_has_a_large_gap(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rollouts = sampled("quickstart")
     from sparse_rl.matching import refit
 
@@ -151,26 +158,28 @@ def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> 
         assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
 
 
-def test_rounding_differences_stay_small(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
-    """A change of 1e-6 in the weights moves log-probs at most 1.5 times as far with refits as with plain eviction."""
+def test_fits_hardly_amplify_rounding(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
+    """A relative change of 1e-6 in all weights moves log-probs at most 1.5 times as far under AM as under plain
+    eviction (G-KV).
+    """
 
-    def moved(policy: dict) -> float:
+    def mean_change(policy: dict) -> float:
         model = model_of("quickstart")
         rollouts = make_engine("hf", model=model, policy=policy).generate(prompts_of("quickstart", LENGTHS), SAMPLING)
         with torch.no_grad():
             before = replay_logprobs(model, rollouts)
-            kept = {name: weight.clone() for name, weight in model.named_parameters()}
+            original = {name: weight.clone() for name, weight in model.named_parameters()}
             generator = torch.Generator().manual_seed(0)
             for weight in model.parameters():
                 weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator))
             after = replay_logprobs(model, rollouts)
             for name, weight in model.named_parameters():
-                weight.copy_(kept[name])
+                weight.copy_(original[name])
         return float(torch.cat([(a - b).abs() for a, b in zip(after, before, strict=True)]).mean())
 
     eviction = {**CACHE, "policy": "gkv"}
     del eviction["reference_queries"]
-    assert moved(CACHE) <= 1.5 * moved(eviction)
+    assert mean_change(CACHE) <= 1.5 * mean_change(eviction)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -182,23 +191,25 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
-def weighed(logprobs: list[torch.Tensor]) -> torch.Tensor:
-    return sum((one * torch.linspace(-1, 2, len(one))).sum() for one in logprobs)  # type: ignore[return-value]
+def weighted_sum(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    """Return a loss in which each log-prob has another weight, as advantages would give."""
+    return sum((row * torch.linspace(-1, 2, len(row))).sum() for row in logprobs)  # type: ignore[return-value]
 
 
-def test_gradients_equal_one_masked_attention(sampled: Callable) -> None:
-    """Gradients through segments, padding and recomputation equal those of one masked attention in which each fit is a
-    separate entry.
+def test_gradients_of_replay_equal_those_of_the_dense_reference(sampled: Callable) -> None:
+    """Replay attends segment by segment (tokens between two compactions), with padding and recomputation. The dense
+    reference attends once, under a mask, to all tokens and to a separate entry for each fit of each token.
     """
     model, rollouts = sampled("qwen3")
-    ours = gradients(model, weighed(replay_logprobs(model, rollouts, batch_size=7)))
+    ours = gradients(model, weighted_sum(replay_logprobs(model, rollouts, batch_size=7)))
     dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
-    theirs = gradients(model, weighed(dense))
+    theirs = gradients(model, weighted_sum(dense))
     model.zero_grad()
     assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
-def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> torch.Tensor:
+def all_logprobs(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> torch.Tensor:
+    """Return the replay's log-probs [S - 1, vocabulary]; `through` is True if gradients flow through the fits."""
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
     view = make_view([rollout.trace], [0], ids.shape[1], "cpu", through=through)
     return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -206,8 +217,8 @@ def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> to
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> None:
-    """In float64, gradients equal finite differences along a random direction of all weights. Control: with the fits
-    held constant, the slope differs.
+    """In float64, the slope of a loss along a random direction of all weights is the same by gradients and by finite
+    differences. Control: with gradients that do not flow through the fits, the slope differs.
     """
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
     (row,) = rows("evaluation", 1, 0)
@@ -219,14 +230,15 @@ def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> No
     ids = torch.tensor([*rollout.prompt_ids, *rollout.completion_ids])[1:, None]
 
     def loss(through: bool = True) -> torch.Tensor:
-        return hidden(model, rollout, through).gather(-1, ids)[40:].sum()
+        return all_logprobs(model, rollout, through).gather(-1, ids)[40:].sum()
 
     def slope(through: bool) -> float:
         model.zero_grad()
         loss(through).backward()
         return sum(float((p.grad * d).detach().sum()) for p, d in zip(model.parameters(), directions, strict=True))
 
-    def moved(by: float) -> float:
+    def loss_at(by: float) -> float:
+        """Return the loss after a step of size `by` along the direction."""
         with torch.no_grad():
             for p, d in zip(model.parameters(), directions, strict=True):
                 p.add_(by * d)
@@ -235,14 +247,15 @@ def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> No
                 p.sub_(by * d)
         return value
 
-    near, far = ((moved(by) - moved(-by)) / (2 * by) for by in (5e-4, 1e-3))
-    finite = (4 * near - far) / 3
-    assert slope(True) == pytest.approx(finite, rel=1e-3)
-    assert slope(False) != pytest.approx(finite, rel=2e-2)
+    near, far = ((loss_at(by) - loss_at(-by)) / (2 * by) for by in (5e-4, 1e-3))
+    finite_difference = (4 * near - far) / 3  # Richardson extrapolation
+    assert slope(True) == pytest.approx(finite_difference, rel=1e-3)
+    assert slope(False) != pytest.approx(finite_difference, rel=2e-2)  # control
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None:
+    """With padding on the left, on the right or on both sides, log-probs equal the sampler's up to 1e-5."""
     model, rollouts = sampled("qwen3")
     width = max(len(r.trace) for r in rollouts) + 3
     starts = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
@@ -268,7 +281,10 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_other_views_refuse_refitted_traces(sampled: Callable) -> None:
+def test_only_the_matched_view_replays_traces_with_fits(sampled: Callable) -> None:
+    """`make_view` chooses MatchedView for a trace with fits. ReplayView, which would ignore the fits, refuses the
+    trace, and such traces cannot be packed.
+    """
     _, rollouts = sampled("qwen3")
     trace = rollouts[0].trace
     assert isinstance(make_view([trace], [0], len(trace), "cpu"), MatchedView)
@@ -280,34 +296,37 @@ def test_other_views_refuse_refitted_traces(sampled: Callable) -> None:
     assert pack_traces([trace]).sections.keys() == trace.sections.keys()
 
 
-def test_records_that_do_not_fit_are_refused(sampled: Callable, tmp_path) -> None:
+def test_records_of_fits_that_contradict_the_evictions_are_refused(sampled: Callable, tmp_path) -> None:
+    """`refit_at` holds the positions of the compactions, `refit_with` the settings of the fit. Wrong values are refused
+    in one line; right ones survive saving and loading.
+    """
     _, rollouts = sampled("qwen3")
     trace, other = rollouts[0].trace, rollouts[3].trace
     at, settings = trace.further["refit_at"], trace.further["refit_with"]
 
-    def made(**further: torch.Tensor) -> EvictionTrace:
+    def trace_with(**further: torch.Tensor) -> EvictionTrace:
         return EvictionTrace(trace.evict_at, {**trace.further, **further})
 
     with pytest.raises(TraceError, match=r"but refit_at .* has no compaction"):
-        made(refit_at=at[1:])
+        trace_with(refit_at=at[1:])
     with pytest.raises(TraceError, match="is not ascending from 1"):
-        made(refit_at=at.flip(0))
+        trace_with(refit_at=at.flip(0))
     with pytest.raises(TraceError, match="is not ascending from 1"):
-        made(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
+        trace_with(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
     with pytest.raises(TraceError, match="is not a valid list of fit settings"):
-        made(refit_with=settings[:3])
+        trace_with(refit_with=settings[:3])
     with pytest.raises(TraceError, match="settings differ between the traces"):
-        (altered,) = other_settings([rollouts[3]], ridge=0.5)
+        (altered,) = with_fit_settings([rollouts[3]], ridge=0.5)
         batch_traces([trace, altered.trace], [0, 0], 300)
     with pytest.raises(TraceError, match="cannot be replayed; use `fit: ridge`"):
-        paper = settings.clone()
-        paper[6] = 1
-        DenseView(made(refit_with=paper))
-    wrong = settings.clone()
-    wrong[2] = 10
+        papers_fit = settings.clone()
+        papers_fit[6] = 1  # the fit of the paper, without a ridge
+        DenseView(trace_with(refit_with=papers_fit))
+    wrong_settings = settings.clone()
+    wrong_settings[SETTINGS["refitted"]] = 10
     with pytest.raises(TraceError, match=r"compaction at .* leaves 16 entries in layer 0, kv head 0, .* 1 \+ 10 \+ 4"):
-        made(refit_with=wrong)
+        trace_with(refit_with=wrong_settings)
     path = tmp_path / "t.safetensors"
     save_traces(path, [trace, other])
-    again = load_traces(path)
-    assert all(torch.equal(again[1].sections[name], other.sections[name]) for name in other.sections)
+    loaded = load_traces(path)
+    assert all(torch.equal(loaded[1].sections[name], other.sections[name]) for name in other.sections)

@@ -1,4 +1,5 @@
-"""The check that runs before FlexAttention is used passes exact kernels and stops all others."""
+"""Before FlexAttention is used, `check_parity` compares it with the dense reference on this machine. The check passes
+exact kernels and refuses all others, and `doctor` reports its result."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attenti
 
 
 @pytest.fixture
-def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def flex_on_cpu(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Make FlexAttention differentiable on a CPU, with several segments in 256 tokens."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 
 @pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, plain: None) -> None:
+def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, flex_on_cpu: None) -> None:
+    """The errors of output, gradients and log-sum-exp are reported, and each is within its allowed error."""
     parity = check_parity(kernel, "cpu", dtype, **SHAPES)
     assert parity.failure is None
     assert set(parity.errors) == {"out", "dq", "dk", "dv", "lse"}
@@ -63,9 +65,9 @@ def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tens
     return torch.where(last, 1.0, out), lse
 
 
-class NaNBehind(torch.autograd.Function):
-    """A gradient that is NaN only in padding. In a model, any product with it would make the
-    gradients of weights NaN.
+class NaNInPadding(torch.autograd.Function):
+    """The identity, with a gradient that is NaN only in padding. In a model, any product with this gradient would make
+    the gradients of weights NaN.
     """
 
     @staticmethod
@@ -80,11 +82,11 @@ class NaNBehind(torch.autograd.Function):
 
 
 def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return out + 0 * NaNBehind.apply(q), lse
+    return out + 0 * NaNInPadding.apply(q), lse
 
 
 @pytest.mark.parametrize(
-    ("fault", "shows"),
+    ("fault", "visible_in"),
     [
         (wrong_dq, ["dq"]),
         (wrong_out, ["out", "dq"]),
@@ -96,17 +98,19 @@ def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor)
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_kernels_fail_the_check(
-    fault: Callable, shows: list[str], dtype: torch.dtype, plain: None, monkeypatch: pytest.MonkeyPatch
+    fault: Callable, visible_in: list[str], dtype: torch.dtype, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A kernel with one fault fails the check, and the one-line failure names the quantities in which the fault shows:
+    output, gradient of the query ("dq") or log-sum-exp.
+    """
     attend = flex.flex_attend
     faulty = lambda evict_at, q, *args, **kwargs: fault(*attend(evict_at, q, *args, **kwargs), q)  # noqa: E731
     monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", faulty)
     monkeypatch.setattr("sparse_rl.attention.parity.flex_attend", faulty)
     parity = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
-    assert parity.failure is not None and parity.failure.startswith(
-        "it is not exact on this machine (error / allowed: "
-    )
-    assert all(f"{name} " in parity.failure for name in shows)
+    assert parity.failure is not None
+    assert parity.failure.startswith("it is not exact on this machine (error / allowed: ")
+    assert all(f"{name} " in parity.failure for name in visible_in)
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
@@ -116,25 +120,29 @@ def test_a_kernel_that_raises_is_not_used() -> None:
     parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
     assert parity.failure is not None
     assert parity.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
-    assert "\n" not in str(parity) and str(parity).startswith("flex is not used: ")
+    assert "\n" not in str(parity)
+    assert str(parity).startswith("flex is not used: ")
 
 
-def test_the_traces_of_the_check() -> None:
-    """The traces of the check start and end at different columns; each head has separate evictions, and some tokens are
-    never evicted.
+def test_the_check_uses_padded_rows_and_evictions_that_differ_between_heads() -> None:
+    """The check's random evictions: row 0 has no padding, row 1 has padding on both sides (50 columns each); heads
+    differ in their evictions, tokens live for about 40 queries on average, and some are never evicted.
     """
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
-    assert (evict_at[0] > position).all() and (evict_at[1, :, 50:250] > position[50:250]).all()
-    assert not evict_at[1, :, 250:].any() and not evict_at[1, :, :50].any()
-    lives = (evict_at[0] - position).clamp(max=300).float()
-    assert 20 < lives.median() < 40  # 40 on average
-    assert (evict_at >= 300).any() and not torch.equal(evict_at[0, 0], evict_at[0, 1])
+    assert (evict_at[0] > position).all()
+    assert (evict_at[1, :, 50:250] > position[50:250]).all()
+    assert not evict_at[1, :, 250:].any()
+    assert not evict_at[1, :, :50].any()
+    lifetimes = (evict_at[0] - position).clamp(max=300).float()
+    assert 20 < lifetimes.median() < 40  # 40 on average
+    assert (evict_at >= 300).any()
+    assert not torch.equal(evict_at[0, 0], evict_at[0, 1])
 
 
-def test_without_a_gpu() -> None:
-    """Without a GPU, `auto` chooses gather and gives the reason; a recipe that names flex gets a one-line error about
-    its key.
+def test_without_a_gpu_auto_chooses_gather_and_flex_is_refused() -> None:
+    """`auto` chooses gather and gives the reason; other kernels that are named are used; a recipe that names flex, or
+    an unknown kernel, gets a one-line error about its key.
     """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -163,14 +171,15 @@ def test_without_a_gpu() -> None:
 def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, `auto` takes the best kernel that passes the check; a kernel that the recipe names is used if it
-    passes, and is an error if it fails.
+    """On a GPU (simulated), `auto` takes the best kernel that passes the check; a kernel that the recipe names is used
+    if it passes, and is an error if it fails (`chosen` is None).
     """
-    done: list[str] = []
+    checked: list[str] = []
 
     def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
-        done.append(kernel)
-        assert device == torch.device("cuda", 0) and dtype == torch.float32
+        checked.append(kernel)
+        assert device == torch.device("cuda", 0)
+        assert dtype == torch.float32
         assert shapes == {"heads": 4, "kv_heads": 2, "head_dim": 16}
         return Parity(kernel, failure=None if kernel in exact else "it is not exact on this machine")
 
@@ -183,11 +192,12 @@ def test_only_exact_kernels_are_chosen_on_a_gpu(
             choose_kernel(asked, [CONFIG], "float32")
         return
     kernel, finding = choose_kernel(asked, [CONFIG], "float32")
-    assert kernel == chosen and finding.endswith(
+    assert kernel == chosen
+    assert finding.endswith(
         f"{chosen} is exact here (error / allowed: ); checked in 0 s" if chosen != "gather" else "gather"
     )
-    wanted = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "gather": ["flex_sorted", "flex"]}
-    assert done == (wanted[chosen] if asked == "auto" else [asked])
+    expected = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "gather": ["flex_sorted", "flex"]}
+    assert checked == (expected[chosen] if asked == "auto" else [asked])
 
 
 def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,18 +211,18 @@ def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(choice.check_target(CONFIG, "float32", clock)) == "flex is not used: no; checked in 7 s"
 
 
-def test_a_teacher_of_packed_rows_is_checked_too(
+def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """A teacher of packed rows is checked too: a kernel must be exact at both the student's and the
-    teacher's shapes.
+    """In distillation with packing, the teacher attends by the same kernel. So `auto` refuses a kernel that fails at
+    the teacher's 8 heads even if it passes at the student's 4; without packing only the student is checked.
     """
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
     new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
-    seen: list[tuple[str, int]] = []
+    checked: list[tuple[str, int]] = []
 
     def check(kernel: str, *_: Any, heads: int, **__: Any) -> Parity:
-        seen.append((kernel, heads))
+        checked.append((kernel, heads))
         return Parity(kernel, failure="no" if (kernel, heads) == ("flex_sorted", 8) else None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -225,17 +235,17 @@ def test_a_teacher_of_packed_rows_is_checked_too(
         return choose_kernel("auto", map(load_config, recipe.attending_models()), "float32")[0]
 
     assert chosen("true") == "flex"
-    assert seen == [("flex_sorted", 4), ("flex_sorted", 8), ("flex", 4), ("flex", 8)]
-    seen.clear()
+    assert checked == [("flex_sorted", 4), ("flex_sorted", 8), ("flex", 4), ("flex", 8)]
+    checked.clear()
     assert chosen("false") == "flex_sorted"
-    assert seen == [("flex_sorted", 4)]
+    assert checked == [("flex_sorted", 4)]
 
 
-def test_doctor_shows_the_form_of_other_kernels(
+def test_doctor_shows_if_redundancy_and_top_k_run_in_triton_or_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """doctor shows the form of each other kernel that a recipe needs on a GPU; if a kernel fails, its error is the
-    shown reason for using torch's form.
+    """For each of these computations that a recipe needs on a GPU, doctor prints a line with the implementation that is
+    used, `triton` or `torch`, and the reason. Without a GPU it prints none.
     """
     new_model("qwen3").save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
@@ -253,15 +263,18 @@ def test_doctor_shows_the_form_of_other_kernels(
     for place in ("machine", "memory"):
         monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
     result = shown(*gkv)
-    assert len(result) == 1 and result[0].startswith("redundancy: ")
+    assert len(result) == 1
+    assert result[0].startswith("redundancy: ")
     assert shown(*gkv, "cache.redundancy=false") == []
     assert shown(*gkv, "dtype=float32") == ["redundancy: torch (the keys are float32)"]
     monkeypatch.setattr("sparse_rl.kernels.topk.topk_choice", lambda: Choice("triton", "1 ms, torch's form 2 ms"))
     assert shown("quickstart/kvpop") == ["running top-k: triton (1 ms, torch's form 2 ms)"]
 
 
-def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
-    """With a recipe, doctor shows both natural and sorted order on a GPU, and the kernel in use without a GPU."""
+def test_doctor_shows_the_check_of_both_flex_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+) -> None:
+    """With a recipe, doctor shows the checks of flex and flex_sorted on a GPU, and the kernel in use without a GPU."""
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
     config = load_config(str(tmp_path))

@@ -1,5 +1,5 @@
-"""Our attention in a model without `kv_view` is plain attention, with padding and caches; `adopt` refuses unsupported
-models.
+"""`adopt` registers our attention in a transformers model. Without a `kv_view`, the model then computes plain
+attention, with padding and caches. `adopt` refuses unsupported models.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model:
     plain = new_model(family)
     plain.set_attn_implementation(theirs)
     ours = adopt(copy.deepcopy(plain))
-    assert ours.config._attn_implementation == ATTENTION and plain.config._attn_implementation == theirs
+    assert ours.config._attn_implementation == ATTENTION
+    assert plain.config._attn_implementation == theirs
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     real = mask.bool()
     with torch.no_grad():
         a, b = (m(input_ids=ids, attention_mask=mask, position_ids=positions).logits[real] for m in (ours, plain))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-        assert (ours(input_ids=ids, position_ids=positions).logits[real] - b).abs().max() > 1e-2
+        assert (ours(input_ids=ids, position_ids=positions).logits[real] - b).abs().max() > 1e-2  # control
         torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tuple) -> None:
-    """`generate` with a cache on a left-padded batch equals `generate` on each prompt alone, and equals eager."""
+def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple) -> None:
+    """`generate` on a left-padded batch equals `generate` on each prompt alone, and equals transformers' eager
+    attention. Control: without the mask, padding changes the tokens.
+    """
     ids, mask = batch
     plain = new_model(family)
     plain.set_attn_implementation("eager")
@@ -62,12 +65,14 @@ def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tup
             ids[row : row + 1, WIDTH - n :], attention_mask=mask[row : row + 1, WIDTH - n :], **settings
         )
         assert torch.equal(alone[0, n:], padded[row, WIDTH:])
-    lost = ours.generate(ids, attention_mask=torch.ones_like(mask), **settings)
-    assert not torch.equal(lost, padded)
+    without_mask = ours.generate(ids, attention_mask=torch.ones_like(mask), **settings)
+    assert not torch.equal(without_mask, padded)
 
 
-def test_several_tokens_after_a_cache(new_model: Callable, batch: tuple) -> None:
-    """New tokens see the whole cache and are causal among themselves, in chunks or all at once."""
+def test_chunks_with_a_cache_equal_one_forward_pass(new_model: Callable, batch: tuple) -> None:
+    """The tokens of a chunk see the whole cache and are causal among themselves. Control: a chunk without the cache has
+    other logits.
+    """
     ids, _ = batch
     model = adopt(new_model("qwen3"))
     with torch.no_grad():
@@ -84,11 +89,13 @@ def test_several_tokens_after_a_cache(new_model: Callable, batch: tuple) -> None
 
 def test_adopting_twice_equals_adopting_once(new_model: Callable, batch: tuple) -> None:
     model = new_model("qwen3")
-    assert adopt(model) is model and adopt(model) is model
+    assert adopt(model) is model
+    assert adopt(model) is model
     assert model.config._attn_implementation == ATTENTION
 
 
-def test_the_shape_of_a_cache(new_model: Callable) -> None:
+def test_cache_shape_is_layers_kv_heads_and_head_dim(new_model: Callable) -> None:
+    """If the configuration has no head_dim, the head dim is hidden_size / number of query heads."""
     assert cache_shape(new_model("qwen3", num_hidden_layers=5, head_dim=16).config) == (5, 2, 16)
     config = new_model("qwen2").config
     del config.head_dim
@@ -121,14 +128,15 @@ def small(config_class: type, **settings: object) -> object:
     ids=["family", "sliding window", "dropout"],
 )
 def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) -> None:
-    """The refusal is one line and leaves the model unchanged; the same model without the fault is accepted."""
+    """The refusal is one line and leaves the model unchanged. Control: a plain Qwen2 model of the same sizes is
+    accepted."""
     model = build()
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message) as refusal:
         adopt(model)
     assert "\n" not in str(refusal.value)
     assert model.config._attn_implementation == before
-    adopt(Qwen2ForCausalLM(small(Qwen2Config)))
+    adopt(Qwen2ForCausalLM(small(Qwen2Config)))  # control
 
 
 def test_dropout_at_run_time_is_refused(new_model: Callable, trace_of: Callable) -> None:

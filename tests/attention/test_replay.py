@@ -18,7 +18,7 @@ DIM = 8
 
 
 def brute_force(trace: EvictionTrace, layer: int) -> torch.Tensor:
-    """Return the mask bool [Hkv, S, S], computed from the definition one pair at a time."""
+    """Return the mask bool [Hkv, S, S] of one layer: query q sees token t if t <= q < evict_at of t."""
     evict_at, n = trace.evict_at[layer].tolist(), len(trace)
     return torch.tensor([[[t <= q < head[t] for t in range(n)] for q in range(n)] for head in evict_at])
 
@@ -39,25 +39,28 @@ def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of
     batch = batch_traces(traces, starts, WIDTH)["evict_at"]
     for layer in range(3):
         mask = visible_mask(batch[layer])
-        assert mask.dtype == torch.bool and mask.shape == (len(LENGTHS), 2, WIDTH, WIDTH)
+        assert mask.dtype == torch.bool
+        assert mask.shape == (len(LENGTHS), 2, WIDTH, WIDTH)
         for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
             real = slice(start, start + len(trace))
-            wanted = brute_force(trace, layer)
-            assert torch.equal(mask[row, :, real, real], wanted)
+            expected = brute_force(trace, layer)
+            assert torch.equal(mask[row, :, real, real], expected)
             assert torch.equal(mask[row, :, real, real], trace.visible(layer))
             pads = torch.ones(WIDTH, dtype=torch.bool)
             pads[real] = False
             assert not mask[row, :, real][..., pads].any()
             assert mask[row][:, pads].any(-1).all()  # no softmax over zero keys
-    assert not torch.equal(visible_mask(batch[0]), visible_mask(batch[1]))
+    assert not torch.equal(visible_mask(batch[0]), visible_mask(batch[1]))  # control: layers have different masks
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("grad", [True, False])
-def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable) -> None:
-    """The output and the gradients of q, k and v equal the dense reference's, row by row; padding rows have zero
-    gradients.
+def test_replayed_attention_and_gradients_equal_the_dense_reference(
+    side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable
+) -> None:
+    """The output and the gradients of q, k and v equal the dense reference's, row by row; padding has zero gradients.
+    Control: causal attention, without evictions, has another output.
     """
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     view = make_view(traces, starts, WIDTH, "cpu")
@@ -70,31 +73,33 @@ def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Ca
         out = view.attend(1, q, k, v, DIM**-0.5)
     assert out.isfinite().all()
 
-    rows = []
+    reference_rows = []
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
         part = [t[row : row + 1, :, start : start + len(trace)] for t in (q, k, v)]
-        rows.append(dense_attention(*part, trace.visible(1)[None], DIM**-0.5))
-        torch.testing.assert_close(out[row : row + 1, :, start : start + len(trace)], rows[-1], rtol=0, atol=1e-12)
+        reference_rows.append(dense_attention(*part, trace.visible(1)[None], DIM**-0.5))
+        torch.testing.assert_close(
+            out[row : row + 1, :, start : start + len(trace)], reference_rows[-1], rtol=0, atol=1e-12
+        )
         if len(trace) > 1:
-            causal = dense_attention(*part, EvictionTrace.dense(1, 2, len(trace)).visible(0)[None], DIM**-0.5)
-            assert (causal - rows[-1]).abs().max() > 1e-2
+            no_evictions = EvictionTrace.dense(1, 2, len(trace))  # control
+            causal = dense_attention(*part, no_evictions.visible(0)[None], DIM**-0.5)
+            assert (causal - reference_rows[-1]).abs().max() > 1e-2
     if not grad:
         return
 
     ours = torch.autograd.grad((out * weight * real).sum(), (q, k, v))
-    pieces = zip(rows, weight, starts, strict=True)
+    pieces = zip(reference_rows, weight, starts, strict=True)
     loss = sum((o[0] * w[:, s : s + o.shape[2]]).sum() for o, w, s in pieces)
     theirs = torch.autograd.grad(loss, (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
-        assert a.isfinite().all() and not (a * ~real).any()
+        assert a.isfinite().all()
+        assert not (a * ~real).any()
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """Even with a loss that (wrongly) counts padding rows, forward and backward pass are finite, with every layer
-    masked.
-    """
+def test_padding_causes_no_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
+    """Outputs and gradients are finite even if a loss wrongly includes the queries of padding."""
     view = make_view([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
     q, k, v = random_qkv(2)
     for layer in range(3):
@@ -105,15 +110,15 @@ def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, s
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """A layer without evictions is recognised and takes the causal path without a mask; output and gradients equal
-    those of the masked path.
+    """A layer without evictions is recognised and computed by causal attention without a mask; output and gradients
+    equal those under the mask. Control: a layer with evictions has another output.
     """
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
     starts = [(WIDTH - n) // 2 for n in LENGTHS] if side == "both" else starts_of(side, LENGTHS)
     view, masked = (make_view(traces, starts, WIDTH, "cpu") for _ in range(2))
     assert view.causal == [False, True, False]
     masked.causal = [False] * 3
-    view.layer = None  # type: ignore[method-assign,assignment]  # evict_at is not even fetched
+    view.layer = None  # type: ignore[method-assign,assignment]  # so fetching evict_at would fail
     q, k, v = random_qkv(2)
     column, first = torch.arange(WIDTH)[:, None], torch.tensor(starts)[:, None, None, None]
     real = (column >= first) & (column < first + torch.tensor(LENGTHS)[:, None, None, None])
@@ -122,15 +127,18 @@ def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, star
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-12)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert (masked.attend(0, q, k, v, DIM**-0.5) * real - outs[0]).abs().max() > 1e-2
+    assert (masked.attend(0, q, k, v, DIM**-0.5) * real - outs[0]).abs().max() > 1e-2  # control
 
 
 @pytest.mark.parametrize(
     ("lengths", "starts"), [((9, 4), (0, 0)), ((9, 9), (0, 0)), ((9, 4), (0, 5))], ids=["right", "none", "left"]
 )
 def test_layers_without_evictions_are_marked_causal(lengths: tuple, starts: tuple, trace_of: Callable) -> None:
-    """Padding on either side needs no mask; packed documents need one, since they do not see one another."""
+    """`view.causal` marks layers without evictions, which need no mask, also with padding on either side. Packed
+    documents always need a mask, since they do not see one another.
+    """
     traces = [trace_of(n, causal=[1]) for n in lengths]
     view = make_view(traces, starts, 9, "cpu")
-    assert view.causal == [False, True, False] and view.starts == list(starts)
+    assert view.causal == [False, True, False]
+    assert view.starts == list(starts)
     assert make_view([pack_traces(traces)], [0], sum(lengths), "cpu").causal == [False] * 3

@@ -1,4 +1,7 @@
-"""Lists of tiles computed from evict_at equal those of torch's create_block_mask, tile by tile."""
+"""FlexAttention visits tiles of 128 queries by 128 keys. The lists of tiles to visit, which are computed from evict_at,
+equal those of torch's create_block_mask, which looks at every pair. A listed tile is "full" if all its pairs are
+visible, else "partial". With sorted keys (kernel flex_sorted), keys are sorted by evict_at within segments.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def of_torch(truth: torch.Tensor, length: int) -> Tiles:
+    """Return torch's lists for the visible pairs `truth`, bool [R, query, key]."""
     return create_block_mask(
         lambda row, _, q, t: truth[row, q, t], len(truth), None, length, length, device="cpu", BLOCK_SIZE=TILE
     )
@@ -79,32 +83,34 @@ def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
     assert torch.equal(tiles.order // segment, torch.arange(width).expand_as(tiles.order) // segment)
     moved = truth.gather(-1, tiles.order[:, None].expand(-1, width, -1))
     blocks = moved.unfold(1, TILE, TILE).unfold(2, TILE, TILE)  # [R, n, n, TILE, TILE]
-    partial, full = (dense(count, which) for count, which in (lists(tiles)[:2], lists(tiles)[2:]))
-    some, every = blocks.flatten(3).any(-1), blocks.flatten(3).all(-1)
+    partial, full = (dense(count, listed_tiles) for count, listed_tiles in (lists(tiles)[:2], lists(tiles)[2:]))
+    any_visible, all_visible = blocks.flatten(3).any(-1), blocks.flatten(3).all(-1)
     assert not (partial & full).any()
-    assert not (some & ~(partial | full)).any()
-    assert not (full & ~every).any()
+    assert not (any_visible & ~(partial | full)).any()
+    assert not (full & ~all_visible).any()
     own = torch.arange(width // TILE) * TILE // segment
-    assert not ((partial & ~some) & (own[:, None] != own)).any()
+    assert not ((partial & ~any_visible) & (own[:, None] != own)).any()
 
 
-def dense(count: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+def dense(count: torch.Tensor, listed_tiles: torch.Tensor) -> torch.Tensor:
     """Return the lists of tiles as bool [R, n, n], where n is the number of tiles along the sequence."""
-    size = which.shape[-1]
-    result = torch.zeros(len(which), size, size, dtype=torch.bool)
-    for row, (counts, listed) in enumerate(zip(count[:, 0].tolist(), which[:, 0].tolist(), strict=True)):
+    size = listed_tiles.shape[-1]
+    result = torch.zeros(len(listed_tiles), size, size, dtype=torch.bool)
+    for row, (counts, listed) in enumerate(zip(count[:, 0].tolist(), listed_tiles[:, 0].tolist(), strict=True)):
         for q, (n, keys) in enumerate(zip(counts, listed, strict=True)):
             result[row, q, keys[:n]] = True
     return result
 
 
 def random_lengths(seed: int) -> list[int]:
+    """Return two random lengths; seed 0 gives lengths that fill whole tiles."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 421, (2,), generator=generator).tolist() if seed else [256, 128]
 
 
 def short_lived(trace: EvictionTrace) -> EvictionTrace:
-    """Tokens live for at most 40 steps, so that whole tiles are empty; the first tokens are never evicted."""
+    """Return a trace in which tokens live for at most 40 steps, so that whole tiles are empty; the first 9 tokens are
+    never evicted."""
     position = torch.arange(len(trace))
     evict_at = position + 1 + (trace.evict_at - position) % 40
     evict_at[..., :9] = 1 << 30
@@ -113,6 +119,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
+    """For random evictions, the lists equal torch's; with sorted keys they list all visible pairs (`check_sorted`)."""
     for seed in range(SEEDS):
         traces = [trace_of(n, layers=1, seed=seed) for n in random_lengths(seed)]
         if seed % 3 == 0:
@@ -123,8 +130,8 @@ def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
 
 
 @pytest.mark.parametrize("end", [1, 127, 128, 129, 255, 256, 257, 383, 384])
-def test_at_the_edge_of_a_tile(end: int) -> None:
-    """A whole tile of keys is evicted at one query: the last query of a tile, or the first."""
+def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: int) -> None:
+    """The first 128 keys are all evicted at query `end`, at or next to the first query of a tile."""
     evict_at = torch.full((1, 384), 384, dtype=torch.int32)
     evict_at[0, :128] = end
     check_natural(evict_at)
@@ -132,14 +139,14 @@ def test_at_the_edge_of_a_tile(end: int) -> None:
 
 
 @pytest.mark.parametrize("policy", SAMPLED)
-def test_under_every_policy(
+def test_tiles_are_right_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
     """The lists are right for the evictions that the reference engine records under every policy, also for a prompt
     longer than the budget.
     """
-    made = policy_of(policy, budget=64, window=8, period=16)
-    engine = make_engine("hf", model=model_of("qwen3"), policy=made)
+    cache_policy = policy_of(policy, budget=64, window=8, period=16)
+    engine = make_engine("hf", model=model_of("qwen3"), policy=cache_policy)
     prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)
     traces = [EvictionTrace(r.trace.evict_at) for r in engine.simulate(prompts, completions)]
     assert (policy == "full") == all(t.retention() == 1 for t in traces)
@@ -150,8 +157,8 @@ def test_under_every_policy(
 
 
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
-def test_under_a_learned_policy(scores: str) -> None:
-    """The lists are right under a learned policy, whose running top-k drops one token at a time."""
+def test_tiles_are_right_under_a_learned_policy(scores: str) -> None:
+    """A learned policy keeps a running top-k, which evicts one token at a time."""
     evict_at = scattered(scores, 700, 300)
     assert visible_share(evict_at) < 0.4
     check_natural(evict_at)
@@ -159,14 +166,14 @@ def test_under_a_learned_policy(scores: str) -> None:
 
 
 def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
-    """Control: the comparison fails for another token's eviction, for a missing tile and for an extra tile."""
+    """Control: lists for changed evictions (another eviction, a missing tile, an extra tile) differ from torch's."""
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
     truth = visible(evict_at, 512)
-    other = evict_at.clone()
-    other[0, :128] = 100
+    another_eviction = evict_at.clone()
+    another_eviction[0, :128] = 100
     theirs = of_torch(truth, 512)
-    for wrong in (other, evict_at.clamp(max=300), evict_at + 128):
-        ours = make_tiles(wrong, 512)
+    for wrong_evictions in (another_eviction, evict_at.clamp(max=300), evict_at + 128):
+        ours = make_tiles(wrong_evictions, 512)
         assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(lists(ours), BY_QUERY, strict=True))
 
 
@@ -184,12 +191,12 @@ def test_padding_visits_no_tile(trace_of: Callable) -> None:
         together = make_tiles(laid_out(traces, "right"), 1536, segment)
         alone = [make_tiles(t.evict_at[0], padded(len(t)), segment) for t in traces]
         assert torch.equal(count(together), torch.cat([count(tiles) for tiles in alone]))
-    nobody = make_tiles(torch.zeros(2, 300, dtype=torch.int32), 384)
-    assert nobody.visited == 0
+    only_padding = make_tiles(torch.zeros(2, 300, dtype=torch.int32), 384)
+    assert only_padding.visited == 0
 
 
 def test_no_tile_mixes_packed_documents(trace_of: Callable) -> None:
-    """Documents that fill whole tiles visit the same number of tiles packed as they do apart."""
+    """Documents that fill whole tiles visit as many tiles when they are packed as when they are separate."""
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
     apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
@@ -211,8 +218,8 @@ def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
 def test_sorted_tiles_are_close_to_the_visible_pairs(
     scores: str, length: int, most: float, record_property: Callable
 ) -> None:
-    """Sorted in segments, the share of visited tiles is near the share of visible pairs; in natural order it is far
-    larger.
+    """With sorted keys, the share of visited tiles is above the share of visible pairs and at most `most`; in natural
+    order it is over 1.3 times `most`.
     """
     evict_at = scattered(scores, length, 2048)
     natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))
@@ -221,8 +228,8 @@ def test_sorted_tiles_are_close_to_the_visible_pairs(
 
 
 def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
-    """The bytes that the tiles hold equal those of the memory plan; with sorted keys, the inverse order is held in
-    addition.
+    """The memory plan's `tiles_bytes` equals the bytes of the lists plus, with sorted keys, the bytes of the inverse
+    order (8 for each of 6 x 700 keys).
     """
     from sparse_rl.attention.kernels.flex import tiles_bytes
 
@@ -232,12 +239,13 @@ def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
-def test_padded_lengths(length: int) -> None:
-    """Padded lengths are multiples of 128 and at least the length; there are two of them between consecutive powers of
-    two.
+def test_padded_lengths_are_few_multiples_of_a_tile(length: int) -> None:
+    """Padded lengths are multiples of 128 and at least the length; from one power of two to the next there are only two
+    of them, so that few graphs are compiled.
     """
     width = padded(length)
-    assert width % TILE == 0 and length <= width <= max(length + TILE - 1, 1.5 * length)
+    assert width % TILE == 0
+    assert length <= width <= max(length + TILE - 1, 1.5 * length)
     sizes = {padded(n) for n in range(2**13 + 1, 2**14 + 1)}
     assert sizes == {12288, 16384}
 

@@ -1,8 +1,9 @@
-"""The mass of future attention by a transposed FlexAttention equals the loop of future.py and masks computed pair by
-pair.
+"""Future attention mass (the attention that a token receives from later queries) can be computed by FlexAttention with
+queries and keys exchanged ("transposed"). The result equals the loop of future.py, and the lists of tiles that count
+equal torch's.
 
-As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles; compiled for a CPU, it honours
-the lists but has no log-sum-exp, so the compiled tests compare a sum of values under the same options.
+As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles. Compiled for a CPU, the operator
+honours the lists but has no log-sum-exp, so the compiled test compares attention outputs under the same options.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def spans(layout: str, window: int, lookahead: int | None) -> tuple[torch.Tensor
     last = torch.tensor(LAYOUTS[layout])
     if lookahead is not None:
         last = torch.minimum(last, first + lookahead + 1)
-    behind = (0, padded(S) - S)
-    return tuple(torch.nn.functional.pad(x, behind).int().contiguous() for x in (first.expand(B, -1), last))  # type: ignore[return-value]
+    padding = (0, padded(S) - S)
+    return tuple(torch.nn.functional.pad(x, padding).int().contiguous() for x in (first.expand(B, -1), last))  # type: ignore[return-value]
 
 
 def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -57,51 +58,56 @@ def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_loop(layout: str) -> None:
-    """The mass equals the loop's with the log-sum-exp of the sparse and of the dense attention; evicted tokens may
-    weigh more than all visible tokens.
+def test_transposed_flex_equals_the_loop(layout: str) -> None:
+    """Log-sum-exp and mass by FlexAttention equal those of the loop, normalised over all keys and, with evictions, over
+    the visible keys. In the second case the log-mass may exceed 0, since evicted tokens may have the largest logits.
     """
     query, key = random_qk()
     ends = torch.tensor(LAYOUTS[layout])
     evict_at = future_parity.random_evictions(B, HKV, S, 90, torch.Generator().manual_seed(1))
     evict_at[1] = evict_at[0]
-    for seen in (None, evict_at):
+    for evictions_seen in (None, evict_at):
         common: dict[str, Any] = {"scaling": SCALE, "ends": ends}
-        lse, loop = (attention_lse(query, key, evict_at=seen, kernel=kernel, **common) for kernel in ("flex", "torch"))
-        assert lse.dtype == torch.float32 and torch.equal(lse.isinf(), loop.isinf())
+        lse, loop = (
+            attention_lse(query, key, evict_at=evictions_seen, kernel=kernel, **common) for kernel in ("flex", "torch")
+        )
+        assert lse.dtype == torch.float32
+        assert torch.equal(lse.isinf(), loop.isinf())
         torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
         for window, lookahead in ((100, None), (40, 60)):
             options = {**common, "window": window, "lookahead": lookahead, "log_sum_exp": lse}
-            computed, wanted = (
+            computed, expected = (
                 future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch")
             )
             exact = future_attention_mass(query.double(), key.double(), **options)
-            assert computed.dtype == torch.float32 and exact.dtype == torch.float64
+            assert computed.dtype == torch.float32
+            assert exact.dtype == torch.float64
             assert torch.equal(computed.isinf(), exact.isinf())
-            torch.testing.assert_close(computed, wanted, rtol=0, atol=2e-5)
+            torch.testing.assert_close(computed, expected, rtol=0, atol=2e-5)
             torch.testing.assert_close(computed.double(), exact, rtol=0, atol=2e-5)
-        assert (computed > 0).any() == (seen is not None)
+        assert (computed > 0).any() == (evictions_seen is not None)
 
 
-def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
-    """As in the loop, a log-probability above 40 counts as 40, and a query that sees no token adds 0."""
+def test_log_probabilities_are_bounded_as_in_the_loop() -> None:
+    """As in the loop, a log-probability above LARGEST = 40 counts as 40, and a query that sees no token adds 0."""
     query, key = random_qk()
     lse = attention_lse(query, key, scaling=SCALE)
     lse[:, :, 300:320] -= 100
     lse[1, :, 600:] = float("-inf")
     ends = torch.tensor([[S] * S, [600] * 600 + [0] * 100])
     options: dict[str, Any] = {"window": 5, "scaling": SCALE, "ends": ends, "log_sum_exp": lse}
-    mass, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
-    assert torch.equal(mass.isinf(), wanted.isinf()) and not mass.isnan().any()
-    torch.testing.assert_close(mass, wanted, rtol=0, atol=2e-5)
+    mass, expected = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+    assert torch.equal(mass.isinf(), expected.isinf())
+    assert not mass.isnan().any()
+    torch.testing.assert_close(mass, expected, rtol=0, atol=2e-5)
     assert mass.max() > LARGEST - 7  # a mean over up to 695 queries
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("window", "lookahead"), SPANS)
-def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None:
-    """For one document the lists of tiles equal torch's; for several, every pair that counts is visited and full tiles
-    hold only pairs that count.
+def test_lists_of_tiles_cover_all_pairs_that_count(layout: str, window: int, lookahead: int | None) -> None:
+    """For rows of one document, the lists of tiles equal torch's create_block_mask. For packed rows, full tiles equal
+    torch's, every tile that torch visits is visited, and at most 1 + window / TILE others.
     """
     first, last = spans(layout, window, lookahead)
     truth, width = counted(first, last), first.shape[1]
@@ -113,14 +119,16 @@ def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None
         for name, result in zip(names, ours, strict=True):
             assert torch.equal(result, getattr(theirs, name)), name
         return
-    assert torch.equal(ours[2], theirs.full_kv_num_blocks) and torch.equal(ours[3], theirs.full_kv_indices)
+    assert torch.equal(ours[2], theirs.full_kv_num_blocks)
+    assert torch.equal(ours[3], theirs.full_kv_indices)
     for b in range(B):
         for tile in range(width // TILE):
             needed, visited = (
                 set(which[b, 0, tile, : int(count[b, 0, tile])].tolist())
                 for count, which in ((theirs.kv_num_blocks, theirs.kv_indices), ours[:2])
             )
-            assert needed <= visited and len(visited - needed) <= 1 + window // TILE
+            assert needed <= visited
+            assert len(visited - needed) <= 1 + window // TILE
 
 
 def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -136,29 +144,29 @@ def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: tor
 
 
 @pytest.mark.slow  # runs a C++ compiler
-def test_the_compiled_operator_visits_the_lists() -> None:
-    """The compiled operator visits the lists: its result is right with the real lists, and wrong with damaged lists."""
+def test_the_compiled_operator_visits_the_listed_tiles() -> None:
+    """The operator's output is right with the real lists of tiles. Control: with damaged lists the output is wrong."""
     for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):
         first, last = spans(layout, window, lookahead)
         tiles = transposed_tiles(first, last)
-        total = compiled_sum(tiles, first, last)
+        output = compiled_sum(tiles, first, last)
         query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)).double() for x in random_qk())
         value = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)).double()
         logits = key.repeat_interleave(2, 1) @ query.transpose(-1, -2) * SCALE - query.sum(-1)[:, :, None]
         truth = counted(first, last)[:, None]
-        some = truth.any(-1, keepdim=True)
+        any_counts = truth.any(-1, keepdim=True)
         weights = logits.clamp(max=LARGEST).masked_fill(~truth, float("-inf")).softmax(-1)
-        wanted = (weights.masked_fill(~some, 0) @ value).float()
-        torch.testing.assert_close(total * some, wanted, rtol=0, atol=1e-5)
+        expected = (weights.masked_fill(~any_counts, 0) @ value).float()
+        torch.testing.assert_close(output * any_counts, expected, rtol=0, atol=1e-5)
     fewer = ((tiles[0] - 1).clamp(min=0), *tiles[1:])
     without_mask = (torch.zeros_like(tiles[0]), tiles[1].clone(), *tiles[:2])
-    for damaged in (fewer, without_mask):
-        assert ((compiled_sum(damaged, first, last) - wanted) * some).abs().max() > 1e-2
+    for damaged in (fewer, without_mask):  # controls
+        assert ((compiled_sum(damaged, first, last) - expected) * any_counts).abs().max() > 1e-2
 
 
 def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU traces one graph for the log-sum-exp and one for the mass, for all layers and several lengths, windows and
-    ends.
+    """As on a GPU, torch.compile traces one graph for the log-sum-exp and one for the mass, for all lengths, windows
+    and ends; the results equal the loop's.
     """
     for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
         traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
@@ -173,17 +181,19 @@ def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> 
     for step, length in enumerate((384, 300, 257)):
         query, key = random_qk(length, step)
         common: dict[str, Any] = {"scaling": SCALE, "ends": torch.full((B, length), length - 20 * step)}
-        seen = future_parity.random_evictions(1, HKV, length, 90, evictions).expand(B, -1, -1)
-        lse, loop = (attention_lse(query, key, evict_at=seen, kernel=kernel, **common) for kernel in ("flex", "torch"))
+        evictions_seen = future_parity.random_evictions(1, HKV, length, 90, evictions).expand(B, -1, -1)
+        lse, loop = (
+            attention_lse(query, key, evict_at=evictions_seen, kernel=kernel, **common) for kernel in ("flex", "torch")
+        )
         torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
         options = {**common, "window": 5 + 30 * step, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
-        mass, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
-        torch.testing.assert_close(mass, wanted, rtol=0, atol=2e-5)
+        mass, expected = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+        torch.testing.assert_close(mass, expected, rtol=0, atol=2e-5)
         assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes held for one layer equal those of the memory plan: the queries, and the keys for each query."""
+    """The bytes held for one layer, queries and keys repeated for each query head, equal the memory plan's."""
     held = []
 
     def compiled(keys: torch.Tensor, queries: torch.Tensor, _: torch.Tensor, lse: torch.Tensor, *__: Any) -> Any:
@@ -197,14 +207,15 @@ def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> No
     assert held == [future_bytes(B, HQ, D, S, 2, cuda=True)]
 
 
-def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the machine passes exact kernels, and stops an error of 1 %, a missing query, a NaN, and a kernel
-    that raises.
+def test_the_check_passes_exact_kernels_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check_target`, which runs before the kernel is used on a GPU, passes the exact kernel. It refuses an error of 1
+    %, a missing query, a NaN and a kernel that raises.
     """
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
         parity = check_target.__wrapped__(*at, 256)
-        assert parity.failure is None and set(parity.errors) == {"sparse", "dense"}
+        assert parity.failure is None
+        assert set(parity.errors) == {"sparse", "dense"}
     right = transposed.mass_by_flex
 
     def one_percent(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -229,8 +240,8 @@ def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that passes the check, with the attention's query and key shapes, flex is used; otherwise the loop is
-    used.
+    """The training target is computed by FlexAttention on a GPU that passes the check for the model's heads and dtype;
+    otherwise by the loop. Both give the same target up to bfloat16 rounding.
     """
     shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
     for failure, kernel in ((None, "flex"), ("no", "torch")):
@@ -241,15 +252,17 @@ def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.Mo
     query, key = random_qk(300)
     ends, evict_at = torch.full((B, 300), 300), torch.full((B, HKV, 300), 1000, dtype=torch.int32)
     evict_at[:, :, 10:50] = 60
-    asked: list[Any] = []
+    checked_for: list[Any] = []
 
     def target(kernel: str) -> torch.Tensor:
-        monkeypatch.setattr("sparse_rl.attention.target.target_kernel", lambda *args: asked.append(args) or kernel)
+        monkeypatch.setattr(
+            "sparse_rl.attention.target.target_kernel", lambda *args: checked_for.append(args) or kernel
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
 
     by_flex, by_loop = target("flex"), target("torch")
-    assert asked == [(torch.device("cpu"), torch.bfloat16, shape)] * 2
+    assert checked_for == [(torch.device("cpu"), torch.bfloat16, shape)] * 2
     assert 0 < (by_flex - by_loop).abs().max() < 0.2  # keys and queries are rounded in one of them
     query, key = query.bfloat16(), key.bfloat16()
     torch.testing.assert_close(by_flex, target("torch"), rtol=0, atol=1e-4)

@@ -36,7 +36,7 @@ accuracy: boxed
 rollout: {{engine: hf}}
 samples: 2
 max_completion_length: 20
-sweep: {{policy: [streaming, full], budget: [16]}}
+sweep: {{policy: [streaming, full], cache: {{budget: [16]}}}}
 """
 SFT = """
 kind: sft
@@ -51,13 +51,14 @@ DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, b
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """A directory with a tiny untrained model."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_untrained(folder, 0)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
+def restored_process(monkeypatch):
     """Undo the changes that a command makes to its process (environment, loggers, warnings) after each test."""
     loggers = {name: logging.getLogger(name) for name in ("", *console.OURS)}  # accelerate sets the root's level
     before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
@@ -72,8 +73,8 @@ def as_it_was(monkeypatch):
 
 
 @pytest.fixture
-def here(tmp_path, model, monkeypatch):
-    """An empty working directory with grpo.yaml, eval.yaml, sft.yaml and distill.yaml; their output_dir is out/."""
+def workdir(tmp_path, model, monkeypatch):
+    """A new working directory with grpo.yaml, eval.yaml, sft.yaml and distill.yaml; their output_dir is out/."""
     monkeypatch.chdir(tmp_path)
     for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT), ("distill", DISTILL)):
         (tmp_path / f"{name}.yaml").write_text(text.format(model=model, out=tmp_path / "out"))

@@ -38,7 +38,7 @@ OUT_OF_MEMORY = (
 )
 
 
-def fails(capsys, *arguments, status=2):
+def error_of(capsys, *arguments, status=2):
     """Return the one-line error of a failing command."""
     assert main(list(arguments)) == status
     err = capsys.readouterr().err.strip()
@@ -48,6 +48,7 @@ def fails(capsys, *arguments, status=2):
 
 
 def metrics(folder, values, name="reward"):
+    """Write the metrics of a run, with these values of one metric, and return its folder."""
     folder.mkdir(parents=True)
     lines = [{"step": i + 1, name: v, "replay/gap_mean": 1e-7, "replay/gap_max": 1e-6} for i, v in enumerate(values)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -58,7 +59,7 @@ def metrics(folder, values, name="reward"):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: neither a file nor a shipped recipe"),
         (["train", "grpo.yaml", "learning_rat=1"], "learning_rat: unknown key; did you mean learning_rate?"),
@@ -109,7 +110,7 @@ def metrics(folder, values, name="reward"):
         (["eval", "grpo.yaml"], "it needs kind: eval"),
         (["eval", "eval.yaml", "model=nobody"], "nobody is not a model directory"),
         (["eval", "eval.yaml", "accuracy=maths"], "accuracy: unknown reward 'maths'"),
-        (["eval", "eval.yaml", "sweep.budget=[0]"], "sweep.budget[0]: expected a whole number >= 1"),
+        (["eval", "eval.yaml", "sweep.cache.budget=[0]"], "sweep: streaming: budget: expected a whole number >= 1"),
         (["inspect", "nothing.safetensors"], "nothing.safetensors does not exist"),
         (["inspect", "torn.safetensors"], "torn.safetensors cannot be read"),
         (["plot", "."], "is not the directory of a run"),
@@ -117,74 +118,85 @@ def metrics(folder, values, name="reward"):
         (["dance"], "invalid choice: 'dance'"),
     ],
 )
-def test_user_errors_are_one_line_and_status_2(here, model, capsys, arguments, says):
+def test_user_errors_are_one_line_and_status_2(workdir, model, capsys, arguments, message):
     for name, kind in (("nobody", None), ("gpt2", "gpt2")):
-        (here / name).mkdir()
+        (workdir / name).mkdir()
         if kind:
-            (here / name / "config.json").write_text(json.dumps({"model_type": kind}))
-    (here / "empty.jsonl").write_text("")
-    (here / "torn.safetensors").write_text("")
-    (here / "weightless").mkdir()
+            (workdir / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (workdir / "empty.jsonl").write_text("")
+    (workdir / "torn.safetensors").write_text("")
+    (workdir / "weightless").mkdir()
     for file in model.iterdir():
         if file.suffix != ".safetensors":
-            (here / "weightless" / file.name).write_text(file.read_text())
+            (workdir / "weightless" / file.name).write_text(file.read_text())
     capsys.readouterr()
-    assert says in fails(capsys, *arguments)
+    assert message in error_of(capsys, *arguments)
 
 
-def test_only_rank_0_prints_the_error(here, capsys, monkeypatch):
+def test_of_several_processes_only_rank_0_prints_the_error(workdir, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("RANK", "0")
-    assert "neither a file" in fails(capsys, "train", "nowhere.yaml")
+    assert "neither a file" in error_of(capsys, "train", "nowhere.yaml")
 
 
-def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
+def test_errors_are_found_before_processes_start(workdir, capsys, monkeypatch):
+    """With `launch.processes`, `train` checks the recipe and then starts processes. A process of the launch (RANK is
+    set) trains instead of starting further processes.
+    """
     started = []
     monkeypatch.setattr("trainer.launch.launch", lambda *given: started.append(given) or 0)
     arguments = ["train", "grpo.yaml", "launch.processes=2"]
-    assert "no such file" in fails(capsys, *arguments, "data={path: nothing.jsonl}") and not started
+    assert "no such file" in error_of(capsys, *arguments, "data={path: nothing.jsonl}")
+    assert not started
     assert main(arguments) == 0
     config, words = started[0]
-    assert config.processes == 2 and words == arguments
+    assert config.processes == 2
+    assert words == arguments
     monkeypatch.setenv("RANK", "0")  # a process of the launch runs the training
     monkeypatch.setattr("sparse_rl.commands.train.run_training", lambda prepared, show: "model")
-    assert main(arguments) == 0 and len(started) == 1
+    assert main(arguments) == 0
+    assert len(started) == 1
 
 
-@pytest.mark.parametrize(("processes", "warned"), [(2, False), (4, True)])
-def test_more_processes_than_places_are_warned_of_before_they_start(processes, warned, here, capsys, monkeypatch):
+@pytest.mark.parametrize(("processes", "expects_warning"), [(2, False), (4, True)])
+def test_more_processes_than_gpus_give_a_warning_before_they_start(
+    processes, expects_warning, workdir, capsys, monkeypatch
+):
     monkeypatch.setattr("trainer.launch.launch", lambda *given: 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     words = [f"launch.processes={processes}", "per_device_train_batch_size=1", "gradient_accumulation_steps=4"]
     assert main(["train", "grpo.yaml", *words]) == 0
     line = f"sparse-rl: warning: launch.processes: {processes} processes on 2 GPUs; lower it"
-    assert (line in capsys.readouterr().err.splitlines()) == warned
+    assert (line in capsys.readouterr().err.splitlines()) == expects_warning
 
 
-def test_errors_of_wandb_do_not_stop_training(here, capsys, monkeypatch):
+def test_errors_of_wandb_do_not_stop_training(workdir, capsys, monkeypatch):
     """A training goes on without W&B if W&B cannot read its settings file, even if W&B is offline."""
-    (here / "wandb").mkdir()
-    (here / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
+    (workdir / "wandb").mkdir()
+    (workdir / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
     monkeypatch.setenv("WANDB_DIR", "")
     assert main(["train", "sft.yaml", "report_to=[wandb]"]) == 0
     assert "this run is not logged to Weights & Biases, which cannot start: '%'" in capsys.readouterr().err
-    assert (here / "out" / "metrics.jsonl").exists() and not list((here / "out").glob("wandb"))
+    assert (workdir / "out" / "metrics.jsonl").exists()
+    assert not list((workdir / "out").glob("wandb"))
 
 
-def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
-    fails(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
-    log = (here / "out" / "error.log").read_text()
-    assert "no such file: nothing.jsonl" in log and "Traceback" in log
-    fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=[maths]")
-    assert (here / "out" / "error.log").read_text() == log  # a dry run writes nothing
-    assert main(["train", "sft.yaml"]) == 0 and not (here / "out" / "error.log").exists()
+def test_errors_leave_their_traceback_in_the_run_directory(workdir, capsys):
+    error_of(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
+    log = (workdir / "out" / "error.log").read_text()
+    assert "no such file: nothing.jsonl" in log
+    assert "Traceback" in log
+    error_of(capsys, "train", "grpo.yaml", "--dry-run", "rewards=[maths]")
+    assert (workdir / "out" / "error.log").read_text() == log  # a dry run writes nothing
+    assert main(["train", "sft.yaml"]) == 0
+    assert not (workdir / "out" / "error.log").exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "says"),
+    ("error", "status", "message"),
     [
         (UserError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
         (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
@@ -200,7 +212,10 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
         (KeyboardInterrupt(), 130, "sparse-rl: interrupted"),
     ],
 )
-def test_exit_statuses(tmp_path, capsys, error, status, says):
+def test_every_kind_of_error_has_its_status_and_one_line(tmp_path, capsys, error, status, message):
+    """A user's mistake has exit status 2, a run that stopped or failed 1, an interrupt 130. Except for an interrupt,
+    the traceback is written to error.log.
+    """
     session = Session()
     session.folder = tmp_path / "run"
 
@@ -209,7 +224,7 @@ def test_exit_statuses(tmp_path, capsys, error, status, says):
 
     assert "\n" not in str(error)
     assert guarded(work, session) == status
-    assert capsys.readouterr().err.splitlines() in ([says], [f"{says}{session.folder / 'error.log'})"])
+    assert capsys.readouterr().err.splitlines() in ([message], [f"{message}{session.folder / 'error.log'})"])
     if status != 130:
         assert type(error).__name__ in (session.folder / "error.log").read_text()
 
@@ -233,50 +248,55 @@ def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
 def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys):
     assert guarded(lambda: 1 // 0, Session()) == 1
     err = capsys.readouterr().err
-    assert "Traceback" in err and err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
 
 
 def test_an_interrupt_wrapped_in_a_library_error_counts_as_an_interrupt(capsys):
-    def pressed(then):
+    def interrupted_worker(cause):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
-            raise RuntimeError("a worker went away") from then
+            raise RuntimeError("a worker went away") from cause
 
-    assert guarded(lambda: pressed(None), Session()) == 130
-    assert guarded(lambda: pressed(OSError("pipe")), Session()) == 1, "another cause is named"
+    assert guarded(lambda: interrupted_worker(None), Session()) == 130
+    # with an explicit other cause, it is an unexpected error
+    assert guarded(lambda: interrupted_worker(OSError("pipe")), Session()) == 1
     assert capsys.readouterr().err.splitlines()[0] == "sparse-rl: interrupted"
 
 
-def asked_of_ours(work):
-    """True if the error is reported as a user mistake (one line, status 2); False if it is a fault with a traceback."""
+def is_reported_as_a_user_error(work):
+    """Return True if the error is reported as a user's mistake (one line, status 2), and False if it is reported as a
+    fault of the program, with a traceback."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         status = guarded(work, Session())
     lines = err.getvalue().splitlines()
-    assert ("Traceback" in err.getvalue()) == (status == 1) and (status == 1 or len(lines) == 1), lines
+    assert ("Traceback" in err.getvalue()) == (status == 1), lines
+    assert status == 1 or len(lines) == 1, lines
     assert lines[-1].startswith("sparse-rl: error: " if status == 2 else "sparse-rl: unexpected ")
     return status == 2
 
 
-def test_only_usererror_is_reported_as_the_users_error():
-    """A ValueError from a library is a fault in our code, even if it has a cause or another library raised it."""
+def test_only_our_own_errors_are_reported_as_user_errors():
+    """A ValueError of a library is reported as a fault of the program, since our code called the library wrongly. The
+    exception is a block in which the user chose the library's options (`refusals`)."""
     from rollout import SamplingConfig, make_engine
     from sparse_rl.data.running_sum import RunningSum
     from sparse_rl.kernels import running_topk
 
-    assert asked_of_ours(lambda: make_policy("nothing"))
-    assert asked_of_ours(lambda: SamplingConfig(0))
-    assert asked_of_ours(lambda: make_engine("no", model=None))
-    assert asked_of_ours(lambda: RunningSum(n=0))
-    assert asked_of_ours(lambda: running_topk(torch.zeros(1, 1, 4), sinks=0, window=0, k=1))
-    assert not asked_of_ours(lambda: json.loads("{"))
-    assert not asked_of_ours(lambda: int("x"))
-    assert not asked_of_ours(lambda: dict(zip([1], [], strict=True)))
-    assert not asked_of_ours(lambda: b"\xff".decode())
+    assert is_reported_as_a_user_error(lambda: make_policy("nothing"))
+    assert is_reported_as_a_user_error(lambda: SamplingConfig(0))
+    assert is_reported_as_a_user_error(lambda: make_engine("no", model=None))
+    assert is_reported_as_a_user_error(lambda: RunningSum(n=0))
+    assert is_reported_as_a_user_error(lambda: running_topk(torch.zeros(1, 1, 4), sinks=0, window=0, k=1))
+    assert not is_reported_as_a_user_error(lambda: json.loads("{"))
+    assert not is_reported_as_a_user_error(lambda: int("x"))
+    assert not is_reported_as_a_user_error(lambda: dict(zip([1], [], strict=True)))
+    assert not is_reported_as_a_user_error(lambda: b"\xff".decode())
     refused = partial(transformers.TrainingArguments, output_dir="out", logging_strategy="never")
-    assert not asked_of_ours(refused)
-    assert asked_of_ours(refusals()(refused))  # in a block in which the user chose the options
+    assert not is_reported_as_a_user_error(refused)
+    assert is_reported_as_a_user_error(refusals()(refused))  # in a block in which the user chose the options
 
 
 def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
@@ -306,9 +326,9 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
         messages.append(capsys.readouterr().err.strip().removeprefix("sparse-rl: stopped: "))
     assert messages == ["checkpoint-10 could not be written: a", "", "checkpoint-1 could not be written: a"]
     session.folder = tmp_path / "error.log"  # a file instead of a folder, so writes into it fail
-    for error, says in ((NotWrittenError("it", "a"), True), (ReplayGapError("a"), False)):
+    for error, is_reported_again in ((NotWrittenError("it", "a"), True), (ReplayGapError("a"), False)):
         console._report(error, session)
-        assert bool(capsys.readouterr().err) == says
+        assert bool(capsys.readouterr().err) == is_reported_again
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -325,26 +345,31 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
         (["a=1", "--dry-run", "b=2"], None, ["a=1", "b=2"]),
     ],
 )
-def test_overrides_may_appear_anywhere(words, resume, overrides):
+def test_overrides_may_stand_anywhere_among_the_arguments(words, resume, overrides):
     options = parse(["train", "recipe.yaml", *words])
     assert (options.resume, options.overrides) == (resume, overrides)
 
 
-def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(here, capsys):
+def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(workdir, capsys):
     assert main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0  # one of TRL's keys
     out, err = capsys.readouterr()
     assert "2 prompts × 2 samples a generation, 4 completions a step, 1 steps" in out
-    assert "streaming(budget=16" in out and "boxed × 1" in out and "not checked" in out
-    assert err.startswith("sparse-rl: warning: top_p < 1") and not (here / "out").exists()
+    assert "streaming(budget=16" in out
+    assert "boxed × 1" in out
+    assert "not checked" in out
+    assert err.startswith("sparse-rl: warning: top_p < 1")
+    assert not (workdir / "out").exists()
     assert main(["train", "sft.yaml", "--dry-run"]) == 0
     assert "8 rows" in capsys.readouterr().out
 
 
-def test_eval_and_rollout_of_a_learned_policy_need_no_flags(here, model, capsys):
+def test_eval_and_rollout_of_a_learned_policy_need_no_flags(workdir, model, capsys):
+    """`eval` and `rollout` of a model with scorers use its stored learned policy. A model without scorers is refused
+    for a learned policy."""
     policy = learned_policy("delayed", 12, window=4)
-    shutil.copytree(model, here / "learned")
-    write_scorers(here / "learned", with_scorers(load_plain_model(model), policy).state_dict())
-    save_policy(here / "learned", policy)
+    shutil.copytree(model, workdir / "learned")
+    write_scorers(workdir / "learned", with_scorers(load_plain_model(model), policy).state_dict())
+    save_policy(workdir / "learned", policy)
     assert main(["eval", "eval.yaml", "model=learned", "sweep={}", "rollout.progress=false"]) == 0
     assert "kvpop" in capsys.readouterr().out
     assert main(["eval", "eval.yaml", "sweep={}", "cache={policy: kvpop, budget: 300}", "--overwrite"]) == 2
@@ -352,78 +377,87 @@ def test_eval_and_rollout_of_a_learned_policy_need_no_flags(here, model, capsys)
     block = "cache={policy: kvpop, budget: 12, sinks: 2, window: 4, scorer: {name: mlstm, chunk: 16}}"
     words = ["rollout", "grpo.yaml", "model=learned", block, "--problems", "3", "--out", "sampled"]
     assert main([*words, "rollout.progress=false"]) == 0
-    line = json.loads((here / "sampled" / "completions.jsonl").read_text().splitlines()[0])
+    line = json.loads((workdir / "sampled" / "completions.jsonl").read_text().splitlines()[0])
     assert len(line["prompt_ids"]) + len(line["completion_ids"]) == len(
-        load_traces(here / "sampled" / "traces-00000.safetensors")[0]
+        load_traces(workdir / "sampled" / "traces-00000.safetensors")[0]
     )
 
 
-def test_rollout_inspect_and_plot(here, capsys):
+def test_rollout_writes_traces_that_inspect_and_plot_show(workdir, capsys):
     assert main(["rollout", "grpo.yaml", "--problems", "3", "rollout.progress=false"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("rollouts: hf engine\n6 completions, ")
-    traces = str(here / "out" / "rollouts" / "traces-00000.safetensors")
+    traces = str(workdir / "out" / "rollouts" / "traces-00000.safetensors")
     assert main(["inspect", traces]) == 0
     out = capsys.readouterr().out
-    assert "6 traces, 2 layers × 2 kv heads" in out and '"policy": "streaming"' in out and "head 1" in out
+    assert "6 traces, 2 layers × 2 kv heads" in out
+    assert '"policy": "streaming"' in out
+    assert "head 1" in out
     assert main(["inspect", traces, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (
-        report["traces"] == 6
-        and len(report["kept_per_head"]) == 2
-        and report["fingerprint"]["model"].startswith("qwen3")
-    )
+    assert report["traces"] == 6
+    assert len(report["kept_per_head"]) == 2
+    assert report["fingerprint"]["model"].startswith("qwen3")
     assert main(["plot", traces, "--out", "density.png"]) == 0
-    assert (here / "density.png").stat().st_size > 5000
+    assert (workdir / "density.png").stat().st_size > 5000
 
 
 def test_inspect_summarises_a_large_trace(tmp_path, capsys):
     save_traces(tmp_path / "t.safetensors", [EvictionTrace.dense(40, 20, 30)], {})
     assert main(["inspect", str(tmp_path / "t.safetensors")]) == 0
     out = capsys.readouterr().out
-    assert "mean" in out and "head 0" not in out and "every 3 layers of 40" in out and len(out.splitlines()) < 40
+    assert "mean" in out
+    assert "head 0" not in out
+    assert "every 3 layers of 40" in out
+    assert len(out.splitlines()) < 40
 
 
-def test_eval_prints_a_table(here, capsys):
+def test_eval_prints_a_table(workdir, capsys):
     assert main(["eval", "eval.yaml", "rollout.progress=false"]) == 0
     out = capsys.readouterr().out
-    assert "streaming 16" in out and "full" in out and "pass@2" in out
-    rows = json.loads((here / "out" / "eval.json").read_text())["rows"]
+    assert "streaming 16" in out
+    assert "full" in out
+    assert "pass@2" in out
+    rows = json.loads((workdir / "out" / "eval.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["streaming", "full"]
 
 
-def test_plots_of_runs(tmp_path, capsys):
+def test_plot_draws_the_curves_of_runs(tmp_path, capsys):
+    """`plot` writes pictures of learning and gap into the first run's folder or to --out. It draws a loss if there is
+    no reward, and refuses runs without either."""
     first, second = metrics(tmp_path / "a" / "run", [0.1, 0.4, 0.3]), metrics(tmp_path / "b" / "run", [0.2])
     assert main(["plot", str(first), str(second)]) == 0
     drawn = capsys.readouterr().out.split()
     assert drawn == [str(first / "plots" / f"{name}_with_b_run.png") for name in ("learning", "gap")]
     assert main(["plot", str(first), "--out", str(tmp_path / "x.svg")]) == 0
     svg = (tmp_path / "x.svg").read_text()
-    assert "<svg" in svg and (tmp_path / "x_gap.svg").exists()
-    assert "cannot be written" in fails(capsys, "plot", str(first), "--out", str(tmp_path / "x.nothing"))
+    assert "<svg" in svg
+    assert (tmp_path / "x_gap.svg").exists()
+    assert "cannot be written" in error_of(capsys, "plot", str(first), "--out", str(tmp_path / "x.nothing"))
     assert main(["plot", str(metrics(tmp_path / "c", [3.0, 2.0], "loss"))]) == 0
-    assert "no reward and no loss" in fails(capsys, "plot", str(metrics(tmp_path / "d", [1.0], "other")))
+    assert "no reward and no loss" in error_of(capsys, "plot", str(metrics(tmp_path / "d", [1.0], "other")))
 
 
-def test_the_parts_of_pictures(tmp_path):
+def test_smoothing_labels_and_histogram_of_pictures(tmp_path):
     assert smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
     assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.0, 3.0, pytest.approx(11 / 3), 3.0]
     assert list(run_labels([tmp_path / "a" / "x", tmp_path / "b" / "x"])) == ["a/x", "b/x"]
     assert list(run_labels([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
     lines = histogram([0.0, 0.5, 1.0], height=2)
-    assert lines[0].endswith("┤    ██") and lines[1].endswith("┤  ████")
+    assert lines[0].endswith("┤    ██")
+    assert lines[1].endswith("┤  ████")
 
 
-def test_trackio_is_used_only_if_installed(here, capsys, monkeypatch):
+def test_trackio_is_used_only_if_installed(workdir, capsys, monkeypatch):
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     monkeypatch.setitem(sys.modules, "trackio", None)  # not installed, even if this machine has it
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "report_to: trackio is not installed; pip install trackio" in fails(
+    assert "report_to: trackio is not installed; pip install trackio" in error_of(
         capsys, "train", "sft.yaml", "--dry-run", "report_to=[trackio]"
     )
     monkeypatch.undo()
-    assert load_recipe(here / "sft.yaml", ["report_to=[trackio]"]).training.report_to == ["trackio"]
+    assert load_recipe(workdir / "sft.yaml", ["report_to=[trackio]"]).training.report_to == ["trackio"]
     assert {"wandb", "tensorboard", "trackio"} <= INTEGRATION_TO_CALLBACK.keys()
 
 
@@ -440,9 +474,9 @@ def test_trackio_is_used_only_if_installed(here, capsys, monkeypatch):
         (["plot", "--o"], ["--out"]),
     ],
 )
-def test_a_shell_completes_commands_recipes_files_and_options(here, capsys, words, offered):
+def test_a_shell_completes_commands_recipes_files_and_options(workdir, capsys, words, offered):
     assert main(["--print-completion", "bash"]) == 0
-    (here / "mine.yaml").write_text("")
+    (workdir / "mine.yaml").write_text("")
     script = (
         capsys.readouterr().out
         + f"""
@@ -451,20 +485,23 @@ def test_a_shell_completes_commands_recipes_files_and_options(here, capsys, word
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=here)
-    assert sorted(done.stdout.split()) == offered and done.stderr == ""
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=workdir)
+    assert sorted(process.stdout.split()) == offered
+    assert process.stderr == ""
 
 
-def test_doctor(here, capsys):
+def test_doctor_prints_versions_and_the_memory_of_a_recipe(workdir, capsys):
     assert main(["doctor"]) == 0
     assert "torch" in capsys.readouterr().out
     assert main(["doctor", "grpo.yaml"]) == 0
     out = capsys.readouterr().out
-    assert "102,848 parameters" in out and "fits" in out and "streaming 16: 20 entries" in out
+    assert "102,848 parameters" in out
+    assert "fits" in out
+    assert "streaming 16: 20 entries" in out
     assert main(["doctor", "eval.yaml"]) == 0
 
 
-def test_a_training_log_is_a_line_to_read():
+def test_a_training_log_is_printed_as_one_readable_line():
     logs = {"loss": 0.01, "reward": 0.5, "replay/gap_max": 2e-7, "cache/retention": 0.352, "grad_norm": 3.0}
     assert training_line(3, 40, logs) == "step 3/40  reward 0.500  grad norm 3  gap max 2.0e-07  kept 35%"
     assert training_line(3, 40, {"eval_reward": 0.25, "eval_loss": -1e-9}) == "step 3/40  held out  reward 0.250"
@@ -477,33 +514,38 @@ def test_a_training_log_is_a_line_to_read():
 # ---- commands in real processes ------------------------------------------------------------------------------------
 
 
-def run(here, *arguments):
-    path = os.pathsep.join([str(here), os.getcwd(), *sys.path])
+def run(workdir, *arguments):
+    """Run the command in a new process."""
+    path = os.pathsep.join([str(workdir), os.getcwd(), *sys.path])
     command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=workdir, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_command_starts_without_the_heavy_libraries(here):
+def test_the_command_starts_without_the_heavy_libraries(workdir):
     heavy = "[m for m in ('torch', 'trl', 'transformers') if m in sys.modules]"
     code = f"import sys; from sparse_rl.cli import main; main(['--help']); print({heavy})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]" and "train" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.stdout.splitlines()[-1] == "[]"
+    assert "train" in process.stdout
 
 
-def test_a_used_folder_is_refused_before_a_heavy_library_is_imported(here):
-    (here / "out" / "model").mkdir(parents=True)
+def test_a_used_folder_is_refused_before_a_heavy_library_is_imported(workdir):
+    (workdir / "out" / "model").mkdir(parents=True)
     heavy = "[m for m in ('torch', 'trl', 'transformers', 'datasets') if m in sys.modules]"
     code = f"import sys; from sparse_rl.cli import main; print(main(['train', 'sft.yaml']), {heavy})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
-    assert done.stdout == "2 []\n" and "out holds the model of an earlier run; choose another" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=workdir, env=environment, capture_output=True, text=True)
+    assert process.stdout == "2 []\n"
+    assert "out holds the model of an earlier run; choose another" in process.stderr
 
 
-def test_a_missing_recipe_as_a_command(here):
-    done = run(here, "train", "nowhere.yaml")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+def test_in_a_real_process_a_missing_recipe_gives_one_line_and_status_2(workdir):
+    process = run(workdir, "train", "nowhere.yaml")
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert process.stdout == ""
 
 
 REWARD = "def fair(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n"
@@ -512,52 +554,54 @@ RAISES = "def unfair(completions, **_):\n    raise KeyError('no such\\nthing')\n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_interrupted_run_reports_the_interrupt(here, processes):
+def test_an_interrupted_run_reports_the_interrupt(workdir, processes):
     words = ["max_steps=100000", f"launch.processes={processes}"]
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": -1, "stderr": -1, "text": True}
-    with subprocess.Popen(command, cwd=here, env=environment, start_new_session=True, **pipes) as running:
-        assert any(line.startswith("step 1/100000") for line in running.stdout)
+    with subprocess.Popen(command, cwd=workdir, env=environment, start_new_session=True, **pipes) as process:
+        assert any(line.startswith("step 1/100000") for line in process.stdout)
         for _ in range(3):  # C code sometimes drops the interrupt, and users press again
-            os.killpg(running.pid, signal.SIGINT)  # to the launcher and its processes, as a terminal does
+            os.killpg(process.pid, signal.SIGINT)  # to the launcher and its processes, as a terminal does
             with contextlib.suppress(subprocess.TimeoutExpired):
-                _, err = running.communicate(timeout=40)
+                _, err = process.communicate(timeout=40)
                 break
-    assert running.returncode == 130 and err == "sparse-rl: interrupted\n"
+    assert process.returncode == 130
+    assert err == "sparse-rl: interrupted\n"
 
 
 @pytest.mark.slow
-def test_an_option_that_trl_refuses_is_a_user_error(here):
-    done = run(here, "train", "grpo.yaml", "log_completions_hub_repo=somewhere")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "log_completions is False" in done.stderr
+def test_an_option_that_trl_refuses_is_a_user_error(workdir):
+    process = run(workdir, "train", "grpo.yaml", "log_completions_hub_repo=somewhere")
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert "log_completions is False" in process.stderr
 
 
 @pytest.mark.slow
-def test_a_run_is_readable_and_quiet(here):
-    (here / "my_rewards.py").write_text(REWARD)
-    done = run(here, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
-    lines = [
-        line for line in done.stdout.splitlines() if not line.endswith(" s after the start")
-    ]  # printed on a slow machine
-    assert done.returncode == 0, done.stderr
+def test_a_training_prints_few_lines_and_nothing_on_stderr(workdir):
+    (workdir / "my_rewards.py").write_text(REWARD)
+    process = run(workdir, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
+    # a slow machine also prints lines that end in " s after the start"
+    lines = [line for line in process.stdout.splitlines() if not line.endswith(" s after the start")]
+    assert process.returncode == 0, process.stderr
     first_words = ["rollouts:", "attention", "step", "step", "2", "model:", "next:", "next:", "next:"]
-    assert [line.split()[0] for line in lines] == first_words, done.stdout
-    assert done.stderr == ""
-    plotted = run(here, "plot", "out")
-    assert plotted.returncode == 0 and (here / "out" / "plots" / "gap.png").exists()
+    assert [line.split()[0] for line in lines] == first_words, process.stdout
+    assert process.stderr == ""
+    plotted = run(workdir, "plot", "out")
+    assert plotted.returncode == 0
+    assert (workdir / "out" / "plots" / "gap.png").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_reward_that_raises_is_one_line(here, processes):
-    (here / "my_rewards.py").write_text(RAISES)
-    done = run(here, "train", "grpo.yaml", "rewards=[my_rewards:unfair]", f"launch.processes={processes}")
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+def test_a_reward_that_raises_is_one_line(workdir, processes):
+    (workdir / "my_rewards.py").write_text(RAISES)
+    process = run(workdir, "train", "grpo.yaml", "rewards=[my_rewards:unfair]", f"launch.processes={processes}")
+    assert process.returncode == 2, process.stderr
+    (line,) = process.stderr.splitlines()
     assert line.startswith("sparse-rl: error: a reward function raised (of: unfair): KeyError")
-    assert "Traceback" in (here / "out" / "error.log").read_text()
+    assert "Traceback" in (workdir / "out" / "error.log").read_text()
 
 
 @pytest.mark.parametrize("width", ["40", "57", "80"])

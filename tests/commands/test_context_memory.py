@@ -23,22 +23,24 @@ TOKENS = torch.randint(3, 64, (300,), generator=torch.Generator().manual_seed(0)
 
 
 def recipe_of(prompt_cache: Any, tokens: int = 300, **keys: Any) -> Any:
+    """Return an evaluation after compacted contexts of `tokens` tokens."""
     task = {"path": "x.jsonl", "columns": {"context": "text"}, "max_prompt_tokens": tokens, "limit": 4}
     mapping = {"kind": "eval", "model": "m", "output_dir": "o", "dtype": "float32", "tasks": {"one": task}}
     return make_recipe({**mapping, "samples": 2, "max_completion_length": 100, "prompt_cache": prompt_cache, **keys})
 
 
 @pytest.mark.parametrize("policy", ["am", "evict", "full", "none"])
-def test_contexts_and_their_queries_are_counted_as_they_are(policy: str, new_model: Callable) -> None:
+def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_model: Callable) -> None:
+    """For the whole context and the compacted one; also the number of reference queries is counted exactly."""
     model = new_model("qwen2")
     config = PromptCacheConfig(policy=policy, ratio=0.1, queries=["context", "window", "repeat"], window=40)
     studied = HFEngine(model, make_policy("full")).study(TOKENS, config)
     context = studied.compacted(config)
     shape = cache_shape(model.config)
-    held = config.first + config.last + config.kept(300)
-    for made, entries in ((studied.whole, 300), (context, held)):
-        positions = sum(layer.positions.numel() * 8 for layer in made.layers)
-        assert made.nbytes + positions == context_bytes(entries, *shape, 4)
+    kept_entries = config.first + config.last + config.kept(300)
+    for cached, entries in ((studied.whole, 300), (context, kept_entries)):
+        positions = sum(layer.positions.numel() * 8 for layer in cached.layers)
+        assert cached.nbytes + positions == context_bytes(entries, *shape, 4)
     assert studied.queries[0].shape[2] == reference_queries(config, 300, 2) == (1280 if config.chooses else 0)
 
 
@@ -48,6 +50,7 @@ def test_contexts_and_their_queries_are_counted_as_they_are(policy: str, new_mod
 def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
     changed: dict[str, Any], new_model: Callable
 ) -> None:
+    """The measured peak is at most the counted bytes, and more than 1/2.5 of them. A full cache needs no compaction."""
     config = PromptCacheConfig(**{"ratio": 0.2, **changed})
     studied = HFEngine(new_model("qwen2"), make_policy("full")).study(TOKENS, config)
     with Peak() as peak:
@@ -57,40 +60,46 @@ def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
     assert compaction_bytes(PromptCacheConfig(policy="full"), 300, 2, 2, 8) == 0
 
 
-def test_many_queries_are_compacted_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_many_queries_only_one_of_two_kv_heads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above MOST_LOGITS products of queries and entries, kv heads are compacted one after the other, so the peak is
+    half as large with two kv heads."""
     config = PromptCacheConfig()
     whole = compaction_bytes(config, 300, 2, 2, 8)
     monkeypatch.setattr("rollout.context.compact.MOST_LOGITS", 600 * 300)
     assert compaction_bytes(config, 300, 2, 2, 8) * 2 == whole
 
 
-def test_the_plan_of_contexts(new_model: Callable) -> None:
-    """The plan of contexts counts the largest compaction, and the maximum over reading, compacting and answering."""
+def test_the_memory_plan_counts_the_largest_compaction_and_stage(new_model: Callable) -> None:
+    """Of several caches, the plan counts the largest compacted context. Of the stages that follow each other (reading,
+    compacting, answering) it counts the largest."""
     config = new_model("qwen2").config
-    made = plan(recipe_of([{"policy": "evict", "ratio": [0.1, 0.5]}, {"policy": "none"}]), config, cuda=False)
-    items = {item.name: item for item in made.items}
+    memory_plan = plan(recipe_of([{"policy": "evict", "ratio": [0.1, 0.5]}, {"policy": "none"}]), config, cuda=False)
+    items = {item.name: item for item in memory_plan.items}
     assert items["context"].device == context_bytes(300, 2, 2, 8, 4)
     assert items["compacted context"].device == context_bytes(150, 2, 2, 8, 4)
     assert items["reference queries"].device == 600 * 2 * 2 * 8 * 4  # two query heads per kv head
-    few = plan(recipe_of({"most_queries": 50}), config, cuda=False).items
-    assert next(item.device for item in few if item.name == "reference queries") == 50 * 2 * 2 * 8 * 4
-    assert items["compacted context"].note.startswith("evict 0.1 ") and "none " in items["compacted context"].note
-    turns = [items["reading"], items["compaction"], items["KV cache of 8"]]
-    assert [item.when for item in turns].count("sampling") == 1
-    counted = next(item for item in turns if item.when == "sampling")
-    assert counted.device == max(item.device for item in turns)
+    with_50_queries = plan(recipe_of({"most_queries": 50}), config, cuda=False).items
+    assert next(item.device for item in with_50_queries if item.name == "reference queries") == 50 * 2 * 2 * 8 * 4
+    assert items["compacted context"].note.startswith("evict 0.1 ")
+    assert "none " in items["compacted context"].note
+    alternatives = [items["reading"], items["compaction"], items["KV cache of 8"]]
+    assert [item.when for item in alternatives].count("sampling") == 1
+    counted = next(item for item in alternatives if item.when == "sampling")
+    assert counted.device == max(item.device for item in alternatives)
     longer = plan(recipe_of({}, tokens=600), config, cuda=False)
     assert longer.device > plan(recipe_of({}), config, cuda=False).device
     assert "KV cache of 8" in {item.name for item in plan(recipe_of(None), config, cuda=False).items}
 
 
-def test_doctor_reports_which_settings_increase_time(
+def test_doctor_shows_memory_of_contexts_and_that_their_time_is_not_known(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.05}, model=str(model)).as_yaml(), encoding="utf-8")
     assert main(["doctor", str(tmp_path / "e.yaml")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "compacted context" in out and "am 0.05" in out and "rollouts: " in out
+    assert "compacted context" in out
+    assert "am 0.05" in out
+    assert "rollouts: " in out
     assert "contexts: their time is not known without a measurement" in out
     assert main(["doctor", str(tmp_path / "e.yaml"), "prompt_cache=null"]) == 0
     assert "contexts:" not in capsys.readouterr().out

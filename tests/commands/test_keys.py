@@ -22,7 +22,7 @@ from sparse_rl.recipe.keys import list_sections
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 
 
-def said(capsys, *words: str) -> list[str]:
+def output_of(capsys, *words: str) -> list[str]:
     """Return the output lines of `sparse-rl keys`."""
     assert main(["keys", *words]) == 0
     return capsys.readouterr().out.splitlines()
@@ -36,48 +36,50 @@ def keys_in(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_of_a_kind_is_shown_once(kind, capsys):
     rows = [row.key for section in list_sections(KINDS[kind]) for row in section.rows]
-    assert keys_in(said(capsys, kind)) == [*rows, *PASSED_THROUGH.get(kind, {})]
+    assert keys_in(output_of(capsys, kind)) == [*rows, *PASSED_THROUGH.get(kind, {})]
     assert not yaml_fields(KINDS[kind]).keys() - {row.removesuffix(".NAME") for row in rows}
 
 
-def test_a_key_has_its_type_default_and_words(capsys):
-    lines = said(capsys, "grpo", "save_steps")
+def test_a_key_is_shown_with_its_type_default_and_description(capsys):
+    lines = output_of(capsys, "grpo", "save_steps")
     at = lines.index("save_steps: a whole number >= 0 (default 100)")
     assert lines[at + 1] == "    number of steps between checkpoints; 0 writes only the final model"
-    assert "model: text that is not empty (required)" in said(capsys, "sft")
+    assert "model: text that is not empty (required)" in output_of(capsys, "sft")
 
 
-def test_a_part_of_the_keys(capsys):
-    assert {key.partition(".")[0] for key in keys_in(said(capsys, "grpo", "rollout."))} == {"rollout"}
-    assert keys_in(said(capsys, "grpo", "learning_rate")) == ["scorers.learning_rate", "learning_rate"]
-    assert keys_in(said(capsys, "grpo", "adam_eps")) == ["adam_epsilon"]  # passed on to TRL
-    assert said(capsys, "grpo", "cache")[-1].endswith("sparse-rl keys policies")
-    assert not said(capsys, "sft", "cache")[-1].endswith("sparse-rl keys policies")  # the control: sft has no cache
+def test_keys_can_be_selected_by_a_part_of_their_name(capsys):
+    assert {key.partition(".")[0] for key in keys_in(output_of(capsys, "grpo", "rollout."))} == {"rollout"}
+    assert keys_in(output_of(capsys, "grpo", "learning_rate")) == ["scorers.learning_rate", "learning_rate"]
+    assert keys_in(output_of(capsys, "grpo", "adam_eps")) == ["adam_epsilon"]  # passed on to TRL
+    assert output_of(capsys, "grpo", "cache")[-1].endswith("sparse-rl keys policies")
+    assert not output_of(capsys, "sft", "cache")[-1].endswith("sparse-rl keys policies")  # control: sft has no cache
 
 
-def test_policies_scorers_and_rewards(capsys):
-    lines = said(capsys, "policies")
+def test_the_keys_of_policies_scorers_and_rewards_are_listed(capsys):
+    lines = output_of(capsys, "policies")
     assert [line.split(":")[0].split()[1] for line in lines if line.startswith("policy ")] == [*POLICIES]
-    assert keys_in(said(capsys, "policies", "tova")) == [f"cache.{key}" for key in yaml_fields(POLICIES["tova"])]
-    assert len(keys_in(said(capsys, "policies", "budget"))) == sum(
+    assert keys_in(output_of(capsys, "policies", "tova")) == [f"cache.{key}" for key in yaml_fields(POLICIES["tova"])]
+    assert len(keys_in(output_of(capsys, "policies", "budget"))) == sum(
         "budget" in yaml_fields(c) for c in POLICIES.values()
     )
-    assert [line.split(":")[0] for line in said(capsys, "scorers") if line.startswith("scorer ")] == [
+    assert [line.split(":")[0] for line in output_of(capsys, "scorers") if line.startswith("scorer ")] == [
         f"scorer {name}" for name in SCORERS
     ]
-    assert said(capsys, "policies", "full") == ["policy full: No entry is evicted. The policy has no parameters."]
-    assert [line.split("(")[0] for line in said(capsys, "rewards") if line.startswith("reward ")] == [
+    assert output_of(capsys, "policies", "full") == ["policy full: No entry is evicted. The policy has no parameters."]
+    assert [line.split("(")[0] for line in output_of(capsys, "rewards") if line.startswith("reward ")] == [
         f"reward {name}" for name in REWARDS
     ]
-    assert any(line.startswith("    timeout : seconds of processor time") for line in said(capsys, "rewards", "math"))
+    assert any(
+        line.startswith("    timeout : seconds of processor time") for line in output_of(capsys, "rewards", "math")
+    )
 
 
 def test_without_a_kind_the_topics_are_listed(capsys):
-    assert [line.split(":")[0] for line in said(capsys)] == [*TOPICS]
+    assert [line.split(":")[0] for line in output_of(capsys)] == [*TOPICS]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["gropo"], "unknown 'gropo' (did you mean 'grpo'?); one of grpo, distill,"),
         (
@@ -95,29 +97,33 @@ def test_without_a_kind_the_topics_are_listed(capsys):
         (["grpo", "seed", "more"], "unrecognised argument 'more' of keys"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(words, says, capsys):
+def test_a_mistake_is_one_line_and_status_2(words, message, capsys):
     assert main(["keys", *words]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and len(shown.err.splitlines()) == 1 and says in shown.err, shown.err
+    assert shown.out == "", shown.err
+    assert len(shown.err.splitlines()) == 1, shown.err
+    assert message in shown.err, shown.err
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_the_schema_is_printed_whole(kind, capsys):
+def test_json_schema_prints_the_schema_of_recipes(kind, capsys):
     assert main(["keys", "--json-schema", *([kind] if kind else [])]) == 0
     assert json.loads(capsys.readouterr().out) == recipe_schema(kind)
 
 
-def test_no_heavy_library_is_imported():
+def test_the_command_keys_imports_no_heavy_library():
     heavy = "[m for m in ('torch', 'trl', 'transformers', 'datasets', 'numpy') if m in sys.modules]"
     calls = [["keys"], ["keys", "--json-schema"], *(["keys", topic] for topic in TOPICS)]
     code = f"import sys; from sparse_rl.cli import main; [main(words) for words in {calls}]; print({heavy})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]" and done.stderr == ""
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.stdout.splitlines()[-1] == "[]"
+    assert process.stderr == ""
 
 
-def test_lines_are_as_wide_as_the_terminal_and_whole_in_a_pipe(capsys):
-    piped = said(capsys, "grpo", "rollout.exact")
+def test_lines_are_wrapped_on_a_terminal_and_not_in_a_pipe(capsys):
+    """On a terminal of 60 columns no line is longer. In a pipe each key is one line; the words are the same."""
+    piped = output_of(capsys, "grpo", "rollout.exact")
     assert max(map(len, piped)) > 200
     code = "import sys; from sparse_rl.cli import main; sys.exit(main(['keys', 'grpo', 'rollout.exact']))"
     ours, theirs = pty.openpty()
@@ -127,11 +133,11 @@ def test_lines_are_as_wide_as_the_terminal_and_whole_in_a_pipe(capsys):
     shown = b""
     while True:
         try:
-            read = os.read(ours, 1 << 16)
+            chunk = os.read(ours, 1 << 16)
         except OSError:  # the end, on Linux
             break
-        shown += read
-        if not read:
+        shown += chunk
+        if not chunk:
             break
     lines = shown.decode().splitlines()
     assert 50 < max(map(len, lines)) <= 60

@@ -1,4 +1,6 @@
-"""The memory formulae agree with the memory that is allocated."""
+"""`sparse-rl doctor` predicts memory by formulae. The tests compare each formula with the bytes that are really
+allocated (`Peak` measures them), and check the plan, the list of all parts of a recipe's memory.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,14 @@ GRPO = {
 
 
 def tiny_config(**overrides):
+    """Return the configuration of the quickstart's model with changed sizes."""
     config = build_model(0).config
     keys = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
     return type(config)(**{**keys, **overrides})
 
 
-def test_the_numbers_of_the_design():
+def test_traces_and_masks_have_the_sizes_that_the_docs_state():
+    """For 16 sequences of 4,096 tokens, 28 layers and 2 kv heads: 14.7 MB of traces instead of 15 GB of masks."""
     assert trace_bytes(28, 2, 4096, 16) == pytest.approx(14.7e6, rel=0.01)
     assert mask_bytes(16, 2, 4096, 28) == pytest.approx(15.0e9, rel=0.01)
 
@@ -75,6 +79,7 @@ def test_counted_bytes_of_traces_and_masks_are_exact():
     ],
 )
 def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, itemsize):
+    """SDPA converts a boolean mask to the dtype in which attention is computed, with `itemsize` bytes per number."""
     recipe = make_recipe(GRPO | {"dtype": dtype, "rollout": {"engine": "hf", "exact": exact}})
     assert (8 if memory.computes_exactly(recipe, cuda) else ITEMSIZE[dtype]) == itemsize
     mask = visible_mask(torch.stack([EvictionTrace.dense(1, 2, 50).layer(0)] * 4))
@@ -84,7 +89,7 @@ def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, item
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_redundancy_takes_at_most_the_counted_bytes(rows):
-    """Redundancy takes at most the counted bytes, for any number of rows at a time, and at least half of them."""
+    """For any number of rows at a time, the measured peak is at most the counted bytes and over half of them."""
     keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
@@ -93,7 +98,7 @@ def test_redundancy_takes_at_most_the_counted_bytes(rows):
     assert counted / 2 < peak.bytes <= counted
 
 
-def test_redundancy_of_a_long_prompt_is_made_in_tiles():
+def test_redundancy_of_a_long_prompt_is_computed_in_tiles():
     """The redundancy of 8k entries takes no more than the counted bytes, since it is computed in tiles. The full
     similarity matrix of one kv head would take 268 MB in float32 alone."""
     keys = torch.randn(1, 1, 8192, 16, generator=torch.Generator().manual_seed(0))
@@ -109,16 +114,18 @@ def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypat
     keys and a few numbers per entry."""
     shape = 300, 2, 64, 3, "cuda"
     whole = redundancy_bytes(*shape, "bfloat16")
-    asked = []
-    chosen = lambda *given: asked.append(given) or Choice("triton", "here")  # noqa: E731
+    choices = []
+    chosen = lambda *given: choices.append(given) or Choice("triton", "here")  # noqa: E731
     monkeypatch.setattr("sparse_rl.kernels.redundancy.redundancy_choice", chosen)
     assert redundancy_bytes(*shape, "bfloat16") == 3 * 2 * 300 * (128 + 24) < whole / 10
-    assert asked == [(torch.bfloat16, 64)]
-    assert redundancy_bytes(300, 2, 64, 3, "cpu", "bfloat16") == whole and len(asked) == 1
+    assert choices == [(torch.bfloat16, 64)]
+    assert redundancy_bytes(300, 2, 64, 3, "cpu", "bfloat16") == whole
+    assert len(choices) == 1
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "share"), [(1.0, None, 0.75), (0.6, None, 0.75), (1.0, 20, 1.0)])
 def test_measured_bytes_of_sampling_equal_the_counted_bytes(temperature, top_k, share):
+    """The counted bytes are those of the most expensive case, top-k; other settings take three quarters (`share`)."""
     logits = torch.randn(6, 5000)
     with Peak() as peak:
         sample(logits, SamplingConfig(1, temperature, top_k=top_k), torch.rand(6, dtype=torch.float64))
@@ -128,6 +135,7 @@ def test_measured_bytes_of_sampling_equal_the_counted_bytes(temperature, top_k, 
 
 @pytest.mark.parametrize(("queries", "entries", "kept", "select"), [(64, 96, 40, "attention"), (16, 128, 60, "omp")])
 def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
+    """A fit of Attention Matching takes at most the counted bytes, and over half of them."""
     rows, heads, dim = 3, 2, 16
     shape = rows, heads, entries, dim
     block = Block(torch.randn(shape), torch.randn(shape), torch.randn(rows, heads, queries, dim),
@@ -138,9 +146,9 @@ def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
     assert counted / 2 < peak.bytes <= counted
 
 
-def test_rows_beyond_a_bound_are_fitted_in_sequence(new_model, monkeypatch):
-    """Rows beyond a bound are fitted one after the other, and the results equal those of one joint fit
-    to the last bit."""
+def test_rows_that_are_fitted_one_after_the_other_have_equal_results(new_model, monkeypatch):
+    """To bound memory, more rows than FITTED_AT_ONCE are fitted one after the other. The rollouts equal those of one
+    joint fit to the last bit."""
     policy = make_policy("am", budget=16, window=4, period=8)
     engine, prompts = HFEngine(new_model("qwen2"), policy), [[i + 1] * 5 for i in range(4)]
     whole = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
@@ -151,16 +159,18 @@ def test_rows_beyond_a_bound_are_fitted_in_sequence(new_model, monkeypatch):
     )
     alone = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
     assert len(calls) == 4 * 2 * 3  # sequences, layers, compactions
-    for one, other in zip(whole, alone, strict=True):
-        assert one.completion_ids == other.completion_ids and one.logprobs == other.logprobs
-        assert bool((one.trace.evict_at == other.trace.evict_at).all())
+    for together, separately in zip(whole, alone, strict=True):
+        assert together.completion_ids == separately.completion_ids
+        assert together.logprobs == separately.logprobs
+        assert bool((together.trace.evict_at == separately.trace.evict_at).all())
 
 
 PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
 
 
 @pytest.mark.parametrize("changed", [{}, {"open_pages": 5}, {"compressor": "attention"}])
-def test_recorded_pages_are_counted(new_model, changed):
+def test_counted_bytes_of_traces_include_the_recorded_pages(new_model, changed):
+    """Under clustered attention the trace records the opened pages; `trace_bytes` counts all sections that grow."""
     policy = make_policy({**PAGES, **changed})
     rollouts = HFEngine(new_model("qwen2"), policy).generate([[1, 2, 3]] * 2, SamplingConfig(40, ignore_eos=True))
     recorded = [
@@ -194,37 +204,39 @@ def test_measured_bytes_of_gathered_pages_are_near_the_counted_bytes(length, cha
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(600, 4, 2), (1200, 4, 2), (600, 8, 2), (600, 2, 2)])
 def test_measured_bytes_of_soft_gates_are_near_the_counted_bytes(length, heads, kv_heads, monkeypatch):
-    """The bytes that soft gates take in the forward and backward pass are near the counted bytes. Control: all queries
-    at once, with S x S biases for S positions, take far more."""
+    """The bytes that DMS's soft gates take in the forward and backward pass, in chunks of queries, are near the counted
+    bytes. Control: all queries in one chunk, with S x S biases for S positions, take far more."""
     policy = make_policy("dms", window=64, scorer={"name": "linear"}).config
     scores = torch.randn(1, kv_heads, length, requires_grad=True)
     q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    counted, took = gates_bytes(1, heads, kv_heads, length, 8), []
+    counted, measured = gates_bytes(1, heads, kv_heads, length, 8), []
     for chunk in (CHUNK, length):
         monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
         view = GatedView([lambda *_: (scores, torch.zeros(kv_heads))], policy, torch.tensor([length]), temperature=0.5)
         with Peak() as peak:
             view.attend(0, q, k, v, 0.25).sum().backward()
-        took.append(peak.bytes)
+        measured.append(peak.bytes)
     copied = 3 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, their gradients, outputs
-    assert counted / 2 < took[0] < counted + copied
-    assert took[1] > 1.5 * (counted + copied) and took[1] > length / CHUNK / 1.5 * took[0]
+    assert counted / 2 < measured[0] < counted + copied
+    assert measured[1] > 1.5 * (counted + copied)
+    assert measured[1] > length / CHUNK / 1.5 * measured[0]
 
 
 def test_a_plan_counts_soft_gates():
     """The plan of a DMS retrofit counts gates but no training target of the scorers; the plan of a KVpop retrofit
     counts a training target but no gates."""
     recipe = {key: GRPO[key] for key in ("model", "output_dir", "dtype", "data")} | {"kind": "kvpop", "max_length": 600}
-    made = {}
+    items_of = {}
     for name, cache in (("dms", {}), ("kvpop", {"budget": 128})):
         cache |= {"policy": name, "window": 64, "scorer": "linear"}
         config = tiny_config()
-        made[name] = {i.name: i for i in plan(make_recipe(recipe | {"cache": cache}), config, cuda=False).items}
-    rows = made["dms"]["activations"].note.split(", ")[1].split(" ")[0]
+        items_of[name] = {i.name: i for i in plan(make_recipe(recipe | {"cache": cache}), config, cuda=False).items}
+    rows = items_of["dms"]["activations"].note.split(", ")[1].split(" ")[0]
     shape = config.num_attention_heads, config.num_key_value_heads, 600
-    assert made["dms"]["gates"].device == gates_bytes(int(rows), *shape, 8)
-    assert made["dms"].keys().isdisjoint({"future attention", "gathered keys"}) and "gates" not in made["kvpop"]
-    assert "future attention" in made["kvpop"]
+    assert items_of["dms"]["gates"].device == gates_bytes(int(rows), *shape, 8)
+    assert items_of["dms"].keys().isdisjoint({"future attention", "gathered keys"})
+    assert "gates" not in items_of["kvpop"]
+    assert "future attention" in items_of["kvpop"]
 
 
 def test_a_plan_counts_the_scorers_of_a_retrofit() -> None:
@@ -237,28 +249,32 @@ def test_a_plan_counts_the_scorers_of_a_retrofit() -> None:
     parameters = count_parameters(meta_model(config))
     optimizer = {}
     for train_base in (False, True):
-        made = plan(make_recipe(recipe | {"train_base": train_base}), config, cuda=False)
-        assert made.parameters == parameters + scorers
-        optimizer[train_base] = next(item.device for item in made.items if item.name == "optimizer")
+        memory_plan = plan(make_recipe(recipe | {"train_base": train_base}), config, cuda=False)
+        assert memory_plan.parameters == parameters + scorers
+        optimizer[train_base] = next(item.device for item in memory_plan.items if item.name == "optimizer")
     assert optimizer == {False: 8 * scorers, True: 8 * (parameters + scorers)}
 
 
-def test_a_plan_counts_each_part_of_the_layers():
+def test_a_plan_counts_the_cache_of_each_group_of_layers():
+    """Under `layered`, one layer has `lined` and one has `clustered`: the plan counts each layer's cache, and half as
+    many bytes of `clustered` as with this policy in both layers."""
     parts = [{"layers": 1, "cache": {"policy": "lined", "window": 8}}, {"layers": 1, "cache": PAGES}]
-    made = {}
+    items_of = {}
     for name, cache in (("layered", {"policy": "layered", "parts": parts}), ("clustered", PAGES), ("full", "full")):
-        made[name] = plan(make_recipe({**GRPO, "cache": cache}), tiny_config(num_hidden_layers=2)).items
-    lined, paged = (item for item in made["layered"] if item.name.startswith("KV cache"))
-    (alone,) = (item for item in made["clustered"] if item.name.startswith("KV cache"))
+        items_of[name] = plan(make_recipe({**GRPO, "cache": cache}), tiny_config(num_hidden_layers=2)).items
+    lined, paged = (item for item in items_of["layered"] if item.name.startswith("KV cache"))
+    (alone,) = (item for item in items_of["clustered"] if item.name.startswith("KV cache"))
     assert 2 * paged.device == alone.device > 4 * lined.device
-    assert "lined in 1 layers" in lined.note and "clustered in 1 layers" in paged.note
-    assert [item.name for item in made["clustered"] if "one layer" in item.name] == ["pages of one layer"]
-    assert sum("one layer" in item.name for item in made["layered"]) == 1
-    traces = {name: sum(item.host for item in items if item.name == "traces") for name, items in made.items()}
+    assert "lined in 1 layers" in lined.note
+    assert "clustered in 1 layers" in paged.note
+    assert [item.name for item in items_of["clustered"] if "one layer" in item.name] == ["pages of one layer"]
+    assert sum("one layer" in item.name for item in items_of["layered"]) == 1
+    traces = {name: sum(item.host for item in items if item.name == "traces") for name, items in items_of.items()}
     assert traces["layered"] == traces["clustered"] > 0
 
 
-def test_last_queries_are_counted(new_model):
+def test_counted_bytes_of_the_last_queries_equal_the_allocated_bytes(new_model):
+    """Attention Matching keeps the last queries of each layer for its fits."""
     model = new_model("qwen2")
     policy = make_policy("am", budget=16, window=4, period=8)
     cache = HFEngine(model, policy).prefill([[1, 2, 3], [4]]).cache
@@ -268,8 +284,8 @@ def test_last_queries_are_counted(new_model):
 
 
 def test_a_plan_widens_heads_for_biases(monkeypatch):
-    """The plan widens heads for biases only with vLLM's own attention kernels; with the trainer's arithmetic no head is
-    widened."""
+    """vLLM's own attention kernels have no biases, so each head gets more numbers that hold the bias (136 or 160
+    instead of 128). The plan counts them; with the trainer's arithmetic (exact float32 on a CPU) no head is widened."""
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     am = {"policy": "am", "budget": 32, "period": 32}
     config = tiny_config(num_attention_heads=4, head_dim=128)
@@ -282,7 +298,8 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
         assert sum(item.name == "fits and masks" for item in items) == 1
         assert not any(item.name in ("tiles", "gathered keys", "mask of one layer") for item in items)
     assert "heads of" not in notes["float32", False]
-    assert "heads of 136" in notes["float32", True] and "heads of 160" in notes["bfloat16", False]
+    assert "heads of 136" in notes["float32", True]
+    assert "heads of 160" in notes["bfloat16", False]
 
 
 def test_a_plan_counts_vllm_memory_outside_the_cache(monkeypatch):
@@ -316,8 +333,8 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, bloc
         recipe = {**GRPO, "data": {**GRPO["data"], "max_prompt_tokens": 50}, "cache": cache, "rollout": rollout}
         items = plan(make_recipe(recipe), tiny_config(max_position_embeddings=8192), cuda=cuda).items
         pool = next(item for item in items if item.name == "vllm: KV pool")
-        need = cache_bytes((most * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
-        assert pool.device == need if most == 2 else 0.5 * rest < pool.device <= rest < need
+        needed = cache_bytes((most * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
+        assert pool.device == needed if most == 2 else 0.5 * rest < pool.device <= rest < needed
         assert ("that 2 sequences can fill" in pool.note) == (most == 2)
 
 
@@ -330,7 +347,8 @@ def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
     for recipe, sleep, kept in ((GRPO, True, False), (distilled, True, True), (distilled, False, False)):
         items = plan(make_recipe({**recipe, "rollout": {"engine": "vllm", "sleep": sleep}}), config, cuda=False).items
         weights = next(item for item in items if item.name == "vllm: weights")
-        assert weights.host == kept * weights.device and weights.device == 4 * count_parameters(meta_model(config))
+        assert weights.host == kept * weights.device
+        assert weights.device == 4 * count_parameters(meta_model(config))
 
 
 def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
@@ -349,14 +367,19 @@ def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
     assert held["streaming"]["compaction"] < held["h2o"]["compaction"] < held["am"]["compaction"] < held["am"]["fits"]
 
 
-def test_redundancy_is_counted_only_for_policies_that_use_it():
+def test_redundancy_is_counted_only_for_policies_that_compute_it():
     size = {"budget": 40, "window": 8, "period": 8}
-    for name, parameters, has in (("rkv", {}, 1), ("gkv", {}, 1), ("gkv", {"redundancy": False}, 0), ("snapkv", {}, 0)):
+    for name, parameters, computes in (
+        ("rkv", {}, True),
+        ("gkv", {}, True),
+        ("gkv", {"redundancy": False}, False),
+        ("snapkv", {}, False),
+    ):
         policy = make_policy(name, **size, **parameters)
-        assert policy.compares_keys == bool(has)
+        assert policy.compares_keys == computes
         task = {**GRPO, "cache": {"policy": name, **size, **parameters}}
         names = {item.name for item in plan(make_recipe(task), tiny_config()).items}
-        assert ("redundancy" in names) == bool(has)
+        assert ("redundancy" in names) == computes
         short = plan(make_recipe({**task, "max_completion_length": 20}), tiny_config())  # never fills its cache
         assert "redundancy" not in {item.name for item in short.items}
 
@@ -384,12 +407,12 @@ def test_cache_bytes_equal_the_allocated_bytes(new_model, policy_of, family, nam
         assert expected <= engine.peak_cache_bytes <= 4 * cache_bytes(entries + GROW, *shape, 4)
     else:
         assert engine.peak_cache_bytes == expected
-        assert engine.peak_cache_bytes != 4 * cache_bytes(entries + 1, *shape, 4)  # the control
+        assert engine.peak_cache_bytes != 4 * cache_bytes(entries + 1, *shape, 4)  # control: one entry more
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize(("weights", "compute"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
-def test_cache_bytes_under_autocast(new_model, policy_of, family, weights, compute):
+def test_under_autocast_the_cache_has_the_dtype_of_autocast(new_model, policy_of, family, weights, compute):
     model, policy = new_model(family).to(weights), policy_of("streaming", budget=40, period=8)
     engine = make_engine("hf", model=model, policy=policy)
     with torch.autocast("cpu", dtype=compute):
@@ -405,7 +428,7 @@ def test_state_is_counted_per_entry():
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_counted_without_their_memory(new_model, family, tied):
+def test_parameters_are_counted_without_allocating_them(new_model, family, tied):
     model = new_model(family, tie_word_embeddings=tied)
     counted = meta_model(model.config)
     assert count_parameters(counted) == sum(p.numel() for p in model.parameters())
@@ -458,26 +481,28 @@ def test_counted_bytes_of_gathered_keys_are_exact(length, layers):
     assert gathered_bytes(16, 100, length, 60, 64, 8, 3) == layers * held
 
 
-def test_parts_of_a_plan_sum_to_its_total():
+def test_the_total_of_a_plan_is_what_is_always_there_plus_the_larger_stage():
+    """The total is weights, gradients and optimizer, plus the larger of sampling (KV cache) and update (activations and
+    gathered keys). Each part equals its formula."""
     recipe = make_recipe(GRPO)
-    made = plan(recipe, tiny_config(), cuda=False)
-    by = {item.name: item for item in made.items}
-    assert made.parameters == 102_848
+    memory_plan = plan(recipe, tiny_config(), cuda=False)
+    items = {item.name: item for item in memory_plan.items}
+    assert memory_plan.parameters == 102_848
     shape = cache_shape(tiny_config())
     entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape)
-    assert by["KV cache of 8"].device == 8 * 40 * entry
-    assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
-    assert by["gathered keys"].device == gathered_bytes(8 * 2, 18, 118, 40, shape[2], 8, 1)  # attention in float64
+    assert items["KV cache of 8"].device == 8 * 40 * entry
+    assert items["traces"].host == trace_bytes(*shape[:2], 118, 8)
+    assert items["gathered keys"].device == gathered_bytes(8 * 2, 18, 118, 40, shape[2], 8, 1)  # attention in float64
     for keys, layers in (({}, 1), ({"gradient_checkpointing": False}, shape[0])):  # on a GPU FlexAttention
         on_gpu = {item.name: item for item in plan(make_recipe(GRPO | keys), tiny_config(), cuda=True).items}
         assert on_gpu["tiles"].device == layers * tiles_bytes(8, 2, 118)
     masked = plan(make_recipe(GRPO | {"attention_kernel": "sdpa"}), tiny_config(), cuda=True)
     assert next(i for i in masked.items if i.name == "mask of one layer").device == 5 * mask_bytes(8, 2, 118)
-    always = by["weights"].device + by["gradients"].device + by["optimizer"].device
-    assert always == 16 * made.parameters
-    update = by["activations"].device + by["gathered keys"].device
-    assert made.device == always + max(update, by["KV cache of 8"].device)
-    assert made.host == by["traces"].host  # dense masks are shown, not counted
+    always = items["weights"].device + items["gradients"].device + items["optimizer"].device
+    assert always == 16 * memory_plan.parameters
+    update = items["activations"].device + items["gathered keys"].device
+    assert memory_plan.device == always + max(update, items["KV cache of 8"].device)
+    assert memory_plan.host == items["traces"].host  # dense masks are shown, not counted
 
 
 @pytest.mark.parametrize(
@@ -491,9 +516,10 @@ def test_parts_of_a_plan_sum_to_its_total():
         ({"dtype": "bfloat16", "lora": {"r": 4}}, "activations", "weights under autocast"),
     ],
 )
-def test_a_plan_follows_the_recipe(change, present, absent):
+def test_a_plan_has_the_parts_that_the_recipe_needs(change, present, absent):
     names = [item.name for item in plan(make_recipe({**GRPO, **change}), tiny_config()).items]
-    assert present in names and absent not in names
+    assert present in names
+    assert absent not in names
 
 
 def test_checkpointing_and_eviction_save_memory():
@@ -510,18 +536,18 @@ def test_checkpointing_and_eviction_save_memory():
     )
 
 
-def test_an_evaluation_counts_its_largest_point():
+def test_an_evaluation_counts_the_largest_cache_of_its_sweep():
     task = {"kind": "eval", "model": "m", "output_dir": "o", "tasks": {"t": SYNTHETIC}, "samples": 4}
     task["rollout"] = {"engine": "hf"}
-    sweep = {"sweep": {"policy": ["full", "streaming"], "budget": [16, 32]}, "max_completion_length": 100}
-    made = plan(make_recipe({**task, **sweep}), tiny_config())
-    caches = [item for item in made.items if item.name.startswith("KV")]
+    sweep = {"sweep": {"policy": ["full", "streaming"], "cache": {"budget": [16, 32]}}, "max_completion_length": 100}
+    memory_plan = plan(make_recipe({**task, **sweep}), tiny_config())
+    caches = [item for item in memory_plan.items if item.name.startswith("KV")]
     assert [item.when for item in caches] == ["sampling", "avoided", "avoided"]
-    assert made.device == 2 * made.parameters + caches[0].device
+    assert memory_plan.device == 2 * memory_plan.parameters + caches[0].device
     assert caches[1].device < caches[2].device < caches[0].device
     task["cache"] = {"policy": "rkv", "budget": 40, "window": 8, "period": 8}
-    made = plan(make_recipe({**task, "max_completion_length": 100}), tiny_config())
-    assert made.device == sum(item.device for item in made.items)  # the cache and its redundancy
+    memory_plan = plan(make_recipe({**task, "max_completion_length": 100}), tiny_config())
+    assert memory_plan.device == sum(item.device for item in memory_plan.items)  # the cache and its redundancy
 
 
 def test_supervised_training_counts_its_logits():
@@ -530,13 +556,19 @@ def test_supervised_training_counts_its_logits():
     assert large - small > 8 * 200 * (1000 - 64) * 8
 
 
-def test_verdict_depends_on_free_memory():
-    assert "fits" in verdict(50, 100, "x") and "tight" in verdict(95, 100, "x") and "does not" in verdict(101, 100, "x")
-    made = plan(make_recipe(GRPO), tiny_config())
+def test_verdict_says_if_the_plan_fits_the_free_memory():
+    """Up to 90 % of the free memory "fits", more is "tight", over 100 % "does not" fit. On a CPU all processes of a
+    machine share its memory."""
+    assert "fits" in verdict(50, 100, "x")
+    assert "tight" in verdict(95, 100, "x")
+    assert "does not" in verdict(101, 100, "x")
+    memory_plan = plan(make_recipe(GRPO), tiny_config())
     launch = LaunchConfig(processes=4, machines=2, main_process_ip="head")
-    assert len(verdicts(made, launch, 10**12, 10**12)) == 2
-    one = verdicts(made, launch, None, 2 * (made.device + made.host))
-    assert len(one) == 1 and "2 processes" in one[0] and "tight" in one[0]
+    assert len(verdicts(memory_plan, launch, 10**12, 10**12)) == 2
+    one_verdict = verdicts(memory_plan, launch, None, 2 * (memory_plan.device + memory_plan.host))
+    assert len(one_verdict) == 1
+    assert "2 processes" in one_verdict[0]
+    assert "tight" in one_verdict[0]
 
 
 @pytest.mark.parametrize(
@@ -547,10 +579,12 @@ def test_sizes_are_readable(size, text):
     assert show(size) == text
 
 
-def test_a_distillation_counts_the_teachers_real_size(tmp_path):
+def test_a_distillation_counts_its_teacher_and_its_simulating_model(tmp_path):
+    """A teacher of another size is counted by its own parameters. A second copy of the student, which simulates the
+    evictions of given completions, is counted unless it is the same model as the teacher."""
     config, larger = tiny_config(), tiny_config(num_hidden_layers=6)
     larger.save_pretrained(tmp_path)
-    parameters, of_teacher = (count_parameters(meta_model(c)) for c in (config, larger))
+    parameters, teacher_parameters = (count_parameters(meta_model(c)) for c in (config, larger))
     base = {key: value for key, value in GRPO.items() if key != "rewards"}
     base |= {"kind": "distill", "data": {"path": "said.jsonl"}}
 
@@ -558,8 +592,9 @@ def test_a_distillation_counts_the_teachers_real_size(tmp_path):
         items = plan(make_recipe({**base, **keys}), config, cuda=False).items
         return {item.name: item.device for item in items if item.name in ("teacher", "simulating model")}
 
-    both = {"teacher": of_teacher * 4, "simulating model": parameters * 4}
-    assert held(teacher=str(tmp_path)) == both and of_teacher > 2 * parameters
+    both = {"teacher": teacher_parameters * 4, "simulating model": parameters * 4}
+    assert held(teacher=str(tmp_path)) == both
+    assert teacher_parameters > 2 * parameters
     assert held() == {"teacher": parameters * 4}  # the starting model teaches and simulates
     assert held(refresh_every=50) == {"teacher": parameters * 4, "simulating model": parameters * 4}
     assert held(completions="student") == {"teacher": parameters * 4}

@@ -1,6 +1,7 @@
-"""A recipe mistake is reported at once, before any heavy library is imported; a dry run does not need TRL.
+"""A mistake in a recipe is reported immediately, before any heavy library is imported. A dry run does not need TRL.
 
-The imported modules are checked in a fresh process, shared by all recipes: the test process has imported everything.
+The imported modules are checked in one new process for all recipes, since the test's own process has imported all
+libraries.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def in_a_fresh_process(code: str, *arguments: object) -> subprocess.CompletedPro
 
 def mistakes() -> list[tuple[list[str], str]]:
     """Return (command arguments, expected message) for a wrong key and for a wrong value in every shipped recipe."""
-    made = []
+    cases = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
         block = "launch" if isinstance(recipe, TrainRecipe) else "rollout"
@@ -66,25 +67,35 @@ def mistakes() -> list[tuple[list[str], str]]:
             values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
-            if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # in this recipe the sweep's budgets apply
+            if not (
+                isinstance(recipe, EvalRecipe) and "budget" in recipe.sweep.cache
+            ):  # in this recipe the sweep's budgets apply
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
         command = "train" if isinstance(recipe, TrainRecipe) else recipe.kind
-        for override, says in (keys[number % len(keys)], values[number % len(values)]):
-            made.append(([command, name, override], says))
-    return made
+        for override, message in (keys[number % len(keys)], values[number % len(values)]):
+            cases.append(([command, name, override], message))
+    return cases
 
 
 def test_errors_in_shipped_recipes_import_no_heavy_library(tmp_path: Path) -> None:
+    """For each shipped recipe, a wrong key and a wrong value give one line within a second. Control: a wrong model is
+    found only after torch and transformers are imported."""
     cases = mistakes()
     control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # the recipe itself has no mistake
-    done = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)
-    assert done.returncode == 0, done.stderr
-    *answers, (status, err, heavy, _) = json.loads(done.stdout)
-    assert status == 2 and "is not a model directory" in err and {"torch", "transformers"} <= {*heavy}
+    process = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)
+    assert process.returncode == 0, process.stderr
+    *answers, (status, err, heavy, _) = json.loads(process.stdout)
+    assert status == 2
+    assert "is not a model directory" in err
+    assert {"torch", "transformers"} <= {*heavy}
     assert len(answers) == len(cases) == 2 * len(list_recipes())
-    for (words, says), (status, err, heavy, seconds) in zip(cases, answers, strict=True):
-        assert status == 2 and err.startswith("sparse-rl: error: ") and says in err and err.count("\n") == 1, words
-        assert heavy == [] and seconds < 1, (words, heavy, seconds)
+    for (words, message), (status, err, heavy, seconds) in zip(cases, answers, strict=True):
+        assert status == 2, words
+        assert err.startswith("sparse-rl: error: "), words
+        assert message in err, words
+        assert err.count("\n") == 1, words
+        assert heavy == [], (words, heavy, seconds)
+        assert seconds < 1, (words, heavy, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +106,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
-    """A dry run of any kind of training imports no TRL, even if the recipe names TRL's own rewards, which are not
-    called."""
+    """With TRL blocked, a dry run of every kind of training succeeds, even if the recipe names TRL's own rewards, which
+    are not called. Control: importing TRL in such a process fails."""
     assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity"}
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
     runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])
-    done = in_a_fresh_process(DRY_RUNS, runs)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("recipe ")] == [
+    process = in_a_fresh_process(DRY_RUNS, runs)
+    assert process.returncode == 0, process.stderr
+    assert [line.split()[1] for line in process.stdout.splitlines() if line.startswith("recipe ")] == [
         *(f"{kind}," for kind in (*TRAINED, "grpo"))
     ]
     blocked = in_a_fresh_process(DRY_RUNS.replace("main(words)", "__import__(words)"), ["trl"])
-    assert blocked.returncode and "import of trl halted" in blocked.stderr  # the control
+    assert blocked.returncode
+    assert "import of trl halted" in blocked.stderr  # control

@@ -1,4 +1,7 @@
-"""`sparse-rl perplexity`: its output, files and errors; with a full cache it equals a plain forward pass."""
+"""`sparse-rl perplexity` cuts a text into pieces, prefills the first tokens of each piece (the prompt) and measures the
+loss of the other tokens, decoded one by one under a cache policy. With a full cache the result equals a plain forward
+pass. The tests also cover output, files and errors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from sparse_rl.recipe import PerplexityRecipe, make_recipe
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/quickstart/model"
 STORIES = ROOT.parent / "shared/models/stories260K"  # optional, outside the repository
-TOLD = "One day, a little girl named Lily found a needle in her room. She knew it was difficult to play with it. " * 6
+STORY = "One day, a little girl named Lily found a needle in her room. She knew it was difficult to play with it. " * 6
 RECIPE = """
 kind: perplexity
 model: {model}
@@ -38,17 +41,17 @@ rollout: {{engine: hf, progress: false}}
 
 def symbols(count: int, seed: int = 0) -> str:
     """Return a text of the quickstart's symbols, one token each."""
-    drawn = random.Random(seed)
-    return "".join(drawn.choice("0123456789abcdefABCDEF;?[]") for _ in range(count))
+    rng = random.Random(seed)
+    return "".join(rng.choice("0123456789abcdefABCDEF;?[]") for _ in range(count))
 
 
 @pytest.fixture
-def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
+def book(workdir: Path, model: Path) -> Callable[..., PerplexityRecipe]:
     """book(text, model, **keys) returns a recipe on book.txt, and writes it to text.yaml too."""
 
     def make(text: str = symbols(150), model: Path = model, **keys: Any) -> PerplexityRecipe:
-        (here / "book.txt").write_text(text, encoding="utf-8")
-        (here / "text.yaml").write_text(RECIPE.format(model=model))
+        (workdir / "book.txt").write_text(text, encoding="utf-8")
+        (workdir / "text.yaml").write_text(RECIPE.format(model=model))
         mapping = {
             "kind": "perplexity", "model": str(model), "output_dir": "out", "dtype": "float32", "text": "book.txt",
             "prompt_tokens": 12, "completion_tokens": 20,
@@ -79,7 +82,7 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
     if name == "stories" and not (STORIES / "model.safetensors").exists():
         pytest.skip("the trained model stories260K is not here")
     folder = {"random": model, "quickstart": QUICKSTART, "stories": STORIES}[name]
-    text = TOLD if name == "stories" else symbols(150)
+    text = STORY if name == "stories" else symbols(150)
     recipe = book(text, folder, cache="full", prompt_tokens=prompt, completion_tokens=completion)
     (row,) = measure(recipe, progress=False)
     ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
@@ -87,56 +90,69 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
     assert row.pieces == len(losses) == len(ids) // (prompt + completion) > 1
     assert row.nll == pytest.approx(statistics.mean(losses), abs=1e-5)
     assert row.standard_error == pytest.approx(statistics.stdev(losses) / len(losses) ** 0.5, abs=1e-5)
-    assert row.perplexity == pytest.approx(math.exp(row.nll)) and row.retention == 1
-    assert row.tokens == completion * len(losses) and row.seconds > 0
+    assert row.perplexity == pytest.approx(math.exp(row.nll))
+    assert row.retention == 1
+    assert row.tokens == completion * len(losses)
+    assert row.seconds > 0
     assert row.peak_entries == row.read_entries == prompt + completion - 1
-    if completion > 1:  # the control: another position in the piece has another loss
+    if completion > 1:  # control: the loss from another position on differs
         assert abs(row.nll - statistics.mean(plain_losses(folder, ids, prompt + 1, prompt + completion))) > 1e-3
 
 
-def test_a_sweep_has_a_row_for_each_cache(book: Callable, here: Path) -> None:
-    """A sweep has a row for each cache. An evicting policy changes the perplexity if its budget is smaller than a
-    piece."""
+def test_a_sweep_has_a_row_for_each_cache(book: Callable, workdir: Path) -> None:
+    """A sweep has a row for each cache. The full cache and a budget of 500 give equal losses, since a piece has only 32
+    tokens. A budget of 8, and clustered attention, give other losses."""
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
-    sweep = {"policy": ["full", "streaming", clustered], "budget": [8, 500]}
+    sweep = {"policy": ["full", "streaming", clustered], "cache": {"budget": [8, 500]}}
     rows = measure(book(model=QUICKSTART, sweep=sweep), progress=False)
     assert [(row.policy, row.budget) for row in rows] == [
         ("full", None), ("streaming", 8), ("streaming", 500), ("clustered", None),
     ]  # fmt: skip
     full, small, large, pages = rows
-    assert large.nll == pytest.approx(full.nll, abs=1e-5) and large.retention == 1
+    assert large.nll == pytest.approx(full.nll, abs=1e-5)
+    assert large.retention == 1
     assert min(abs(row.nll - full.nll) for row in (small, pages)) > 1e-3
-    assert small.peak_entries == small.read_entries == 9 and small.retention < 1
+    assert small.peak_entries == small.read_entries == 9
+    assert small.retention < 1
     assert 0 < small.mean_peak_entries <= 9
     assert pages.read_entries < pages.peak_entries == full.peak_entries == 31
-    content = json.loads((here / "out/perplexity.json").read_text())
+    content = json.loads((workdir / "out/perplexity.json").read_text())
     assert [row["nll"] for row in content["rows"]] == [row.nll for row in rows]
-    assert content["rows"][1]["budget"] == 8 and content["format_version"] == 1 and "torch" in content["versions"]
+    assert content["rows"][1]["budget"] == 8
+    assert content["format_version"] == 1
+    assert "torch" in content["versions"]
     assert make_recipe(content["recipe"]) == book(model=QUICKSTART, sweep=sweep)
 
 
 def test_results_do_not_depend_on_the_batch_and_pieces_keep_their_order(book: Callable) -> None:
+    """The loss of 4 pieces is the same for any batch size. `pieces: 2` measures the first two, which equals a text of
+    only these two. With a single piece there is no standard error."""
     cache = {"policy": "h2o", "budget": 8}
     rows = [
         measure(book(cache=cache, rollout={"max_batch": batch}, **keys), progress=False)[0]
         for batch, keys in ((64, {}), (1, {}), (3, {"pieces": 2}), (64, {"pieces": 99}))
     ]
-    assert rows[1].nll == pytest.approx(rows[0].nll, abs=1e-6) and rows[3].nll == rows[0].nll
-    assert [row.pieces for row in rows] == [4, 4, 2, 4] and rows[2].nll != rows[0].nll
+    assert rows[1].nll == pytest.approx(rows[0].nll, abs=1e-6)
+    assert rows[3].nll == rows[0].nll
+    assert [row.pieces for row in rows] == [4, 4, 2, 4]
+    assert rows[2].nll != rows[0].nll
     assert measure(book(symbols(70), cache=cache), progress=False)[0].nll == pytest.approx(rows[2].nll, abs=1e-6)
-    one = measure(book(symbols(40), cache=cache), progress=False)[0]
-    assert one.pieces == 1 and one.standard_error is None
+    single_piece = measure(book(symbols(40), cache=cache), progress=False)[0]
+    assert single_piece.pieces == 1
+    assert single_piece.standard_error is None
 
 
-def test_each_cache_has_one_engine(book: Callable, as_vllm: list[str]) -> None:
-    sweep = {"policy": ["full", "streaming"], "budget": [8]}
+def test_each_cache_has_one_engine_and_only_one_is_open(book: Callable, as_vllm: list[str]) -> None:
+    """The log `as_vllm` shows that each engine is closed before the next one opens."""
+    sweep = {"policy": ["full", "streaming"], "cache": {"budget": [8]}}
     expected = measure(book(sweep=sweep), progress=False)
     rows = measure(book(sweep=sweep, rollout={"engine": "auto"}), progress=False)
     assert as_vllm == ["full", "closed", "streaming", "closed"]
     assert [row.nll for row in rows] == [row.nll for row in expected]
 
 
-def test_pieces_are_the_text_in_order(tmp_path: Path) -> None:
+def test_pieces_are_consecutive_parts_of_the_text(tmp_path: Path) -> None:
+    """100 tokens give 3 pieces of 32; the rest is left out. A text shorter than a piece is refused."""
     tokenizer, text = AutoTokenizer.from_pretrained(QUICKSTART), symbols(100)
     (tmp_path / "t.txt").write_text(text)
     pieces = read_pieces(str(tmp_path / "t.txt"), tokenizer, 32)
@@ -150,23 +166,31 @@ def test_pieces_are_the_text_in_order(tmp_path: Path) -> None:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_perplexity_prints_a_table_and_other_commands_read_its_results(
+    book: Callable, workdir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Results are not overwritten without --overwrite. `inspect` and `plot` read them, and `doctor` the recipe."""
     book()
-    words = ["perplexity", "text.yaml", "sweep={policy: [full, streaming], budget: [8]}"]
+    words = ["perplexity", "text.yaml", "sweep={policy: [full, streaming], cache: {budget: [8]}}"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "4 pieces, 20 tokens decoded after 12" in out and "streaming 8" in out and "perplexity" in out
+    assert "4 pieces, 20 tokens decoded after 12" in out
+    assert "streaming 8" in out
+    assert "perplexity" in out
     assert out.endswith("out/perplexity.json\n")
-    assert main(words) == 2 and "already holds perplexity.json" in capsys.readouterr().err
-    assert main([*words, "--overwrite", "pieces=1"]) == 0 and "1 pieces, 20" in capsys.readouterr().out
-    for place, says in {
+    assert main(words) == 2
+    assert "already holds perplexity.json" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "pieces=1"]) == 0
+    assert "1 pieces, 20" in capsys.readouterr().out
+    for place, description in {
         "out": "perplexities of a text, 2 rows; sparse-rl plot out/perplexity.json draws them",
         "out/perplexity.json": "perplexities of a text, 2 rows; sparse-rl plot out/perplexity.json draws them",
         "text.yaml": "a recipe of kind perplexity; sparse-rl perplexity text.yaml runs it",
     }.items():
         assert main(["inspect", place]) == 0
-        assert capsys.readouterr().out == f"{place}: {says}\n"
-    assert main(["plot", "out"]) == 0 and "nll a token" in capsys.readouterr().out
+        assert capsys.readouterr().out == f"{place}: {description}\n"
+    assert main(["plot", "out"]) == 0
+    assert "nll a token" in capsys.readouterr().out
     assert main(["doctor", "text.yaml", "cache={policy: streaming, budget: 8}"]) == 0
     assert "streaming 8: 12 entries" in " ".join(capsys.readouterr().out.split())
 
@@ -190,13 +214,15 @@ def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.C
         (["rollout", "text.yaml"], "a recipe of kind perplexity samples nothing; use sparse-rl perplexity"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: list[str], message: str, book: Callable, here: Path, capsys: pytest.CaptureFixture
+def test_a_mistake_is_one_line_and_writes_no_results(
+    words: list[str], message: str, book: Callable, workdir: Path, capsys: pytest.CaptureFixture
 ) -> None:
     book()
-    (here / "empty.txt").write_text("")
-    (here / "latin.txt").write_bytes("café".encode("latin-1"))
+    (workdir / "empty.txt").write_text("")
+    (workdir / "latin.txt").write_bytes("café".encode("latin-1"))
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert err.startswith("sparse-rl: error: ") and err.count("\n") == 1 and message in err
-    assert not (here / "out/perplexity.json").exists()
+    assert err.startswith("sparse-rl: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert not (workdir / "out/perplexity.json").exists()

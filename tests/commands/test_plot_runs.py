@@ -1,4 +1,4 @@
-"""`plot` of runs and of traces: the pictures, and their colours, titles and legends."""
+"""`sparse-rl plot` of runs and of traces writes the right pictures, with the right colours, titles and legends."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import NEVER, EvictionTrace, save_traces
 
 
-def run(folder: Path, values: Sequence[float], recipe: str = "", **more: float) -> Path:
+def run(folder: Path, values: Sequence[float], recipe: str = "", **further_metrics: float) -> Path:
+    """Write the metrics and the recipe of a run with these rewards, and return its folder."""
     folder.mkdir(parents=True)
-    lines = [{"step": i + 1, "reward": v, "replay/gap_mean": 1e-7, **more} for i, v in enumerate(values)]
+    lines = [{"step": i + 1, "reward": v, "replay/gap_mean": 1e-7, **further_metrics} for i, v in enumerate(values)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "recipe.yaml").write_text(recipe)
     return folder
 
 
 def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
+    """Return the output of `sparse-rl plot`, which lists the written files, or its error."""
     assert main(["plot", *map(str, words)]) == status
     output = capsys.readouterr()
     return output.err if status else output.out
@@ -49,19 +51,29 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_pictures_of_several_runs_are_saved_in_the_first_runs_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    one, two, three = (run(tmp_path / "runs" / name / "grpo", [0.1, 0.2]) for name in ("one", "two", "three"))
+    """Each combination of runs gives pictures of its own names. Names of many runs are cut, but stay different."""
+    first, second, third = (run(tmp_path / "runs" / name / "grpo", [0.1, 0.2]) for name in ("one", "two", "three"))
     written: list[str] = []
-    for words in ([one], [one, two], [one, three, "--metric", "reward"], [one, two, three, "--metric", "reward"]):
+    for words in (
+        [first],
+        [first, second],
+        [first, third, "--metric", "reward"],
+        [first, second, third, "--metric", "reward"],
+    ):
         written += plot(capsys, *words).split()
-    assert len(set(written)) == len(written) == 6 and all(Path(file).is_file() for file in written)
-    assert str(one / "plots" / "learning_with_two_grpo.png") in written
-    assert plot(capsys, one, one).split() == written[:2]  # a run that is named twice counts once
+    assert len(set(written)) == len(written) == 6
+    assert all(Path(file).is_file() for file in written)
+    assert str(first / "plots" / "learning_with_two_grpo.png") in written
+    assert plot(capsys, first, first).split() == written[:2]  # a run that is named twice counts once
     many = [f"a run with a long name {i}" for i in range(20)]
-    whole, but_one = others(many), others(many[:-1])
-    assert whole != but_one and len(whole) < 150
+    all_names, all_but_one = others(many), others(many[:-1])
+    assert all_names != all_but_one
+    assert len(all_names) < 150
 
 
 def test_a_run_has_the_colour_of_its_method(tmp_path: Path, capsys: pytest.CaptureFixture, figures: list) -> None:
+    """The method follows from the run's recipe; its colour does not depend on the order of the runs. A damaged or
+    missing recipe is no error."""
     grpo = "kind: grpo\ncache: {policy: %s}\ntrain_attention: %s\n"
     recipes = {
         "gkv": grpo % ("gkv", "replay"),
@@ -96,7 +108,8 @@ def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: li
     places = [text.get_text() for text in bars.axes[0].get_yticklabels()]
     solid = [to_hex(bar.get_facecolor()).upper() for bar in bars.axes[0].patches[::2]]
     colour_of = dict(zip(places, solid, strict=True))
-    assert len(set(solid)) == 4 and len(lines) == 2
+    assert len(set(solid)) == 4
+    assert len(lines) == 2
     for figure in lines:
         for text in figure.axes[0].texts:
             label = text.get_text().replace("\n", " ").removesuffix(", mean").partition(" (")[0]
@@ -120,39 +133,48 @@ def test_curves_have_titles_and_labels(
     for figure in figures:
         (axes,) = figure.axes
         figure.canvas.draw()
-        assert axes.get_title(loc="left") and all(float(tick).is_integer() for tick in axes.get_xticks())
+        assert axes.get_title(loc="left")
+        assert all(float(tick).is_integer() for tick in axes.get_xticks())
     (axes,) = figures[0].axes
     assert ("bold" in axes.get_xlabel()) == (len(axes.lines) == 2) == (steps >= 10)
 
 
-def test_a_single_step_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    one, two = run(tmp_path / "one", [0.125]), run(tmp_path / "two", [0.5])
-    output = plot(capsys, one, two)
-    assert "0.125" in output and "0.5" in output and "1e-07" in output and not (one / "plots").exists()
+def test_runs_of_a_single_step_are_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    first, second = run(tmp_path / "one", [0.125]), run(tmp_path / "two", [0.5])
+    output = plot(capsys, first, second)
+    assert "0.125" in output
+    assert "0.5" in output
+    assert "1e-07" in output
+    assert not (first / "plots").exists()
     longer = run(tmp_path / "longer", [0.25, 0.5])
-    assert all(Path(file).is_file() for file in plot(capsys, one, longer).split())
+    assert all(Path(file).is_file() for file in plot(capsys, first, longer).split())
 
 
 @pytest.mark.parametrize("runs", [1, 12])
 @pytest.mark.parametrize("metric", ["rewrad", "nothing like it", "x" * 5000])
-def test_an_unknown_metric_is_a_short_line(
+def test_an_unknown_metric_gives_one_short_line(
     runs: int, metric: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    more = {f"rewards/of_a_long_name_{i}/mean": 1.0 for i in range(60)} | {"y" * 1000: 1.0}
-    folders = [run(tmp_path / f"run{i}", [0.1, 0.2], **more) for i in range(runs)]
+    """Even if the runs have many metrics with long names, the error has fewer than 300 characters."""
+    further_metrics = {f"rewards/of_a_long_name_{i}/mean": 1.0 for i in range(60)} | {"y" * 1000: 1.0}
+    folders = [run(tmp_path / f"run{i}", [0.1, 0.2], **further_metrics) for i in range(runs)]
     output = plot(capsys, *folders, "--metric", metric, status=2)
-    assert output.count("\n") == 1 and len(output) < 300 and " more" in output, output
+    assert output.count("\n") == 1, output
+    assert len(output) < 300, output
+    assert " more" in output, output
     assert ("the nearest names are reward, " in output) or metric != "rewrad"
     for folder in folders:
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **more}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **further_metrics}))
     output = plot(capsys, *folders, status=2)
-    assert "no reward and no loss" in output and output.count("\n") == 1 and len(output) < 300, output
+    assert "no reward and no loss" in output, output
+    assert output.count("\n") == 1, output
+    assert len(output) < 300, output
 
 
 # ---- traces ---------------------------------------------------------------------------------------------------------
 
 
-def held(layers: Sequence[int]) -> EvictionTrace:
+def trace_keeping(layers: Sequence[int]) -> EvictionTrace:
     """Return a trace of 60 tokens in which each layer keeps its own number of last tokens."""
     evict_at = torch.stack([torch.arange(60).add(kept).expand(2, 60) for kept in layers])
     return EvictionTrace(torch.where(evict_at >= 59, NEVER, evict_at).int())
@@ -166,30 +188,30 @@ def test_the_density_plot_shows_its_policy_and_every_legend_entry(
     layers: tuple, legend: set, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:
     file = tmp_path / "t.safetensors"
-    save_traces(file, [held(layers)], {"policy": json.dumps({"policy": "gkv", "budget": 40})})
+    save_traces(file, [trace_keeping(layers)], {"policy": json.dumps({"policy": "gkv", "budget": 40})})
     plot(capsys, file)
     (figure,) = figures
-    (axes,), (shown,) = figure.axes, figure.legends
+    (axes,), (legend_box,) = figure.axes, figure.legends
     assert axes.get_title(loc="left").startswith("gkv, budget 40: ")
-    assert {text.get_text() for text in shown.get_texts()} == legend
+    assert {text.get_text() for text in legend_box.get_texts()} == legend
     colours = [line.get_color() for line in axes.lines]
     grey = [drawing.GREY] * (len(layers) if "each layer" in legend else 0)
     assert colours == [*grey, drawing.COLOURS["gkv"]]
 
 
 @pytest.mark.parametrize("fingerprint", [{}, {"policy": "["}, {"policy": "[]"}, {"policy": '{"policy": ["x"]}'}])
-def test_traces_of_an_unnamed_policy(
+def test_traces_with_a_damaged_fingerprint_are_drawn(
     fingerprint: dict, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:
-    save_traces(tmp_path / "t.safetensors", [held([20])], fingerprint)
+    save_traces(tmp_path / "t.safetensors", [trace_keeping([20])], fingerprint)
     plot(capsys, tmp_path / "t.safetensors")
     assert figures[0].axes[0].get_title(loc="left")
 
 
-def test_a_folder_of_traces(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_with_one_file_of_traces_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / "rollouts"
     folder.mkdir()
-    save_traces(folder / "traces-00000.safetensors", [held([20])], {})
+    save_traces(folder / "traces-00000.safetensors", [trace_keeping([20])], {})
     assert plot(capsys, folder).strip() == str(folder / "traces-00000.png")
-    save_traces(folder / "traces-00001.safetensors", [held([20])], {})
+    save_traces(folder / "traces-00001.safetensors", [trace_keeping([20])], {})
     assert "has 2 files of traces; draw one of them" in plot(capsys, folder, status=2)

@@ -1,4 +1,6 @@
-"""`plot` of an evaluation: one line per method with points at its own ratios or budgets; otherwise a table."""
+"""`sparse-rl plot` of an evaluation draws one line per method, with points at the method's ratios or budgets; if no
+method has two points, it prints a table.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,36 @@ from sparse_rl.commands.main import main
 
 
 def row(policy: str, accuracy: Any, task: str = "one", **parameters: Any) -> dict[str, Any]:
+    """Return a row of eval.json."""
     return {
         "task": task, "policy": policy, "parameters": parameters, "accuracy": accuracy, "standard_error": None,
     }  # fmt: skip
 
 
-def of_text(policy: str, nll: float | None, **parameters: Any) -> dict[str, Any]:
+def perplexity_row(policy: str, nll: float | None, **parameters: Any) -> dict[str, Any]:
+    """Return a row of perplexity.json."""
     return {"policy": policy, "parameters": parameters, "nll": nll, "standard_error": 0.1}
 
 
 def points(rows: list[dict[str, Any]]) -> list[Point]:
-    return [Point(one["task"], one["policy"], one["parameters"], one["accuracy"]) for one in rows]
+    return [Point(result["task"], result["policy"], result["parameters"], result["accuracy"]) for result in rows]
 
 
 def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
     return method_names(points(rows), axis)
 
 
-def drawn_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+def axes_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the axes drawn from those rows that have an accuracy."""
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
-    sweep = Sweep("accuracy", "one; a model", points([one for one in rows if one["accuracy"] is not None]))
+    sweep = Sweep("accuracy", "one; a model", points([result for result in rows if result["accuracy"] is not None]))
     figure: Any = plot_sweep(sweep, "unused")
     (axes,) = figure.axes
     return axes
 
 
 def lines(axes: Any) -> list[list[tuple[float, float]]]:
+    """Return the points (x, y) of each drawn line."""
     return [[tuple(map(float, xy)) for xy in zip(*line.get_data(), strict=True)] for line in axes.lines]
 
 
@@ -57,7 +62,7 @@ ROWS = [
 ]
 
 
-def test_methods_are_labelled_by_the_settings_that_differ() -> None:
+def test_methods_are_labelled_by_the_settings_in_which_they_differ() -> None:
     assert names(ROWS) == [
         "am, omp, repeat", "am, omp, repeat", "am, attention, repeat+random",
         "evict, pool 3", "evict, pool 1", "evict, pool 1", "full",
@@ -65,26 +70,32 @@ def test_methods_are_labelled_by_the_settings_that_differ() -> None:
     assert names([row("am", 1, ratio=0.1), row("am", 1, "two", ratio=0.1)]) == ["one: am", "two: am"]
 
 
-def test_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = drawn_of(ROWS, monkeypatch)
+def test_each_method_has_a_line_through_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full cache, which has no ratio, is a dashed horizontal line."""
+    axes = axes_of(ROWS, monkeypatch)
     drawn = lines(axes)
-    assert [(0.02, 0.5), (0.1, 0.7)] in drawn and [(0.1, 0.6)] in drawn and [(0.1, 0.3)] in drawn
+    assert [(0.02, 0.5), (0.1, 0.7)] in drawn
+    assert [(0.1, 0.6)] in drawn
+    assert [(0.1, 0.3)] in drawn
     assert [(0.1, 0.2)] in drawn  # without the row that has no accuracy
     flat = [line for line in axes.lines if line.get_linestyle() == "--"]
-    assert len(flat) == 1 and set(flat[0].get_ydata()) == {0.9}
+    assert len(flat) == 1
+    assert set(flat[0].get_ydata()) == {0.9}
     assert {text.get_text() for text in axes.texts} == {
         "am, omp, repeat", "am, attention,\nrepeat+random", "evict, pool 3", "evict, pool 1", "full"
     }  # fmt: skip
 
 
-def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets are drawn like ratios: rows that differ only in the budget form one line."""
+def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that follow from the budget by default (h2o's window, am's period) do not count as differences; other
+    differences are part of the label."""
     swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
     swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
     swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # h2o's default window
-    axes = drawn_of(swept, monkeypatch)
+    axes = axes_of(swept, monkeypatch)
     drawn = lines(axes)
-    assert [(32, 0.1), (64, 0.4)] in drawn and [(40, 0.3)] in drawn
+    assert [(32, 0.1), (64, 0.4)] in drawn
+    assert [(40, 0.3)] in drawn
     assert {text.get_text() for text in axes.texts} == {
         "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
     }  # fmt: skip
@@ -93,67 +104,83 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names([row("am", 1, budget=b, period=32) for b in (32, 40)], "budget") == ["am", "am"]
     mixed = [row("am", 1, budget=32, period=p) for p in (32, 16)]
     assert names(mixed, "budget") == ["am, period 32", "am, period 16"]
-    other = [row("h2o", 1, budget=32, window=w) for w in (16, 8)]
-    assert names(other, "budget") == ["h2o, window 16", "h2o, window 8"]
+    with_other_windows = [row("h2o", 1, budget=32, window=w) for w in (16, 8)]
+    assert names(with_other_windows, "budget") == ["h2o, window 16", "h2o, window 8"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["32", "40", "64"]
-    assert "budget" in axes.get_xlabel() and axes.get_xlim()[0] < axes.get_xlim()[1]
+    assert "budget" in axes.get_xlabel()
+    assert axes.get_xlim()[0] < axes.get_xlim()[1]
     assert axes.get_title(loc="left") == "Accuracy on one; a model"
 
 
 def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
-    for rows in (both, both[::-1], [*both, row("full", 0.9)]):
-        named = {text.get_text(): text.get_color() for text in drawn_of(rows, monkeypatch).texts}
-        assert named == {name: COLOURS[name] for name in named} and {"gkv", "streaming"} <= named.keys()
+    two_methods = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
+    for rows in (two_methods, two_methods[::-1], [*two_methods, row("full", 0.9)]):
+        named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).texts}
+        assert named == {name: COLOURS[name] for name in named}
+        assert {"gkv", "streaming"} <= named.keys()
     periods = [row("gkv", 0.1 * b, budget=b, period=p) for p in (1, 2, 3) for b in (1, 2)]
-    shades = [text.get_color() for text in drawn_of(periods, monkeypatch).texts]
-    assert (
-        COLOURS["gkv"] in shades and len(set(shades)) == 3 and not set(shades) & {*COLOURS.values()} - {COLOURS["gkv"]}
-    )
-    other = {text.get_text(): text.get_color() for text in drawn_of(
+    shades = [text.get_color() for text in axes_of(periods, monkeypatch).texts]
+    assert COLOURS["gkv"] in shades
+    assert len(set(shades)) == 3
+    assert not set(shades) & {*COLOURS.values()} - {COLOURS["gkv"]}
+    unknown_methods = {text.get_text(): text.get_color() for text in axes_of(
         [row(p, 0.1 * b, budget=b) for p in ("gkv", "mine", "yours") for b in (1, 2)], monkeypatch
     ).texts}  # fmt: skip
-    assert len(set(other.values())) == 3 and other["gkv"] == COLOURS["gkv"]
+    assert len(set(unknown_methods.values())) == 3
+    assert unknown_methods["gkv"] == COLOURS["gkv"]
 
 
 def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
+    """Return the output of `sparse-rl plot`, or its error."""
     assert main(["plot", *map(str, words)]) == status
     output = capsys.readouterr()
     return output.err if status else output.out
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The evaluation is named by its file or its folder. Two evaluations, and a metric, are refused."""
     file, picture = tmp_path / "eval.json", tmp_path / "eval.png"
     file.write_text(json.dumps({"rows": ROWS}))
-    for source in (file, tmp_path):  # the folder is what `inspect` takes, too
-        assert plot(capsys, source).strip() == str(picture) and picture.stat().st_size
+    for source in (file, tmp_path):
+        assert plot(capsys, source).strip() == str(picture)
+        assert picture.stat().st_size
         picture.unlink()
     assert "one file at a time" in plot(capsys, file, tmp_path, status=2)
     assert "has no metrics" in plot(capsys, file, "--metric", "reward", status=2)
 
 
-def test_perplexities(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [of_text(p, 2.0 + s / b, budget=b) for p, s in (("gkv", 1), ("h2o", 2)) for b in (8, 4)]
-    rows += [of_text("full", 1.9), of_text("h2o", None, budget=2)]
+def test_perplexities_are_drawn_or_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses in nats are drawn like accuracies; with one point per method they are printed as a table."""
+    rows = [perplexity_row(p, 2.0 + s / b, budget=b) for p, s in (("gkv", 1), ("h2o", 2)) for b in (8, 4)]
+    rows += [perplexity_row("full", 1.9), perplexity_row("h2o", None, budget=2)]
     recipe = {"model": "/somewhere/org/a-model", "text": "books/novel.txt"}
     (tmp_path / "perplexity.json").write_text(json.dumps({"recipe": recipe, "rows": rows}))
     assert plot(capsys, tmp_path).strip() == str(tmp_path / "perplexity.png")
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
     figure: Any = plot_sweep(sweeps.read_sweep(tmp_path / "perplexity.json"), "unused")
     (axes,) = figure.axes
-    assert axes.get_title(loc="left") == "Perplexity of novel.txt; a-model" and "nats" in axes.get_ylabel()
-    assert [(4, 2.25), (8, 2.125)] in lines(axes) and [(4, 1.9), (8, 1.9)] in lines(axes)
+    assert axes.get_title(loc="left") == "Perplexity of novel.txt; a-model"
+    assert "nats" in axes.get_ylabel()
+    assert [(4, 2.25), (8, 2.125)] in lines(axes)
+    assert [(4, 1.9), (8, 1.9)] in lines(axes)
     (tmp_path / "perplexity.json").write_text(json.dumps({"rows": rows[:1] + rows[4:]}))
     output = plot(capsys, tmp_path)
-    assert "2.1250 ± 0.1000" in output and "8.37" in output and "full" in output
+    assert "2.1250 ± 0.1000" in output
+    assert "8.37" in output
+    assert "full" in output
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[-1:], [ROWS[0], ROWS[3], ROWS[-1]]])
-def test_a_single_point_is_a_table(rows: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_methods_with_a_single_point_are_printed_as_a_table(
+    rows: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": rows}))
     output = plot(capsys, file)
-    assert "pass@1" in output and all(f"{100 * one['accuracy']:.1f}" in output for one in rows)
+    assert "pass@1" in output
+    assert all(f"{100 * result['accuracy']:.1f}" in output for result in rows)
     assert not (tmp_path / "eval.png").exists()
 
 
@@ -161,7 +188,7 @@ HUGE = "9" * 400
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({"rows": ROWS[5:6]}, "no row of .* has an accuracy"),
         ({"rows": []}, "no row of .* has an accuracy"),
@@ -187,9 +214,13 @@ HUGE = "9" * 400
         ({HUGE: 1}, "it has no 'rows'"),
     ],
 )
-def test_a_damaged_file_is_one_line(content: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_damaged_file_gives_one_short_line(
+    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     file = tmp_path / "eval.json"
     text = content if isinstance(content, str) else json.dumps(content)
     file.write_bytes(text.encode(errors="surrogateescape"))
     output = plot(capsys, file, status=2)
-    assert re.search(says, output) and output.count("\n") == 1 and len(output) < 300, output
+    assert re.search(message, output), output
+    assert output.count("\n") == 1, output
+    assert len(output) < 300, output

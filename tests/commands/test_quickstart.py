@@ -1,4 +1,4 @@
-"""The quickstart's choice of budget and its report. Its stages have tests of their own."""
+"""The quickstart chooses a budget, runs stages (other commands) and writes a report. The commands have other tests."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from sparse_rl.commands.quickstart import (
 from sparse_rl.recipe import load_recipe
 
 
-def test_the_smallest_budget_in_the_aim_is_taken() -> None:
+def test_the_smallest_budget_with_an_accuracy_in_the_aim_is_chosen() -> None:
+    """`choose_budget` gets the accuracy of the untrained model for each budget; the aim is a range of accuracies."""
     assert choose_budget({32: 0.1, 40: 0.3, 48: 0.45, 64: 0.9}) == 40
     assert choose_budget({64: 0.5, 32: 0.25}) == 32
 
 
-def test_else_the_nearest_that_is_not_at_chance() -> None:
+def test_if_no_budget_is_in_the_aim_the_nearest_above_chance_is_chosen() -> None:
     assert choose_budget({32: 0.12, 40: 0.2, 48: 0.7, 64: 0.9}) == 40  # .05 below the aim, .2 above it
     assert choose_budget({32: 0.12, 40: 0.17, 48: 0.55, 64: 0.9}) == 48  # .17 is nearer than .9, but at chance
 
@@ -65,15 +66,16 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
 
 
 def test_run_directories_follow_the_recipe_names() -> None:
-    """The stages are the shipped recipes; all start from the shipped model and use one budget."""
+    """Each method's run has the name of its shipped recipe; all start from the shipped model and use one budget."""
     for name in METHODS.values():
         recipe = load_recipe(f"quickstart/{name}")
-        assert Path(recipe.output_dir).name == name and recipe.model == "quickstart/model"
+        assert Path(recipe.output_dir).name == name
+        assert recipe.model == "quickstart/model"
     assert shipped_budget() == load_recipe("quickstart/grpo_mismatch").cache.budget == 40
     assert list(LABELS) == [START, *METHODS]
 
 
-WORKS = """
+TRAINING_PROGRAM = """
 import json, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
@@ -85,40 +87,48 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    """Return a stage whose command is WORKS, and which reports every progress update."""
+def run_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Run one stage whose command is TRAINING_PROGRAM, and print every update of its progress."""
     script = tmp_path / "works.py"
-    script.write_text(WORKS)
+    script.write_text(TRAINING_PROGRAM)
     popen = quickstart.subprocess.Popen
-    own = lambda command, **keys: popen([command[0], str(script), str(tmp_path / "run"), str(status)], **keys)  # noqa: E731
-    monkeypatch.setattr(quickstart.subprocess, "Popen", own)
+    start_program = lambda command, **keys: popen([command[0], str(script), str(tmp_path / "run"), str(status)], **keys)  # noqa: E731
+    monkeypatch.setattr(quickstart.subprocess, "Popen", start_program)
     monkeypatch.setattr(quickstart, "NEWS_SECONDS", 0.5)
-    with progress.stage("quickstart") as shown:
-        Stages(1, shown, 1).run("seed 0: RL-Sparse", tmp_path / "run", ["train"], steps=2)
-    assert shown.done == 1
+    with progress.stage("quickstart") as overall:
+        Stages(1, overall, 1).run("seed 0: RL-Sparse", tmp_path / "run", ["train"], steps=2)
+    assert overall.done == 1
 
 
-def test_a_stage_prints_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    stage(tmp_path, monkeypatch, 0)
+def test_a_stage_prints_its_start_progress_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    run_stage(tmp_path, monkeypatch, 0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["start", "seed", "0:", "RL-Sparse"]
     assert any(line.endswith("RL-Sparse  step 1  reward 0.25") for line in lines[1:-1])
-    assert "step 2  reward 0.50" in lines[-1] and lines[-1].split()[0] == "done"
+    assert "step 2  reward 0.50" in lines[-1]
+    assert lines[-1].split()[0] == "done"
 
 
-def test_a_terminal_shows_all_stages_and_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_shows_one_row_for_all_stages_and_one_for_the_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with terminal() as seen:
-        stage(tmp_path, monkeypatch, 0)
+        run_stage(tmp_path, monkeypatch, 0)
         text = re.sub(r"\x1b\[[\d;]*[mAK]", "", seen.getvalue())
     assert re.search(r"[\r\n]quickstart +━+ +0:0\d +0/1 stages", text)
     assert re.search(r"\nseed 0: RL-Sparse ━*[╺╸]?━+ 1/2 steps +0:0\d left reward 0.25", text)
-    assert "  start  seed 0: RL-Sparse\n" in text and "  done   seed 0: RL-Sparse  step 2  reward 0.50" in text
+    assert "  start  seed 0: RL-Sparse\n" in text
+    assert "  done   seed 0: RL-Sparse  step 2  reward 0.50" in text
     assert text.count("RL-Sparse  step 1") == 0  # no progress lines on a terminal
 
 
-def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_stops_the_quickstart_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(QuickstartError, match=r"seed 0: RL-Sparse failed \(log: .*log.txt\): no output"):
-        stage(tmp_path, monkeypatch, 3)
+        run_stage(tmp_path, monkeypatch, 3)
 
 
 def test_progress_is_zero_before_the_first_log(tmp_path: Path) -> None:

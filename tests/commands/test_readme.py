@@ -18,27 +18,28 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = "runs/my-run"
 
-# Start of a command -> overrides that replace models and data from the hub and shorten the run.
-TRAINED = [
+# Overrides that replace models and data from the hub, and shorten the run.
+SHORT_TRAINING = [
     "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "rewards=[boxed]", "dtype=float32",
     "rollout.engine=hf", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "num_generations=2",
     "max_completion_length=24", "validation=null", "max_steps=2", "save_steps=1",
 ]  # fmt: skip
-TAUGHT = [
+SHORT_DISTILLATION = [
     "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "keep=null", "dtype=float32",
     "rollout={engine: hf}", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "max_steps=2",
     "launch.processes=1", "launch.zero_stage=0", "cache.budget=40", "report_to=[]", "output_dir=runs/distill",
 ]  # fmt: skip
-INSTEAD = {
+# Beginning of a command in the README -> overrides with which the test runs it; None means that another test runs it.
+OVERRIDES = {
     "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart"],
-    "sparse-rl doctor qwen2.5-1.5b/grpo": TRAINED,
-    "sparse-rl train qwen2.5-1.5b/grpo": TRAINED,
+    "sparse-rl doctor qwen2.5-1.5b/grpo": SHORT_TRAINING,
+    "sparse-rl train qwen2.5-1.5b/grpo": SHORT_TRAINING,
     "sparse-rl eval eval/math500": [
         "tasks={sums: {synthetic: {task: running_sum, size: 8, split: evaluation}}}", "accuracy=boxed", "samples=1",
         "dtype=float32", "rollout.engine=hf", "max_completion_length=24",
     ],
     "sparse-rl train quickstart/distill": ["max_steps=2", "validation=null", "rollout.engine=hf"],
-    "sparse-rl train deepseek-r1-distill-qwen-7b/distill": TAUGHT,
+    "sparse-rl train deepseek-r1-distill-qwen-7b/distill": SHORT_DISTILLATION,
     "sparse-rl train RECIPE --resume": [],
     "sparse-rl serve": None,  # tests/vllm_engine/test_serve.py
     "sparse-rl plot": [],
@@ -69,10 +70,10 @@ def test_every_link_leads_to_a_file() -> None:
     assert not missing
 
 
-def test_every_command_has_a_test() -> None:
-    beginnings = [word for word in INSTEAD if any(command.startswith(word) for command in commands())]
-    assert beginnings == list(INSTEAD), "a command that the README no longer names"
-    unknown = [command for command in commands() if not any(command.startswith(word) for word in INSTEAD)]
+def test_every_command_of_the_readme_is_in_the_table_of_overrides() -> None:
+    beginnings = [word for word in OVERRIDES if any(command.startswith(word) for command in commands())]
+    assert beginnings == list(OVERRIDES), "a command that the README no longer names"
+    unknown = [command for command in commands() if not any(command.startswith(word) for word in OVERRIDES)]
     assert not unknown
 
 
@@ -91,36 +92,40 @@ def test_recipes_in_the_docs_are_valid(tmp_path: Path) -> None:
     assert len(results) >= 5
     for page, text in results:
         (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-        own = ["rewards=[math]"] if "rewards:" in text else []  # a user's own function is in another block
-        assert load_recipe(tmp_path / "recipe.yaml", own).kind in text, page.name
+        other_rewards = ["rewards=[math]"] if "rewards:" in text else []  # a user's own function is in another block
+        assert load_recipe(tmp_path / "recipe.yaml", other_rewards).kind in text, page.name
 
 
 @pytest.mark.slow
 def test_commands_work_in_the_readmes_order(tmp_path: Path) -> None:
-    recipe = "kind: grpo\n" + "\n".join(word.replace("=", ": ", 1) for word in TRAINED)
+    """All commands of the README run one after the other in one folder, shortened by OVERRIDES, and leave their
+    files."""
+    recipe = "kind: grpo\n" + "\n".join(word.replace("=", ": ", 1) for word in SHORT_TRAINING)
     recipe += f"\noutput_dir: {RUN}\ncache: {{policy: streaming, budget: 40}}\ngradient_checkpointing: false\n"
     (tmp_path / "mine.yaml").write_text(recipe.replace("rollout.engine: hf", "rollout: {engine: hf}"))
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;b2A1B3;" * 10)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(words: list[str]) -> None:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+        process = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, f"{' '.join(words)}\n{process.stdout[-1000:]}\n{process.stderr[-2000:]}"
 
     program = [sys.executable, "-m", "sparse_rl.cli"]
     for command in commands():
-        beginning, more = next((word, more) for word, more in INSTEAD.items() if command.startswith(word))
-        if more is None:
+        beginning, overrides = next(
+            (word, overrides) for word, overrides in OVERRIDES.items() if command.startswith(word)
+        )
+        if overrides is None:
             continue
         if command.startswith("make"):
-            run(more)
+            run(overrides)
             continue
         if beginning == "sparse-rl train RECIPE --resume":  # only a stopped run is resumed
             run([*program, "train", "mine.yaml", "max_steps=1"])
         words = [word.replace("RECIPE", "mine.yaml") for word in command.split()[1:]]
         if beginning == "sparse-rl train RECIPE --resume":
             words.append("max_steps=2")
-        run([*program, *words, *more])
+        run([*program, *words, *overrides])
     for written in ("runs/quickstart/results.json", f"{RUN}/model/config.json", f"{RUN}/plots/learning.png"):
         assert (tmp_path / written).is_file(), written
     assert {path.name for path in (tmp_path / RUN).glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}

@@ -1,4 +1,4 @@
-"""Output of a command: its stages on a terminal, then the same lines as in redirected output."""
+"""On a terminal, a command shows its stages while it runs, and at the end the same lines as in redirected output."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def lines(words: list[str], folder: Path) -> list[str]:
     """Return the output without a terminal, including stderr, but without the progress lines of a slow machine."""
     command = [sys.executable, "-P", "-m", "sparse_rl.cli", *words]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, **streams)  # type: ignore[call-overload]
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout), done.stdout
-    return [line for line in done.stdout.splitlines() if not line.endswith(" s after the start")]
+    process = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, **streams)  # type: ignore[call-overload]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", process.stdout), process.stdout
+    return [line for line in process.stdout.splitlines() if not line.endswith(" s after the start")]
 
 
 def without_numbers(written: list[str]) -> list[str]:
+    """Return the lines with each number replaced by N."""
     return [NUMBER.sub("N", line).rstrip() for line in written if line.strip()]
 
 
 def wrapped(written: list[str], columns: int = 100) -> list[str]:
+    """Return the lines as a terminal wraps them."""
     return [line[start : start + columns] for line in written for start in range(0, len(line), columns)]
 
 
@@ -42,18 +44,20 @@ def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monke
     """On a terminal, the launcher prints the reason why a later rank died, since rank 0 draws its progress rows over
     any text on the terminal."""
 
-    def fails() -> int:
+    def raise_error() -> int:
         raise UserError("of the second process")
 
     session = Session()
     session.folder = tmp_path
     with terminal() as seen, remembered():
         monkeypatch.setenv("RANK", "1")
-        assert guarded(fails, session) == 2
-        assert seen.getvalue() == "" and left_words() == "sparse-rl: error: of the second process\n"
+        assert guarded(raise_error, session) == 2
+        assert seen.getvalue() == ""
+        assert left_words() == "sparse-rl: error: of the second process\n"
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("MASTER_PORT", "1")  # another launch, which has printed nothing yet
-        assert guarded(fails, session) == 2 and seen.getvalue() == left_words()
+        assert guarded(raise_error, session) == 2
+        assert seen.getvalue() == left_words()
 
 
 @pytest.mark.slow
@@ -63,6 +67,8 @@ def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monke
     ids=["sft", "grpo", "launched"],
 )
 def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
+    """The screens of a real training show a row for each stage: loading, training with the time left, sampling, saving.
+    The first row appears long before the libraries are imported. The last screen equals the redirected output."""
     status, screens = watched(["train", *words, "max_steps=3", "output_dir=run"], tmp_path)
     assert status == 0, screens[-1][1]
     rows = "\n".join(line for _, screen in screens for line in screen if line)
@@ -78,9 +84,9 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
     first = screens[0][0]
     training = next(at for at, screen in screens if any(line.startswith("training ") for line in screen))
     assert first < training / 4  # long before the libraries are imported
-    (again := tmp_path / "again").mkdir()
-    alike = lines(["train", *words, "max_steps=3", "output_dir=run"], again)
-    assert without_numbers(screens[-1][1]) == without_numbers(wrapped(alike))
+    (second_folder := tmp_path / "again").mkdir()
+    redirected = lines(["train", *words, "max_steps=3", "output_dir=run"], second_folder)
+    assert without_numbers(screens[-1][1]) == without_numbers(wrapped(redirected))
 
 
 @pytest.mark.slow
@@ -101,7 +107,7 @@ def test_a_short_training_prints_its_loss_without_a_terminal(tmp_path):
     ],
     ids=lambda value: value[0],
 )  # fmt: skip
-def test_a_terminal_shows_the_stages_of_a_measurement(words, stages, tmp_path):
+def test_a_terminal_shows_the_stages_of_eval_rollout_and_perplexity(words, stages, tmp_path):
     (tmp_path / "book.txt").write_text("1 2 3 4 5 6 7 8 9 0 " * 60)
     words = [*words, "model=quickstart/model", "rollout.engine=hf", "output_dir=run"]
     words += ["cache={policy: streaming, budget: 24}", "sweep={}"] if words[0] == "perplexity" else []

@@ -1,4 +1,5 @@
-"""Console lines of a training besides its logs: choices, progress, the resumed step, and the next commands."""
+"""Besides its logs, a training prints its choices (engine, kernel), slow steps, the resumed step and the next
+commands."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ QUIET = ("rollout.progress=false", "rollout.engine=auto")
 
 @pytest.fixture
 def without_vllm(monkeypatch):
+    """Simulate a machine without vllm and without a GPU."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def test_the_fallback_of_auto_is_printed_with_its_reason(here, without_vllm, capsys):
+def test_if_auto_falls_back_to_hf_the_reason_is_printed(workdir, without_vllm, capsys):
     fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.31.*")'
     assert main(["rollout", "grpo.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
@@ -42,14 +44,14 @@ def test_the_fallback_of_auto_is_printed_with_its_reason(here, without_vllm, cap
     assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: gather ({NO_GPU})"]
 
 
-def test_only_rank_0_prints_the_choices(here, without_vllm, capsys, monkeypatch):
+def test_only_rank_0_prints_the_choices(workdir, without_vllm, capsys, monkeypatch):
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setenv("RANK", "1")
     prepare_training(recipe)
     assert capsys.readouterr().out == ""
 
 
-def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypatch):
+def test_slow_steps_on_a_gpu_are_announced(workdir, without_vllm, capsys, monkeypatch):
     """On a GPU, the kernel check is announced with its duration in seconds, and the largest row size is compiled before
     the first step."""
     choice = "sparse_rl.attention.choice"
@@ -65,30 +67,33 @@ def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypat
         "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
         "scorers' target: flex is not used: no; checked in 7 s",
     ]
-    done, model = [], torch.nn.Linear(2, 2)
+    compilations, model = [], torch.nn.Linear(2, 2)
     model.config = "its configuration"
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
     trainer = SimpleNamespace(model=model, accelerator=accelerator)
-    monkeypatch.setattr("sparse_rl.attention.ahead.compile_ahead", lambda *args, **more: done.append((*args, more)))
+    monkeypatch.setattr(
+        "sparse_rl.attention.ahead.compile_ahead", lambda *args, **options: compilations.append((*args, options))
+    )
     monkeypatch.setattr(type(recipe), "longest_row", lambda *_: 1000)
     compile_attention(trainer, chosen)
     output = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
     assert capsys.readouterr().out.splitlines() == [output]
     rows = recipe.training.per_device_train_batch_size
     place = accelerator.device, torch.float32
-    assert done == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
+    assert compilations == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
     compile_attention(trainer, recipe.with_attention_kernel("sdpa"))
-    assert len(done) == 1 and not capsys.readouterr().out
+    assert len(compilations) == 1
+    assert not capsys.readouterr().out
 
 
-def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
-    """A training resolves its settings once, and a dry run prints the resolved choices, the data and the rewards."""
-    counted = Counter()
+def test_a_training_resolves_its_settings_once(workdir, without_vllm, monkeypatch):
+    """In one training, each of six functions that choose or load something is called exactly once."""
+    calls = Counter()
 
     def count(place):
         module, _, name = place.rpartition(".")
         plain = getattr(importlib.import_module(module), name)
-        monkeypatch.setattr(place, lambda *given, **more: counted.update([name]) or plain(*given, **more))
+        monkeypatch.setattr(place, lambda *given, **options: calls.update([name]) or plain(*given, **options))
 
     for place in (
         *("rollout.choice.choose_engine", "sparse_rl.attention.choice.choose_kernel", "rewards.make_rewards"),
@@ -97,47 +102,53 @@ def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
     ):
         count(place)
     assert main(["train", "grpo.yaml", *QUIET]) == 0
-    assert len(counted) == 6 and set(counted.values()) == {1}
+    assert len(calls) == 6
+    assert set(calls.values()) == {1}
 
 
-class Touched(BaseException):
+class CudaUsed(BaseException):
     """The error that the first use of a GPU raises in the tests."""
 
 
-def test_each_rank_selects_its_gpu_before_using_cuda(here, monkeypatch):
-    """On a simulated machine with two GPUs: until a rank selects its GPU, "cuda" is the first one in every rank."""
+def test_each_rank_selects_its_gpu_before_using_cuda(workdir, monkeypatch):
+    """On a simulated machine with two GPUs, rank 1 first selects GPU 1, and only then uses CUDA. Before the selection,
+    "cuda" would mean GPU 0 in every rank."""
     events = []
 
     def touch():
         events.append("touched")
-        raise Touched
+        raise CudaUsed
 
     cuda = {"is_available": lambda: True, "device_count": lambda: 2, "set_device": events.append, "_lazy_init": touch}
     for name, value in cuda.items():
         monkeypatch.setattr(f"torch.cuda.{name}", value)
     for name, number in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(number))
-    with contextlib.suppress(Touched):
+    with contextlib.suppress(CudaUsed):
         main(["train", "grpo.yaml", "launch.processes=2", "attention_kernel=auto"])
     assert events == [1, "touched"]
 
 
-def test_a_training_ends_with_the_next_commands_and_reports_resuming(here, capsys, monkeypatch):
-    """The printed commands work unchanged."""
+def test_a_training_ends_with_the_next_commands_and_reports_resuming(workdir, capsys, monkeypatch):
+    """The last lines of a training are commands (`eval`, `serve`, `plot`) that work unchanged, also with a space in the
+    run's name. A resumed training says from which step it continues."""
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
     assert main(words) == 0
     *text, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
     assert model == "model: my run/model"
-    assert text[0].startswith(("loading, ", "checking, ")) and any(line.startswith("step 1/1  ") for line in text)
+    assert text[0].startswith(("loading, ", "checking, "))
+    assert any(line.startswith("step 1/1  ") for line in text)
     assert evaluate.startswith("next:  sparse-rl eval quickstart/eval model='my run' ")
-    assert serve.startswith("next:  sparse-rl serve 'my run' ") and plot.startswith("next:  sparse-rl plot 'my run' ")
-    for line, more in (
+    assert serve.startswith("next:  sparse-rl serve 'my run' ")
+    assert plot.startswith("next:  sparse-rl plot 'my run' ")
+    for line, options in (
         (evaluate, ["tasks.running_sum.synthetic.size=4", "output_dir=score", "rollout.engine=hf"]),
         (plot, []),
     ):
         _, command, *arguments = shlex.split(line, comments=True)
-        assert command == "sparse-rl" and main([*arguments, *more]) == 0
+        assert command == "sparse-rl"
+        assert main([*arguments, *options]) == 0
     capsys.readouterr()
     monkeypatch.setattr(progress, "FIRST_SIGN", 1000)
     assert main([*words, "max_steps=3", "--resume"]) == 0
@@ -146,7 +157,7 @@ def test_a_training_ends_with_the_next_commands_and_reports_resuming(here, capsy
     assert [line.split()[1] for line in out if line.startswith("step ")] == ["2/3", "3/3"]
 
 
-def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
+def test_a_run_with_held_out_problems_is_evaluated_by_its_name(workdir):
     held_out = "validation={data: {synthetic: {task: running_sum, size: 9, split: evaluation}}}"
     recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", held_out]))
     assert what_next(recipe).splitlines()[0].startswith("next:  sparse-rl eval run ")
@@ -155,7 +166,7 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "cache", "serves"),
+    ("recipe", "cache", "is_served"),
     [
         ("grpo.yaml", "{policy: streaming, budget: 9}", True),
         ("grpo.yaml", "lined", False),
@@ -165,17 +176,17 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
         ("quickstart/kvpop", "dms", False),
     ],
 )
-def test_a_server_is_proposed_only_where_it_takes_the_cache(here, recipe, cache, serves):
+def test_a_server_is_proposed_only_if_it_supports_the_models_cache(workdir, recipe, cache, is_served):
     """The end of a training and the model's card propose a server only if this server supports the cache
     of the model."""
     words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
     training = read_recipe(parse(words))
-    assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * serves, False]
+    assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * is_served, False]
     carried = getattr(training, "cache", None)
     policy = None if carried is None else make_policy(carried)
     card = model_card(training.resolved(), policy, {}, steps=1, place="run/model")
     _, commands, *_ = card.split("```bash\n")
     proposed = [line.split()[1] for line in commands.partition("```")[0].splitlines()]
-    assert proposed == [*["serve"] * serves, "eval"]
+    assert proposed == [*["serve"] * is_served, "eval"]
     assert ("quickstart/eval" in commands) is (training.data.synthetic is not None)
-    assert f'`pip install ".{"[vllm]" * serves}"`' in card
+    assert f'`pip install ".{"[vllm]" * is_served}"`' in card

@@ -1,4 +1,7 @@
-"""`sparse-rl verify` checks that rollouts on disk replay exactly, and detects wrong traces, weights and log-probs."""
+"""`sparse-rl verify` replays rollouts on disk under their traces, and reports the gap: the largest difference between
+the replayed and the recorded log-probs. Right rollouts have a gap below a bound (exit status 0); with wrong traces,
+weights or log-probs it exceeds the bound (status 1); files that cannot be replayed are refused (status 2).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_t
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
 GKV = "cache={policy: gkv, budget: 20, window: 4, period: 8}"
 PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
-OWN: dict[str, dict[str, Any]] = {  # policies that the usual settings do not fit
+SPECIAL: dict[str, dict[str, Any]] = {  # policies that the usual settings do not fit
     "clustered": PAGES,
     "layered": {
         "policy": "layered",
@@ -35,7 +38,7 @@ OWN: dict[str, dict[str, Any]] = {  # policies that the usual settings do not fi
     "kvpop": {"policy": "kvpop", "budget": 20, "window": 5, "sinks": 2, "scorer": SCORERS["mlp"]},
     "dms": {"policy": "dms", "window": 5, "sinks": 2, "bias": 0.1, "scorer": SCORERS["mlp"]},
 }
-USUAL = {"budget": 20, "window": 4, "period": 8}
+SIZES = {"budget": 20, "window": 4, "period": 8}
 SETTINGS = [
     "temperature=0.6",
     "temperature=0",
@@ -47,12 +50,13 @@ Run = Callable[..., Path]
 
 
 def cache_of(name: str) -> dict[str, Any]:
+    """Return a cache block with a small budget for any policy."""
     accepted = accepted_parameters(name)
-    return OWN.get(name, {"policy": name, **{key: value for key, value in USUAL.items() if key in accepted}})
+    return SPECIAL.get(name, {"policy": name, **{key: value for key, value in SIZES.items() if key in accepted}})
 
 
 @pytest.fixture
-def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+def rollouts(workdir: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """rollouts(words of `rollout`) returns the folder that the command wrote: 12 completions of the quickstart's
     trained model."""
 
@@ -60,7 +64,7 @@ def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
         arguments = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
         assert main(["rollout", recipe, *arguments, "--problems", "6", "--out", "sampled", "--overwrite"]) == 0
         capfd.readouterr()
-        return here / "sampled"
+        return workdir / "sampled"
 
     return make
 
@@ -85,7 +89,8 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def check(*words: object) -> str:
         assert main(["verify", *map(str, words)]) == 2
         captured = capfd.readouterr()
-        assert captured.err.count("\n") == 1 and not captured.out
+        assert captured.err.count("\n") == 1
+        assert not captured.out
         return captured.err
 
     return check
@@ -110,11 +115,12 @@ def change_origin(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
     (folder / "rollouts.json").write_text(json.dumps(origin))
 
 
-def later(trace: EvictionTrace) -> EvictionTrace:
+def with_evictions_one_later(trace: EvictionTrace) -> EvictionTrace:
     return EvictionTrace.recorded(shifted(trace.evict_at, 1), trace.further)
 
 
-def swapped(trace: EvictionTrace) -> EvictionTrace:
+def with_heads_swapped(trace: EvictionTrace) -> EvictionTrace:
+    """Return a trace in which each kv head has the evictions and opened pages of the other one."""
     further = {name: x.flip(1) if name == "opened" else x for name, x in trace.further.items()}
     return EvictionTrace(trace.evict_at.flip(1), further)
 
@@ -124,22 +130,25 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rollouts_of_every_policy_replay_exactly(
-    name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
+    name: str, rollouts: Run, verified: Callable, workdir: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
-    """Rollouts on disk replay exactly under the model that the rollouts name. Control: with other traces
-    they do not."""
+    """Rollouts that the command `rollout` wrote replay with a gap of at most 1e-5. Control: with changed traces the gap
+    is above 1e-3."""
     cache, words = cache_of(name), []
     if name in ("kvpop", "dms"):
         policy = make_policy(cache)
-        save_learned(with_scorers(load_plain_model(QUICKSTART), policy), policy, here / "learned")
-        shutil.copy(QUICKSTART / "tokenizer.json", here / "learned")
-        shutil.copy(QUICKSTART / "tokenizer_config.json", here / "learned")
+        save_learned(with_scorers(load_plain_model(QUICKSTART), policy), policy, workdir / "learned")
+        shutil.copy(QUICKSTART / "tokenizer.json", workdir / "learned")
+        shutil.copy(QUICKSTART / "tokenizer_config.json", workdir / "learned")
         words = ["model=learned"]
     folder = rollouts(*words, f"cache={json.dumps(cache)}")
     status, report = verified(folder)
     record_property("gap", report["largest"])
-    assert status == 0 and report["holds"] and report["largest"] <= report["bound"] == 1e-5
-    assert json.loads(report["made_by"]["policy"])["policy"] == name and report["rollouts"] == 12
+    assert status == 0
+    assert report["holds"]
+    assert report["largest"] <= report["bound"] == 1e-5
+    assert json.loads(report["made_by"]["policy"])["policy"] == name
+    assert report["rollouts"] == 12
     lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     assert report["tokens"] == sum(line["tokens"] for line in lines) > 300
     if name == "full":
@@ -147,9 +156,13 @@ def test_rollouts_of_every_policy_replay_exactly(
         assert main(["inspect", str(folder)]) == 0
         assert "rollouts under a full cache; sparse-rl verify" in capfd.readouterr().out
         return
-    change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # possible contents of a trace
+    # both changes give traces that a sampler could have recorded
+    change_traces(folder, with_heads_swapped if name in ("am", "clustered", "layered") else with_evictions_one_later)
     status, report = verified(folder)
-    assert status == 1 and not report["holds"] and report["largest"] > 1e-3 and report["beyond"] > 0
+    assert status == 1
+    assert not report["holds"]
+    assert report["largest"] > 1e-3
+    assert report["beyond"] > 0
     assert [file["file"] for file in report["files"]] == ["traces-00000.safetensors"]
 
 
@@ -158,12 +171,13 @@ def test_rollouts_of_every_policy_replay_exactly(
 def test_log_probs_are_compared_as_they_were_sampled(
     cache: str, settings: str, rollouts: Run, verified: Callable
 ) -> None:
-    """The command compares log-probs at the sampling temperature, before top-p and top-k. Control: another temperature
-    gives other values."""
+    """Replayed log-probs are compared with the recorded ones at the sampling temperature, and with the model's own
+    log-probs before top-p and top-k. Controls: with another recorded temperature or truncation the gap is too large."""
     words = ["sweep={}", "top_p=1.0", "top_k=null", *settings.split()]
     folder = rollouts(cache, *words, recipe="eval.yaml")
-    status, usage = verified(folder)
-    assert status == 0 and usage["largest"] <= 1e-5
+    status, report = verified(folder)
+    assert status == 0
+    assert report["largest"] <= 1e-5
     line = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
     assert ("model_logprobs" in line) is ("top" in settings)
     change_origin(folder, lambda origin: origin["sampling"].update(temperature=0.9))
@@ -173,59 +187,70 @@ def test_log_probs_are_compared_as_they_were_sampled(
         assert verified(folder)[0] == 1
 
 
-def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd: pytest.CaptureFixture) -> None:
+def test_each_file_of_traces_has_a_gap_in_the_report(
+    rollouts: Run, verified: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    """With a wrong trace in the last of three files, only this file exceeds the bound, and the message names the line
+    and the token with the largest gap."""
     folder = rollouts(GKV, "rollout.max_batch=4")
     status, report = verified(folder)
-    assert status == 0 and [file["rollouts"] for file in report["files"]] == [4, 4, 4]
+    assert status == 0
+    assert [file["rollouts"] for file in report["files"]] == [4, 4, 4]
     last = sorted(folder.glob("traces-*"))[-1]
-    save_traces(last, [swapped(trace) for trace in load_traces(last)], read_fingerprint(last))
+    save_traces(last, [with_heads_swapped(trace) for trace in load_traces(last)], read_fingerprint(last))
     status, report = verified(folder)
-    assert status == 1 and [file["beyond"] > 0 for file in report["files"]] == [False, False, True]
+    assert status == 1
+    assert [file["beyond"] > 0 for file in report["files"]] == [False, False, True]
     assert 9 <= report["line"] <= 12
     assert main(["verify", str(folder)]) == 1
     out, err = capfd.readouterr()
-    assert out.count("4 rollouts, ") == 3 and "by hf in float32, temperature 1\n" in out and '"policy": "gkv"' in out
+    assert out.count("4 rollouts, ") == 3
+    assert "by hf in float32, temperature 1\n" in out
+    assert '"policy": "gkv"' in out
     assert f"in line {report['line']} of completions.jsonl at token {report['token']} of its completion" in err
 
 
-def test_wrong_rollouts_are_detected(rollouts: Run, verified: Callable, here: Path) -> None:
+def test_wrong_rollouts_are_detected(rollouts: Run, verified: Callable, workdir: Path) -> None:
     """The command detects rollouts with other weights, with evictions of other heads, or with one token's log-prob
     moved by a thousandth."""
     folder = rollouts(GKV)
     assert verified(folder)[0] == 0
     model = load_plain_model(QUICKSTART)
     model.get_input_embeddings().weight.data[5] *= 1.001
-    shutil.copytree(QUICKSTART, here / "touched")
-    model.save_pretrained(here / "touched")
-    assert verified(folder, here / "touched")[0] == 1
-    save_untrained(here / "other", 0)
-    status, report = verified(folder, here / "other")
-    assert status == 1 and report["mean"] > 1
+    shutil.copytree(QUICKSTART, workdir / "touched")
+    model.save_pretrained(workdir / "touched")
+    assert verified(folder, workdir / "touched")[0] == 1
+    save_untrained(workdir / "other", 0)
+    status, report = verified(folder, workdir / "other")
+    assert status == 1
+    assert report["mean"] > 1
     assert verified(folder, QUICKSTART)[0] == 0
 
-    kept = (folder / "completions.jsonl").read_text()
+    original = (folder / "completions.jsonl").read_text()
     change_line(folder, 5, lambda line: line["logprobs"].__setitem__(7, line["logprobs"][7] - 1e-3))
     status, report = verified(folder)
-    assert status == 1 and (report["line"], report["token"], report["beyond"]) == (5, 7, 1)
+    assert status == 1
+    assert (report["line"], report["token"], report["beyond"]) == (5, 7, 1)
     assert report["largest"] == pytest.approx(1e-3, rel=0.02)
     assert verified(folder, "--bound", 0.01)[0] == 0
-    (folder / "completions.jsonl").write_text(kept)
+    (folder / "completions.jsonl").write_text(original)
 
-    change_traces(folder, swapped)
+    change_traces(folder, with_heads_swapped)
     status, report = verified(folder)
-    assert status == 1 and report["largest"] > 1
+    assert status == 1
+    assert report["largest"] > 1
 
 
-def test_a_model_that_gives_nan_is_refused(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_model_that_gives_nan_is_refused(rollouts: Run, workdir: Path, capfd: pytest.CaptureFixture) -> None:
     folder = rollouts(GKV)
     model = load_plain_model(QUICKSTART)
     model.get_input_embeddings().weight.data[8] = float("nan")
-    model.save_pretrained(here / "nan")
+    model.save_pretrained(workdir / "nan")
     assert main(["verify", str(folder), "nan"]) == 2
     assert "is not a finite number: the model gives NaN" in capfd.readouterr().err
 
 
-def test_attention_in_float32_has_a_wider_bound(
+def test_rollouts_of_float32_attention_have_a_wider_bound(
     rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts that were sampled with float32 attention are replayed with float32 attention, under a wider bound of the
@@ -233,7 +258,9 @@ def test_attention_in_float32_has_a_wider_bound(
     monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # monkeypatch then restores it
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
-    assert status == 0 and report["bound"] == 1e-4 and report["largest"] <= 1e-4
+    assert status == 0
+    assert report["bound"] == 1e-4
+    assert report["largest"] <= 1e-4
     mean = report["mean"]
     change_origin(folder, lambda origin: origin.update(exact=True))
     assert verified(folder)[1]["mean"] != mean
@@ -246,15 +273,18 @@ def test_half_precision_has_a_separate_bound(
     folder = rollouts(GKV, f"dtype={dtype}")
     status, report = verified(folder)
     record_property("gap", report["largest"])
-    assert status == 0 and report["dtype"] == dtype and 1e-5 < report["largest"] <= report["bound"]
+    assert status == 0
+    assert report["dtype"] == dtype
+    assert 1e-5 < report["largest"] <= report["bound"]
     assert verified(folder, "--bound", 1e-5)[0] == 1
     in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound of the coarser of the two applies
-    assert in_float32["bound"] == report["bound"] and in_float32["largest"] != report["largest"]
-    change_traces(folder, later)
+    assert in_float32["bound"] == report["bound"]
+    assert in_float32["largest"] != report["largest"]
+    change_traces(folder, with_evictions_one_later)
     assert verified(folder)[0] == 1
 
 
-def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+def test_rollouts_on_disk_equal_the_sampled_ones(rollouts: Run, monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     """Rollouts read from disk equal the sampled ones: their tokens, traces and both kinds of log-probs, to the last bit
     of float32."""
     from rollout.hf import HFEngine
@@ -262,23 +292,23 @@ def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pyte
     sampled = []
     generate = HFEngine.generate
 
-    def listening(*args: Any, **options: Any) -> Any:
+    def recording(*args: Any, **options: Any) -> Any:
         sampled.extend(outputs := generate(*args, **options))
         return outputs
 
-    monkeypatch.setattr(HFEngine, "generate", listening)
+    monkeypatch.setattr(HFEngine, "generate", recording)
     for words in ([GKV, "top_p=0.8", "rollout.max_batch=4"], ["cache=full"]):
         sampled.clear()
         folder = rollouts(*words)
         parts = list(RolloutFiles(folder, read_origin(folder)).parts(2, 2))
         assert [part.line for part in parts] == ([1, 5, 9] if "top_p=0.8" in words else [1])
-        read = [rollout for part in parts for rollout in part.rollouts]
-        for ours, theirs in zip(read, sampled, strict=True):
+        loaded = [rollout for part in parts for rollout in part.rollouts]
+        for ours, theirs in zip(loaded, sampled, strict=True):
             assert (ours.prompt_ids, ours.completion_ids) == (theirs.prompt_ids, theirs.completion_ids)
             assert ours.finish_reason == theirs.finish_reason
             assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
             for name in ("logprobs", "model_logprobs"):
-                assert torch.equal(*(torch.tensor(getattr(one, name)) for one in (ours, theirs)))
+                assert torch.equal(*(torch.tensor(getattr(rollout, name)) for rollout in (ours, theirs)))
 
 
 @pytest.mark.slow
@@ -292,38 +322,39 @@ def test_rollouts_of_vllm_replay_exactly(
     assert json.loads((folder / "rollouts.json").read_text())["engine"] == "vllm"
     status, report = verified(folder)
     record_property("gap", report["largest"])
-    assert status == 0 and report["bound"] == BOUNDS[dtype]
-    change_traces(folder, later)
+    assert status == 0
+    assert report["bound"] == BOUNDS[dtype]
+    change_traces(folder, with_evictions_one_later)
     assert verified(folder)[0] == 1
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
-def test_paths_that_are_not_rollout_folders_are_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+def test_paths_that_are_not_rollout_folders_are_refused(rollouts: Run, refused: Callable, workdir: Path) -> None:
     assert "nowhere does not exist" in refused("nowhere")
     folder = rollouts(GKV)
     assert f"is a file; name its folder, {folder}" in refused(folder / "traces-00000.safetensors")
-    folder.rename(here / "rollouts")
-    assert f"there is no rollouts.json; name {here / 'rollouts'}" in refused(here)
+    folder.rename(workdir / "rollouts")
+    assert f"there is no rollouts.json; name {workdir / 'rollouts'}" in refused(workdir)
     assert "sparse-rl rollout RECIPE --out DIR writes some" in refused(QUICKSTART)
-    for text, says in (
+    for text, message in (
         ("{", "cannot be read"),
         ("[]", "has format version null"),
         ('{"format_version": 9}', "has format version 9, this reads 1"),
         ('{"format_version": 1}', "model: missing"),
     ):
-        (here / "rollouts" / "rollouts.json").write_text(text)
-        assert says in refused(here / "rollouts")
+        (workdir / "rollouts" / "rollouts.json").write_text(text)
+        assert message in refused(workdir / "rollouts")
 
 
-def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+def test_another_model_is_refused(rollouts: Run, refused: Callable, workdir: Path) -> None:
     folder = rollouts(GKV)
     assert "no directory" in refused(folder, "nowhere")
-    load_plain_model(QUICKSTART).save_pretrained(here / "deep")
-    config = json.loads((here / "deep" / "config.json").read_text())
+    load_plain_model(QUICKSTART).save_pretrained(workdir / "deep")
+    config = json.loads((workdir / "deep" / "config.json").read_text())
     config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-    (here / "deep" / "config.json").write_text(json.dumps(config))
+    (workdir / "deep" / "config.json").write_text(json.dumps(config))
     assert "deep is qwen3-L3-H2-D32, but these rollouts were sampled by qwen3-L2-H2-D32" in refused(folder, "deep")
     change_origin(folder, lambda origin: origin.update(vocabulary=50))
     assert "knows 64 tokens, but these rollouts were sampled with 50" in refused(folder)
@@ -332,20 +363,22 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) 
     assert main(["verify", str(folder), "quickstart/model"]) == 0
 
 
-def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_model_of_another_configuration_gives_a_warning(
+    rollouts: Run, workdir: Path, capfd: pytest.CaptureFixture
+) -> None:
     """The command names a model whose configuration differs. A model of the same shape is still replayed; the gap shows
     if the difference matters."""
     folder = rollouts(GKV)
-    shutil.copytree(QUICKSTART, here / "turned")
-    config = json.loads((here / "turned" / "config.json").read_text())
+    shutil.copytree(QUICKSTART, workdir / "turned")
+    config = json.loads((workdir / "turned" / "config.json").read_text())
     config["rms_norm_eps"] = 1e-2
-    (here / "turned" / "config.json").write_text(json.dumps(config))
+    (workdir / "turned" / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder), "turned"]) == 1
     assert "warning: config.json of turned differs from that of the model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda line: line.pop("logprobs"), "line 2: it has no list logprobs: the log-probs of the sampled tokens"),
         (lambda line: line["logprobs"].pop(), "line 2: it has "),
@@ -362,10 +395,10 @@ def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, ca
         (lambda line: line["prompt_ids"].append(3), "they do not belong together"),
     ],
 )
-def test_a_damaged_line_is_refused(change: Callable, says: str, rollouts: Run, refused: Callable) -> None:
+def test_a_damaged_line_is_refused(change: Callable, message: str, rollouts: Run, refused: Callable) -> None:
     folder = rollouts(GKV)
     change_line(folder, 2, change)
-    assert says in refused(folder)
+    assert message in refused(folder)
 
 
 def test_truncated_sampling_needs_both_log_probs(rollouts: Run, refused: Callable) -> None:
@@ -374,14 +407,16 @@ def test_truncated_sampling_needs_both_log_probs(rollouts: Run, refused: Callabl
     assert "line 3: it has no list model_logprobs" in refused(folder)
 
 
-def test_traces_that_are_not_of_the_lines_are_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+def test_traces_that_do_not_belong_to_the_lines_are_refused(rollouts: Run, refused: Callable, workdir: Path) -> None:
+    """Files of traces and lines of completions must match in number, order and policy; damaged or missing files are
+    refused too."""
     folder = rollouts(GKV, "rollout.max_batch=4")
     lines = (folder / "completions.jsonl").read_text()
     first, second, third = sorted(folder.glob("traces-*"))
-    kept = third.read_bytes()
+    original = third.read_bytes()
     third.unlink()
     assert "has more lines than the 8 traces" in refused(folder)
-    third.write_bytes(kept)
+    third.write_bytes(original)
     (folder / "completions.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
     assert "holds 4 traces, but completions.jsonl has only 2 lines left" in refused(folder)
     (folder / "completions.jsonl").write_text(lines + "{\n")
@@ -410,6 +445,6 @@ def test_a_section_that_no_view_replays_is_refused(rollouts: Run, refused: Calla
     assert "no view replays traces with the sections evict_at, visits, gains" in refused(folder)
 
 
-def test_options_are_checked(refused: Callable) -> None:
+def test_invalid_options_are_refused(refused: Callable) -> None:
     assert "expected a number > 0, got '-1'" in refused("x", "--bound=-1")
     assert "invalid choice: 'float8'" in refused("x", "--dtype", "float8")

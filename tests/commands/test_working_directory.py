@@ -1,4 +1,6 @@
-"""Only the rewards that a recipe names are imported from the working directory, whatever else it contains."""
+"""Of the files in a user's working directory, only the rewards that a recipe names are imported. Modules there with the
+names of our packages do not replace ours.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 CONSOLE_SCRIPT = "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # as pip writes project.scripts
 HOSTILE = "raise SystemExit(f'imported {__name__} from the working directory')\n"
-OWN = """
+REWARD = """
 import trainer  # ours, wherever it stands
 from helping import SHARE
 
@@ -41,7 +43,7 @@ def place(tmp_path: Path, model: Path) -> Path:
     here = tmp_path / "here"
     (here / "package").mkdir(parents=True)
     for name in ("mine.py", "trainer.py", "package/inner.py"):
-        (here / name).write_text(OWN.replace("digits", f"digits_of_{Path(name).stem}"))
+        (here / name).write_text(REWARD.replace("digits", f"digits_of_{Path(name).stem}"))
     (here / "helping.py").write_text("SHARE = 0.5\n")
     (here / "package/__init__.py").write_text("")
     (here / "package/helping.py").write_text("from package import __file__\nSHARE = 0.25\n")
@@ -65,7 +67,7 @@ def place(tmp_path: Path, model: Path) -> Path:
     return here
 
 
-def be_hostile(here: Path, names: tuple[str, ...], form: str = "file") -> None:
+def write_hostile_modules(here: Path, names: tuple[str, ...], form: str = "file") -> None:
     """Write a module for each name that must not be imported. trainer.py exists already: it holds a reward."""
     for name in names:
         file = here / (f"{name}.py" if form == "file" else f"{name}/__init__.py")
@@ -89,7 +91,7 @@ def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
     return start
 
 
-DOORS = {
+WAYS_TO_START = {
     "the console script": (("../sparse-rl",), OURS),
     # Python finds a user's `sparse_rl` before ours. We cannot prevent this; python -P does.
     "python -m": (("-m", "sparse_rl.cli"), OURS[1:]),
@@ -98,7 +100,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize(
-    ("door", "form"),
+    ("way", "form"),
     [
         ("the console script", "file"),
         pytest.param("the console script", "folder", marks=pytest.mark.slow),
@@ -107,54 +109,64 @@ DOORS = {
     ],
 )
 def test_modules_in_the_working_directory_do_not_replace_ours(
-    door: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
+    way: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:
-    words, names = DOORS[door]
-    be_hostile(place, names, form)
-    done = run(*words, "train", "grpo.yaml", "--dry-run")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "digits_of_mine × 1, digits_of_trainer × 1, digits_of_inner × 1, boxed × 1" in done.stdout, done.stdout
+    """The working directory has modules or folders with our packages' names, which raise an error if they are imported.
+    The command still works, for each way to start it, and imports the recipe's own rewards."""
+    words, names = WAYS_TO_START[way]
+    write_hostile_modules(place, names, form)
+    process = run(*words, "train", "grpo.yaml", "--dry-run")
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == "", process.stderr
+    assert "digits_of_mine × 1, digits_of_trainer × 1, digits_of_inner × 1, boxed × 1" in process.stdout, process.stdout
 
 
 def test_a_path_that_names_the_working_directory_comes_last(
     place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:
-    """A PYTHONPATH entry that names the working directory comes last on the path, even if it is an empty entry, as in
-    PYTHONPATH=$PYTHONPATH:more."""
-    be_hostile(place, OURS[1:])
+    """If PYTHONPATH names the working directory, also by an empty entry as in PYTHONPATH=:more, the command searches it
+    last. Control: without the command, Python imports the hostile module."""
+    write_hostile_modules(place, OURS[1:])
     for path in (f"{place}:{ROOT}", f":{ROOT}"):
-        done = run("../sparse-rl", "--help", path=path)
-        assert done.returncode == 0 and "COMMAND" in done.stdout, done.stderr
+        process = run("../sparse-rl", "--help", path=path)
+        assert process.returncode == 0, process.stderr
+        assert "COMMAND" in process.stdout, process.stderr
     control = run("-c", "import rollout", path=f"{place}:{ROOT}")
     assert "imported rollout from the working directory" in control.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
-def test_processes_that_are_launched(stage: int, place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    be_hostile(place, OURS)
-    done = run("../sparse-rl", "train", "grpo.yaml", "launch.processes=2", f"launch.zero_stage={stage}")
-    assert done.returncode == 0, done.stderr
+def test_launched_processes_do_not_import_hostile_modules(
+    stage: int, place: Path, run: Callable[..., subprocess.CompletedProcess]
+) -> None:
+    write_hostile_modules(place, OURS)
+    process = run("../sparse-rl", "train", "grpo.yaml", "launch.processes=2", f"launch.zero_stage={stage}")
+    assert process.returncode == 0, process.stderr
     assert (place.parent / "run/model/model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    be_hostile(place, OURS[1:])
+def test_processes_of_accelerate_do_not_import_hostile_modules(
+    place: Path, run: Callable[..., subprocess.CompletedProcess]
+) -> None:
+    write_hostile_modules(place, OURS[1:])
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
     launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29655")
-    done = run(*launcher, "-m", "sparse_rl.cli", "train", "grpo.yaml", "launch.processes=2")
-    assert done.returncode == 0, done.stderr
+    process = run(*launcher, "-m", "sparse_rl.cli", "train", "grpo.yaml", "launch.processes=2")
+    assert process.returncode == 0, process.stderr
     assert (place.parent / "run/model/model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    """The processes of vLLM import no module from the working directory either. One of these processes inspects a
-    model's class: it loads the plugin `rollout.vllm`, and vLLM then caches the result."""
+def test_processes_of_vllm_do_not_import_hostile_modules(
+    place: Path, run: Callable[..., subprocess.CompletedProcess]
+) -> None:
+    """One of vLLM's processes inspects the model's class: it loads the plugin `rollout.vllm`, and vLLM caches the
+    result. So the test uses a cache folder of its own."""
     pytest.importorskip("vllm")
-    be_hostile(place, OURS)
+    write_hostile_modules(place, OURS)
     words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")
-    done = run("../sparse-rl", *words, VLLM_CACHE_ROOT=str(place.parent / "cache"))
-    assert done.returncode == 0, done.stderr
-    assert "working directory" not in done.stdout + done.stderr
+    process = run("../sparse-rl", *words, VLLM_CACHE_ROOT=str(place.parent / "cache"))
+    assert process.returncode == 0, process.stderr
+    assert "working directory" not in process.stdout + process.stderr

@@ -27,19 +27,21 @@ KERNELS = pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
     ("heads", "kv_heads", "head_dim", "length"),
     [(28, 4, 128, 4096), (32, 8, 128, 4096), (14, 2, 64, 2048), (14, 2, 64, 2000), (4, 4, 32, 300)],
 )
-def test_parity(kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
+def test_the_kernels_are_exact(
+    kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int
+) -> None:
     parity = check_parity(kernel, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
     assert parity.failure is None
 
 
 @KERNELS
 @pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (32, 8)])
-def test_parity_at_16k(kernel: str, heads: int, kv_heads: int) -> None:
+def test_the_kernels_are_exact_at_16k(kernel: str, heads: int, kv_heads: int) -> None:
     shapes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "length": 16384}
     assert check_parity(kernel, "cuda", torch.bfloat16, **shapes).failure is None
 
 
-def test_the_lse_has_a_gradient() -> None:
+def test_gradients_of_the_log_sum_exp_are_exact() -> None:
     """The gradients of flex_attend's log-sum-exp with respect to queries and keys equal those of a plain masked
     logsumexp.
     """
@@ -49,18 +51,18 @@ def test_the_lse_has_a_gradient() -> None:
         lse = flex_attend(evict_at, q, k, v, 0.125, in_segments=in_segments, want_lse=True)[1]
         assert lse is not None
         position = torch.arange(500, device="cuda")
-        seen = (position <= position[:, None]) & (position[:, None] < evict_at[..., None, :])
+        visible = (position <= position[:, None]) & (position[:, None] < evict_at[..., None, :])
         scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * 0.125
-        right = scores.masked_fill(~seen.repeat_interleave(2, 1), float("-inf")).logsumexp(-1)
-        ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k)) for x in (lse, right))
-        for a, b in zip(ours, theirs, strict=True):
+        expected = scores.masked_fill(~visible.repeat_interleave(2, 1), float("-inf")).logsumexp(-1)
+        gradients, expected_gradients = (torch.autograd.grad(x.square().sum(), (q, k)) for x in (lse, expected))
+        for a, b in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-4 * float(b.abs().max()))
 
 
 @KERNELS
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
-    """A model trains as under SDPA, in float32 without TF32, while a second stream copies evict_at to the GPU."""
+def test_a_models_gradients_equal_those_of_sdpa(kernel: str, checkpointing: bool) -> None:
+    """Logits and gradients equal those of SDPA, in float32 without TF32, while a second stream copies evict_at."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -77,9 +79,9 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
         item = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
         traces = [EvictionTrace.recorded(torch.cat(item[i::2])) for i in range(2)]
         results = []
-        for which in (kernel, "sdpa"):
+        for name_of_kernel in (kernel, "sdpa"):
             model.zero_grad()
-            view = make_view(traces, [0, 0], width, "cuda", which)
+            view = make_view(traces, [0, 0], width, "cuda", name_of_kernel)
             out = model(input_ids=ids, attention_mask=NO_MASK.cuda(), kv_view=view, use_cache=False).logits
             out.log_softmax(-1)[..., 0].mean().backward()
             results.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -93,7 +95,9 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize(
     ("shape", "length"), [((32, 8, 128), 4096), ((28, 4, 128), 4096), ((14, 2, 64), 2000), ((32, 8, 128), 16384)]
 )
-def test_the_scorers_target(dtype: torch.dtype, shape: tuple[int, int, int], length: int) -> None:
+def test_the_scorers_target_equals_the_float64_result(
+    dtype: torch.dtype, shape: tuple[int, int, int], length: int
+) -> None:
     """The scorers' training target from the transposed pass equals the float64 result, with the log-sum-exp of the
     sparse and of the dense attention.
     """
@@ -101,8 +105,8 @@ def test_the_scorers_target(dtype: torch.dtype, shape: tuple[int, int, int], len
 
 
 def test_flex_computes_the_target_with_one_graph() -> None:
-    """Flex computes the target with one graph, in the attention's dtype under autocast; other lengths of one padded
-    size, other windows and other ends compile no further graph.
+    """Flex computes the target in the attention's dtype under autocast. Other lengths with the same padded size, other
+    windows and other ends compile no further graph.
     """
     generator = torch.Generator().manual_seed(0)
     assert target_kernel(torch.device("cuda", 0), torch.bfloat16, (4, 2, 64)) == "flex"

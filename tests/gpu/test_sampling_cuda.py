@@ -30,7 +30,7 @@ def no_waits() -> Iterator[None]:
     "setting", [{}, {"temperature": 0.7}, {"temperature": 0}, {"top_k": 20}, {"top_k": 3000}, {"top_p": 0.95}], ids=str
 )
 @pytest.mark.parametrize("coarse", [False, True])
-def test_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
+def test_the_sampler_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
     """The sampler equals the reference to the last bit, since both compute the same sums over the same numbers."""
     logits = 3 * torch.randn(rows, 151_936, generator=torch.Generator().manual_seed(rows)).cuda()
     logits = logits.bfloat16().float() if coarse else logits
@@ -38,8 +38,8 @@ def test_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
     uniform = torch.rand(rows, dtype=torch.float64).cuda() if sampling.temperature else None
     sample(logits, sampling, uniform)
     with no_waits():
-        ours = sample(logits, sampling, uniform)
-    assert all(map(torch.equal, ours, sample_reference(logits, sampling, uniform)))
+        sampled = sample(logits, sampling, uniform)
+    assert all(map(torch.equal, sampled, sample_reference(logits, sampling, uniform)))
 
 
 def test_top_p_after_top_k_differs_only_by_rounding() -> None:
@@ -50,11 +50,11 @@ def test_top_p_after_top_k_differs_only_by_rounding() -> None:
     sampling, uniform = SamplingConfig(1, top_k=20, top_p=0.95), torch.rand(64, dtype=torch.float64).cuda()
     with no_waits():
         tokens, *logprobs = sample(logits, sampling, uniform)
-    wanted, *right = sample_reference(logits, sampling, uniform)
-    same = tokens == wanted
+    expected, *expected_logprobs = sample_reference(logits, sampling, uniform)
+    same = tokens == expected
     assert same.sum() >= 63
-    for one, other in zip(logprobs, right, strict=True):
-        torch.testing.assert_close(one[same], other[same], rtol=0, atol=1e-5)
+    for actual, reference in zip(logprobs, expected_logprobs, strict=True):
+        torch.testing.assert_close(actual[same], reference[same], rtol=0, atol=1e-5)
 
 
 def test_numbers_are_copied_to_the_gpu_without_a_wait() -> None:

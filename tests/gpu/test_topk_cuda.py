@@ -1,5 +1,5 @@
-"""running_topk and its Triton kernel on a GPU, where programs run in parallel, equal the reference that uses a heap.
-The interpreter of other tests runs one program after another.
+"""running_topk and its Triton kernel equal the reference with a heap on a GPU, where programs run in parallel. In other
+tests, the interpreter runs one program after another.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize(
     ("length", "window", "k"), [(1, 1, 1), (300, 8, 17), (4500, 256, 2016), (9000, 16, 5), (20000, 256, 4032)]
 )
-def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: str | None) -> None:
+def test_running_topk_equals_the_reference_with_a_heap(
+    length: int, window: int, k: int, ties: bool, kernel: str | None
+) -> None:
     generator = torch.Generator().manual_seed(length)
     scores = torch.randn(2, 3, length, generator=generator)
     scores = scores.round() if ties else scores
-    given = {"window": window, "k": k, "lengths": torch.tensor([length, length * 2 // 3])}
+    options = {"window": window, "k": k, "lengths": torch.tensor([length, length * 2 // 3])}
     decay = torch.tensor([-1e-3, -1e-6, -0.1])
-    right = running_topk_reference(scores, 1, log_decay=decay, **given)
+    expected = running_topk_reference(scores, 1, log_decay=decay, **options)
     for _ in range(5):  # a race may not show in the first run
-        ours = running_topk(scores.cuda(), 1, log_decay=decay.cuda(), kernel=kernel, **given)
+        actual = running_topk(scores.cuda(), 1, log_decay=decay.cuda(), kernel=kernel, **options)
         for name in ("evict_at", "cutoff_rank", "boundary"):
-            assert torch.equal(getattr(ours, name).cpu(), getattr(right, name)), name
+            assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
 def test_the_triton_kernel_passes_the_exactness_check() -> None:

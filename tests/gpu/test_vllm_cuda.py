@@ -5,9 +5,9 @@
 tests/vllm_engine/test_cuda_backend.py and test_cuda_layout.py test all code that runs without a GPU. This file tests
 the kernels, CUDA graphs, sleep mode and several GPUs.
 
-In 16 bits no two kernels give equal results, so a trace is judged by its effect on log-probs: under an engine's traces
-the trainer's log-probs are as near to the sampler's as they are without any eviction, and under wrong traces they are
-far away.
+In 16 bits, different kernels give different results, so that a trace is tested by its effect on log-probs: under an
+engine's traces, the gap between trainer and sampler is as small as without evictions, and under wrong traces it is
+large.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """open_engine(policy, kernels="Flash" or "Triton", eager=, **options) -> an engine; the previous one is closed."""
+    """open_engine(policy, kernels="Flash" or "Triton", eager=, **options) -> an engine. The previous one is closed."""
     engines: list[Any] = []
 
     def close() -> None:
@@ -91,8 +91,10 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             off = classmethod(lambda cls, **_: ["off for this test"])
             monkeypatch.setattr(backend_cuda.EvictingFlashBackend, "validate_configuration", off)
         if eager:
-            plain = arguments.engine_arguments
-            monkeypatch.setattr(arguments, "engine_arguments", lambda *a, **k: plain(*a, **k) | {"enforce_eager": True})
+            original = arguments.engine_arguments
+            monkeypatch.setattr(
+                arguments, "engine_arguments", lambda *a, **k: original(*a, **k) | {"enforce_eager": True}
+            )
         defaults = {"dtype": "bfloat16", "kv_cache_gb": 0.25, "gpu_memory_utilization": 0.1, "max_model_len": 1024}
         engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
         return engines[-1]
@@ -108,9 +110,9 @@ def replayed(folder: Path) -> Callable[..., torch.Tensor]:
     def compare(rollouts: Sequence[Rollout], dtype: str = "bfloat16", temperature: float = 1.0) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
         with torch.no_grad():
-            ours = replay_logprobs(model, rollouts, temperature)
-        theirs = [torch.tensor(r.model_logprobs) for r in rollouts]
-        return torch.cat([(a.float().cpu() - b).abs() for a, b in zip(ours, theirs, strict=True)])
+            trainer_logprobs = replay_logprobs(model, rollouts, temperature)
+        sampler_logprobs = [torch.tensor(r.model_logprobs) for r in rollouts]
+        return torch.cat([(a.float().cpu() - b).abs() for a, b in zip(trainer_logprobs, sampler_logprobs, strict=True)])
 
     return compare
 
@@ -129,7 +131,7 @@ def evicts(rollouts: Sequence[Rollout]) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "tova", "streaming"])
-def test_replay_is_as_near_as_without_eviction(
+def test_the_gap_is_as_small_as_without_evictions(
     policy_name: str,
     kernels: str,
     dtype: str,
@@ -140,18 +142,18 @@ def test_replay_is_as_near_as_without_eviction(
     record_property: Callable,
 ) -> None:
     """The 99th percentile of the gap is at most 1.5 times that of a full cache, and that of wrong traces is larger."""
-    full = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
+    gap_of_full_cache = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
     rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(prompts, SAMPLED)
     assert evicts(rollouts)
-    own = p99(replayed(rollouts, dtype))
-    record_property("p99 of a full cache", full)
-    record_property("p99", own)
-    assert own <= 1.5 * full
+    gap = p99(replayed(rollouts, dtype))
+    record_property("p99 of a full cache", gap_of_full_cache)
+    record_property("p99", gap)
+    assert gap <= 1.5 * gap_of_full_cache
     for name, traces in wrong_traces(rollouts).items():
         if name in ("causal", "heads swapped"):
-            far = p99(replayed(traces, dtype))
-            record_property(name, far)
-            assert far > 3 * full, f"{name}: {far:.1e} against {full:.1e}"
+            wrong_gap = p99(replayed(traces, dtype))
+            record_property(name, wrong_gap)
+            assert wrong_gap > 3 * gap_of_full_cache, f"{name}: {wrong_gap:.1e} against {gap_of_full_cache:.1e}"
 
 
 @pytest.mark.parametrize("policy_name", ["snapkv", "morphkv", "tova", "streaming"])
@@ -164,14 +166,14 @@ def test_decisions_equal_those_of_the_reference_engine(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable,
 ) -> None:
-    """In float32 (Triton), if a sequence differs from the reference engine's, the first decisions that differ are ties
-    within TIE.
+    """In float32 (Triton), sequences equal the reference engine's, except that the first decision that differs may be a
+    tie within TIE.
     """
     policy = policy_of(policy_name, **BUDGET)
-    got = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
+    rollouts = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     margins = []
-    for prompt, sampled in zip(prompts, got, strict=True):
+    for prompt, sampled in zip(prompts, rollouts, strict=True):
         alone, decisions = sample_alone(monkeypatch, model, policy, prompt, GREEDY)
         if not same_decisions(alone, sampled):
             margins.append(first_difference(alone, sampled, decisions, 0.0))
@@ -187,7 +189,7 @@ def test_a_compacted_context_does_not_widen_the_gap_to_hf(
     record_property: Callable,
 ) -> None:  # fmt: skip
     """The 99th percentile of the gap to the hf engine is at most 1.5 times as large after a compacted context as after
-    the whole context. Biases are a coordinate of the keys, and shorter heads are padded with -inf.
+    the whole context. A coordinate of the keys holds the biases, and shorter heads are padded with -inf.
     """
     hf = make_engine("hf", model=folder, policy="full", dtype=dtype)
     context, dropped = prompts[-1], len(prompts[-1]) // 10
@@ -199,21 +201,21 @@ def test_a_compacted_context_does_not_widen_the_gap_to_hf(
     ]
     engine = open_engine(policy_of("full"), kernels=kernels, dtype=dtype, context_entries=700)
     gaps = []
-    for one in contexts:
-        sampled = hf.generate(prompts[:4], GREEDY, one)
-        ours = engine.simulate(prompts[:4], [r.completion_ids for r in sampled], context=one)
-        pairs = zip(ours, sampled, strict=True)
-        apart = [(torch.tensor(a.model_logprobs) - torch.tensor(b.model_logprobs)).abs() for a, b in pairs]
-        gaps.append(p99(torch.cat(apart)))
+    for continued in contexts:
+        sampled = hf.generate(prompts[:4], GREEDY, continued)
+        simulated = engine.simulate(prompts[:4], [r.completion_ids for r in sampled], context=continued)
+        pairs = zip(simulated, sampled, strict=True)
+        differences = [(torch.tensor(a.model_logprobs) - torch.tensor(b.model_logprobs)).abs() for a, b in pairs]
+        gaps.append(p99(torch.cat(differences)))
     record_property("p99 of whole, compacted, ragged", gaps)
     assert max(gaps) <= 1.5 * gaps[0]
 
 
-# ---- how vLLM runs it -----------------------------------------------------------------------------------------------
+# ---- graphs and memory ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_graphs(
+def test_the_gap_does_not_depend_on_piecewise_graphs(
     kernels: str,
     open_engine: Callable,
     policy_of: Callable,
@@ -221,7 +223,7 @@ def test_graphs(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The gap is the same with piecewise graphs and with none, also with prompts in chunks."""
+    """The gap is the same with piecewise graphs and without graphs, also with prompts in chunks."""
     policy = policy_of("gkv", **BUDGET)
     options = {"kernels": kernels, "max_num_batched_tokens": 256}
     results = []
@@ -240,7 +242,7 @@ def test_graphs(
 
 @pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am", "h2o"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_whole_decode_steps_as_graphs(
+def test_the_gap_does_not_depend_on_graphs_of_whole_decode_steps(
     kernels: str,
     policy_name: str,
     open_engine: Callable,
@@ -249,8 +251,8 @@ def test_whole_decode_steps_as_graphs(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """With full_graphs the gap equals that of piecewise graphs, also for padded batches, and decoding runs no Python
-    code.
+    """With full_graphs, the gap equals that of piecewise graphs, also for padded batches, and decode steps run no
+    Python code.
     """
     from rollout.vllm.compat.paged import live_state
 
@@ -272,18 +274,16 @@ def test_whole_decode_steps_as_graphs(
     assert max(result) <= 1.5 * min(result)
 
 
-def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
-    """A pool that holds half the blocks that a full cache needs runs all sequences at once, and is entirely free at the
-    end.
-    """
+def test_blocks_of_evicted_entries_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
+    """All sequences run together in a pool that is too small for a full cache, and all blocks are free at the end."""
     engine = open_engine(policy_of("gkv", **BUDGET), max_batch=36, kv_cache_gb=0.02, max_prompt=450)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
-    free, least, step = pool.get_num_free_blocks(), [], engine.llm.llm_engine.step
+    free, records, step = pool.get_num_free_blocks(), [], engine.llm.llm_engine.step
 
     def watched() -> Any:
         outputs = step()
-        least.append((len(scheduler.running), pool.get_num_free_blocks()))
+        records.append((len(scheduler.running), pool.get_num_free_blocks()))
         return outputs
 
     engine.llm.llm_engine.step = watched
@@ -291,8 +291,9 @@ def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: l
     del engine.llm.llm_engine.step
     tokens = sum(len(r.trace) for r in rollouts)
     assert tokens > 1.5 * size * free
-    running, left = least[len(least) // 2]
-    assert running == len(rollouts) and free - left <= running * -(-80 // size)
+    running, free_blocks = records[len(records) // 2]
+    assert running == len(rollouts)
+    assert free - free_blocks <= running * -(-80 // size)
     assert pool.get_num_free_blocks() == free
 
 
@@ -300,13 +301,14 @@ def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: l
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     policy_name: str, blocks: int, open_engine: Callable, policy_of: Callable, prompts: list
 ) -> None:
-    """The pool has the blocks of 16 tokens that 450-token prompts need, or those of 1,024 tokens with a full cache,
-    although the share of the GPU would hold many times as many.
+    """The pool has the blocks of 16 tokens that prompts of 450 tokens need, or sequences of 1,024 tokens with a full
+    cache, although the given share of the GPU has room for many more.
     """
     policy = policy_of(policy_name, **BUDGET)
     engine = open_engine(policy, kv_cache_gb=None, gpu_memory_utilization=0.3, max_batch=9, max_prompt=450)
     config = engine.llm.llm_engine.vllm_config.cache_config
-    assert config.block_size == 16 and config.num_gpu_blocks == 9 * blocks + 1
+    assert config.block_size == 16
+    assert config.num_gpu_blocks == 9 * blocks + 1
     assert len(engine.generate(prompts, GREEDY)) == len(prompts)
 
 
@@ -314,26 +316,28 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_up(level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list) -> None:
-    """During sleep the memory is given back; after waking up, the engine samples the same tokens, with the graphs that
-    it had before.
+def test_an_engine_samples_the_same_tokens_after_a_sleep(
+    level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list
+) -> None:
+    """In a sleep the memory is free for others. After waking up, the engine samples the same tokens with its old
+    graphs.
     """
     engine = open_engine(policy_of("gkv", **BUDGET), sleep_mode=True, kv_cache_gb=1.0)
-    wanted = engine.generate(prompts, GREEDY)
-    awake = torch.cuda.mem_get_info()[0]
+    expected = engine.generate(prompts, GREEDY)
+    free_before = torch.cuda.mem_get_info()[0]
     engine.sleep(level)
-    assert torch.cuda.mem_get_info()[0] - awake >= 0.9 * 2**30
+    assert torch.cuda.mem_get_info()[0] - free_before >= 0.9 * 2**30
     engine.wake_up(["weights"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if level == 2:
         engine.load_weights(model.named_parameters())
     engine.wake_up(["kv_cache"])
-    again = engine.generate(prompts, GREEDY)
-    assert [r.completion_ids for r in again] == [r.completion_ids for r in wanted]
-    assert all(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, wanted, strict=True))
+    repeated = engine.generate(prompts, GREEDY)
+    assert [r.completion_ids for r in repeated] == [r.completion_ids for r in expected]
+    assert all(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(repeated, expected, strict=True))
 
 
-def test_an_engine_that_was_not_asked_to_sleep_does_not(open_engine: Callable, policy_of: Callable) -> None:
+def test_without_sleep_mode_a_sleep_has_no_effect(open_engine: Callable, policy_of: Callable) -> None:
     engine = open_engine(policy_of("gkv", **BUDGET))
     engine.sleep()
     engine.wake_up()
@@ -346,7 +350,7 @@ def test_an_engine_that_was_not_asked_to_sleep_does_not(open_engine: Callable, p
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("policy_name", ["gkv", "tova"])
-def test_two_gpus(
+def test_the_gap_on_two_gpus_equals_that_on_one(
     policy_name: str,
     open_engine: Callable,
     policy_of: Callable,
@@ -354,13 +358,14 @@ def test_two_gpus(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The heads of two tensor-parallel processes are joined in the right order: the gap is that of one GPU."""
+    """The heads of two tensor-parallel processes are joined in the right order: the gap equals that of one GPU."""
     policy = policy_of(policy_name, **BUDGET)
-    one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
+    gap_on_one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
     rollouts = open_engine(policy, tensor_parallel=2).generate(prompts, SAMPLED)
-    two = p99(replayed(rollouts))
-    record_property("p99 on one GPU", one)
-    record_property("p99 on two", two)
-    assert evicts(rollouts) and two <= 1.5 * one
+    gap_on_two = p99(replayed(rollouts))
+    record_property("p99 on one GPU", gap_on_one)
+    record_property("p99 on two", gap_on_two)
+    assert evicts(rollouts)
+    assert gap_on_two <= 1.5 * gap_on_one
     if policy_name == "tova":  # tova keeps the same entries in every head, so both processes must agree
         assert all(torch.equal(r.trace.evict_at, r.trace.evict_at[:, :1].expand_as(r.trace.evict_at)) for r in rollouts)

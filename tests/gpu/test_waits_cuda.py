@@ -1,6 +1,7 @@
-"""On a GPU, as in the counts of tests/counting.py, a decode step never waits, and a compaction waits for a few numbers.
+"""On a GPU, a decode step never waits for the device, and a compaction waits at most MOST_WAITS times.
 
 NOT RUN YET: written on a machine without a GPU. torch reports each call that waits, including its own copies.
+tests/counting.py counts the same waits without a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ POLICIES: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def says_what_waits() -> Iterator[Callable[[str], None]]:
-    """Yield the switch of torch's own check for waits, "error", "warn" or "default", and set it to "default"
-    afterwards.
+def react_to_waits() -> Iterator[Callable[[str], None]]:
+    """Yield the function that sets torch's reaction to waits: "error", "warn" or "default". Set "default" at
+    the end.
     """
     yield torch.cuda.set_sync_debug_mode
     torch.cuda.set_sync_debug_mode("default")
@@ -38,28 +39,30 @@ def says_what_waits() -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @torch.no_grad()
 def test_decoding_does_not_wait_and_compactions_wait_a_few_times(
-    policy: dict, policy_of: Callable[..., Policy], says_what_waits: Callable, monkeypatch: pytest.MonkeyPatch
+    policy: dict, policy_of: Callable[..., Policy], react_to_waits: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")
     from rollout.vllm.messages import Due
 
-    made = policy_of(policy["policy"], budget=128, **{name: p for name, p in policy.items() if name != "policy"})
-    peak, left, device = made.schedule.peak, made.schedule.left(0, 0), torch.device("cuda")
+    cache_policy = policy_of(
+        policy["policy"], budget=128, **{name: value for name, value in policy.items() if name != "policy"}
+    )
+    peak, left, device = cache_policy.schedule.peak, cache_policy.schedule.left(0, 0), torch.device("cuda")
     assert peak is not None
-    held = peak + 8 * made.schedule.before_attending
-    state, table = state_of(made, REQUESTS, True, monkeypatch, dtype=torch.bfloat16, device=device)
+    held = peak + 8 * cache_policy.schedule.before_attending
+    state, table = state_of(cache_policy, REQUESTS, True, monkeypatch, dtype=torch.bfloat16, device=device)
     starts, seen = torch.arange(REQUESTS + 1, dtype=torch.int32), torch.full((REQUESTS,), held, dtype=torch.int32)
     new = torch.randn(REQUESTS, HEADS, DIM, device=device, dtype=torch.bfloat16)
     query = torch.randn(REQUESTS, HEADS * GROUP, DIM, device=device, dtype=torch.bfloat16)
-    blocks, seen, starts_there = table.to(device), seen.to(device), starts.to(device)
+    blocks, seen, device_starts = table.to(device), seen.to(device), starts.to(device)
 
-    says_what_waits("error")
-    state.make_plan(blocks, seen, starts_there, starts)
+    react_to_waits("error")
+    state.make_plan(blocks, seen, device_starts, starts)
     for name in state.index:
         state.arrive(name, new, new)
         state.after_layer(name, query)
     state.after_forward()
-    says_what_waits("warn")
+    react_to_waits("warn")
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         state.compact([Due(str(i), int(row[0]), held, held, left) for i, row in enumerate(table)])

@@ -172,14 +172,14 @@ def test_the_schema_accepts_each_shipped_recipe(name: str) -> None:
         ("distill", ["keep={name: math, timeout: 9}"]),
         ("sft", ["max_length=null", "learning_rate=1"]),
         ("eval", ["cache=null"]),
-        ("eval", ["cache={window: 8}", "sweep={policy: [full, {policy: tova}], budget: 16}"]),
-        ("eval", ["cache=tova", "sweep={budget: [16]}"]),
+        ("eval", ["cache={window: 8}", "sweep={policy: [full, {policy: tova}], cache: {budget: 16}}"]),
+        ("eval", ["cache=tova", "sweep={cache: {budget: [16]}}"]),
         ("eval", ["cache=null", "sweep={policy: {policy: gkv, budget: 64}}"]),
         (
             "eval",
             ["cache=null", "prompt_cache={ratio: 0.1, queries: random}", "tasks.a.columns={context: c}"],
         ),
-        ("perplexity", ["sweep={policy: [full, h2o], budget: [8, 12]}", "cache={sinks: 1}"]),
+        ("perplexity", ["sweep={policy: [full, h2o], cache: {budget: [8, 12]}}", "cache={sinks: 1}"]),
     ],
 )
 def test_the_schema_accepts_short_forms_of_values(kind: str, overrides: list[str]) -> None:
@@ -235,8 +235,8 @@ def test_the_schema_accepts_short_forms_of_values(kind: str, overrides: list[str
         ("eval", "tasks=[a]"),
         ("eval", "prompt_cache=[{polic: am}]"),
         ("eval", "sweep={policy: [{budget: 4}]}"),
-        ("eval", "sweep={policy: gvk, budget: 4}"),
-        ("eval", "sweep={policy: {policy: tova, x: 1}, budget: 4}"),
+        ("eval", "sweep={policy: gvk, cache: {budget: 4}}"),
+        ("eval", "sweep={policy: {policy: tova, x: 1}, cache: {budget: 4}}"),
         ("eval", "sweep={polic: full}"),
     ],
 )

@@ -317,7 +317,7 @@ def test_a_sweep_gives_each_policy_the_shared_parameters_that_it_has():
     """`caches()` combines the policies of a sweep with its budgets and the parameters of `cache`; each policy takes
     those that it has. A parameter that no policy has is refused."""
     cache = "cache={window: 8, period: 4, sinks: 2}"
-    recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], budget: [32, 64]}"])
+    recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], cache: {budget: [32, 64]}}"])
     assert recipe.caches() == [
         FullConfig(),
         StreamingConfig(period=4, sinks=2, budget=32),
@@ -327,24 +327,26 @@ def test_a_sweep_gives_each_policy_the_shared_parameters_that_it_has():
     ]
     assert make(EVAL).caches() == [None]
     assert make(EVAL, ["cache=full"]).caches() == [FullConfig()]
-    swept = make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()
+    swept = make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.cache.budget=[4, 5]"]).caches()
     assert [cache.budget for cache in swept] == [4, 5]
     policies = "[snapkv, {policy: streaming, sinks: 4}, {policy: tova, budget: 9, window: 1}]"
-    assert make(EVAL, [cache, f"sweep.policy={policies}", "sweep.budget=[32, 64]"]).caches() == [
+    assert make(EVAL, [cache, f"sweep.policy={policies}", "sweep.cache.budget=[32, 64]"]).caches() == [
         SnapKVConfig(window=8, period=4, sinks=2, budget=32),
         SnapKVConfig(window=8, period=4, sinks=2, budget=64),
         StreamingConfig(period=4, sinks=4, budget=32),
         StreamingConfig(period=4, sinks=4, budget=64),
         TovaConfig(window=1, period=4, sinks=2, budget=9),
     ]
-    assert "unknown cache policy 'gvk'" in refused("cache.policy=gvk", "sweep={policy: tova, budget: 9}", text=EVAL)
+    assert "unknown cache policy 'gvk'" in refused(
+        "cache.policy=gvk", "sweep={policy: tova, cache: {budget: 9}}", text=EVAL
+    )
     assert "sweep.policy: policy: missing; name a cache policy" in refused("sweep={policy: [{budget: 4}]}", text=EVAL)
     assert "sweep: cache policy 'tova' has no parameter 'x'" in refused("sweep.policy={policy: tova, x: 1}", text=EVAL)
     mixed = "sweep={policy: [{policy: streaming, budget: 9}, full]}"
     assert "none of the policies streaming, full has this" in refused("cache={alpha: 1}", mixed, text=EVAL)
     assert "cache.windo: none of the policies" in refused("cache={windo: 8}", "sweep={policy: full}", text=EVAL)
-    assert "sweep.budget: name the policies" in refused("sweep.budget=4", text=EVAL)
-    assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, budget: 4}", text=EVAL)
+    assert "sweep.cache: name the policies" in refused("sweep.cache.budget=4", text=EVAL)
+    assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, cache: {budget: 4}}", text=EVAL)
     assert "needs a budget" in refused("sweep.policy=tova", text=EVAL)
     assert "tasks: name at least one" in refused("tasks={}", text=EVAL)
 

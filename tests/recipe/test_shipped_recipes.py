@@ -442,7 +442,7 @@ def test_each_evaluation_runs_at_a_small_size(
             overrides += [f"tasks.{task}.subset=null"]
         overrides.append(f"tasks.{task}.limit=2")
     if recipe.sweep.policy:
-        overrides += ["cache={window: 4, period: 4}", "sweep.budget=[12]"]
+        overrides += ["cache={window: 4, period: 4}", "sweep.cache.budget=[12]"]
     elif recipe.cache is not None:
         overrides.append(shortened(recipe))
     if recipe.forced_answer is not None:
@@ -464,7 +464,9 @@ def test_the_perplexity_recipe_runs_at_a_small_size(tiny_model: Callable, tmp_pa
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
     overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
     overrides += ["prompt_tokens=16", "completion_tokens=16", "dtype=float32", "rollout.engine=hf"]
-    rows = measure(load_recipe(name, [*overrides, "sweep={policy: [full, streaming, h2o], budget: [8, 12]}"]), False)
+    rows = measure(
+        load_recipe(name, [*overrides, "sweep={policy: [full, streaming, h2o], cache: {budget: [8, 12]}}"]), False
+    )
     assert [(row.policy, row.budget) for row in rows] == [
         ("full", None), ("streaming", 8), ("streaming", 12), ("h2o", 8), ("h2o", 12),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-r"""The rewards without a worker (boxed, format, soft_overlong, repetition), and a test that no reward crashes."""
+"""The rewards without a worker: boxed, format, soft_overlong, repetition. No reward crashes."""
 
 import pickle
 
@@ -114,7 +114,7 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {}), **style}])
     texts = list(ADVERSARIAL.values())
     columns = {
-        "answer": ["42"] * len(texts),
+        "answer": ["C" if name == "letter" else "42"] * len(texts),
         "answers": [["42", "maybe " * 100_000]] * len(texts),
         "completion_ids": [list(text.encode("utf-8", "replace")[:20_000]) for text in texts],
     }
@@ -127,8 +127,8 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
 def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     unpickled = pickle.loads(pickle.dumps(function))
-    columns = {"answer": ["1", "2"], "answers": [["boxed1"], ["2"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
-    texts = [r"\boxed{1}", "none"]
+    columns = {"answer": ["A", "B"], "answers": [["boxedA"], ["B"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
+    texts = [r"\boxed{A}", "none"]
     assert unpickled(texts, **columns) == function(texts, **columns)
     assert len(set(function(texts, **columns))) == 2  # control: the two texts have different rewards
     assert unpickled.__name__ == name

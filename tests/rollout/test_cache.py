@@ -1,4 +1,6 @@
-"""The physical caches shrink, hold exactly the entries that the record names, and leave frozen rows unchanged."""
+"""The cache's tensors really shrink, hold exactly the entries that the record names, and do not change for frozen rows
+(rows that have ended while others go on).
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,27 @@ class Driver:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_entries_of_a_long_prompt_are_freed(
+def test_memory_of_a_long_prompt_is_freed_after_the_prefill(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """After a prefill of 300 tokens the storage has the budget's size, or 300 entries with the full cache."""
+    """After a prefill of 300 tokens the cache has storage for the kept entries alone: the budget, or all 300 entries
+    with the full cache.
+    """
     model = model_of("qwen3")
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     cache = Driver(model, policy, prompts_of("qwen3", [300, 120])).cache
-    held = 300 if policy_name == "full" else policy.schedule.left(300, 300)
-    assert held == BUDGET or policy_name not in BOUNDED
-    assert cache.allocated_bytes() == 2 * held * entry_bytes(model)
+    kept_entries = 300 if policy_name == "full" else policy.schedule.left(300, 300)
+    assert kept_entries == BUDGET or policy_name not in BOUNDED
+    assert cache.allocated_bytes() == 2 * kept_entries * entry_bytes(model)
 
 
 @pytest.mark.parametrize("policy_name", BOUNDED)
-def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """The peak is at most budget + period entries per sequence, however long the completion; the full cache grows."""
+def test_memory_in_decoding_is_bounded_by_the_peak(
+    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """The storage is exactly the policy's peak (at most budget + period entries) per sequence, for completions of 25
+    and 50 tokens. Control: the full cache grows.
+    """
     model, prompts = model_of("qwen3"), prompts_of("qwen3", [90, 40, 3, 17])
 
     def peak(policy: Policy, tokens: int) -> int:
@@ -97,7 +105,7 @@ def test_the_cache_holds_the_recorded_entries(
                     visible = (record[index, head] > seen).nonzero()[:, 0]
                     assert positions.tolist() == visible.tolist(), (step, row, index, head)
         driver.decode([(7 * step + row) % 60 + 3 for row in range(4)])
-    if policy_name != "full":  # the record is not trivial: every row has evicted tokens
+    if policy_name != "full":  # control: every row has evicted tokens
         assert all((cache.evict_at(row, seen) <= seen).any(-1).all() for row, seen in enumerate(cache.seen))
 
 
@@ -105,7 +113,9 @@ def test_the_cache_holds_the_recorded_entries(
 def test_a_frozen_row_keeps_its_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """The entries and records of a frozen row do not change, bit for bit; those of an active row do."""
+    """While row 1 is frozen for 12 steps, its entries and its record do not change, bit for bit. Control: those of the
+    active row 2 do.
+    """
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))
     cache = driver.cache
@@ -113,9 +123,9 @@ def test_a_frozen_row_keeps_its_entries(
         driver.decode([3 + step, 4, 5])
 
     def snapshot(row: int) -> list[torch.Tensor]:
-        held, seen = cache.lengths[row], cache.seen[row]
+        kept_entries, seen = cache.lengths[row], cache.seen[row]
         layers = cache.layers.values()
-        entries = [t[row, :, :held] for layer in layers for t in (layer.keys, layer.values, layer.positions)]
+        entries = [t[row, :, :kept_entries] for layer in layers for t in (layer.keys, layer.values, layer.positions)]
         return [t.clone() for t in [*entries, cache.evict_at(row, seen)]]
 
     frozen, active = snapshot(1), snapshot(2)
@@ -126,7 +136,9 @@ def test_a_frozen_row_keeps_its_entries(
 
 
 def test_forked_rows_are_independent(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """Copies of one row are independent: decoding one leaves the other's entries unchanged."""
+    """`select([1, 0, 1])` copies row 1. The copies decode different tokens, and each row evicts as in a cache whose
+    rows were prefilled separately.
+    """
     policy = policy_of("gkv", budget=BUDGET, window=4, period=PERIOD)
     (a, b) = prompts_of("qwen3", [24, 9])
     forked, plain = Driver(model_of("qwen3"), policy, [a, b]), Driver(model_of("qwen3"), policy, [b, a, b])

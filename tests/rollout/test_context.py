@@ -1,4 +1,6 @@
-"""A context compacted once in the hf engine: its kept entries, the view of continuations, and refusals."""
+"""A long context is read and compacted once, and completions continue from its kept entries (hf engine). The tests
+cover which entries are kept, what continuations see, budgets of heads, reading in pieces, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ MODELS = ["quickstart", "stories260K", "qwen3", "llama"]
 
 @pytest.fixture
 def engine_of(model_of: Callable) -> Callable:
+    """engine_of(model name) -> an hf engine with a full cache."""
     return lambda name: make_engine("hf", model=model_of(name), policy="full")
 
 
@@ -36,11 +39,15 @@ def engine_of(model_of: Callable) -> Callable:
 def test_continuations_attend_only_to_kept_entries(
     name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
+    """The context keeps its first 2 and last 3 tokens and 30 % of the others. Sampled continuations have the log-probs
+    that the slow reference computes from these kept entries alone; so have simulated ones.
+    """
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2, last=3, **changed))
     assert all(layer.keys.shape[2] == 2 + 3 + round(0.3 * 55) for layer in context.layers)
     for r, question in zip(engine.generate(questions, SAMPLING, context), questions, strict=True):
-        assert r.prompt_ids == [*tokens, *question] and len(r.trace) == len(r.prompt_ids) + 20
+        assert r.prompt_ids == [*tokens, *question]
+        assert len(r.trace) == len(r.prompt_ids) + 20
         assert gap([slow_logprobs(model_of(name), context, question, r.completion_ids)], [r]) <= 1e-5
         (simulated,) = engine.simulate([question], [r.completion_ids], context=context)
         assert gap([torch.tensor(simulated.model_logprobs)], [r]) <= 1e-5
@@ -50,6 +57,9 @@ def test_continuations_attend_only_to_kept_entries(
 def test_contexts_with_evictions_only_are_replayed(
     name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
+    """Continuations of a context with plain evictions replay exactly. Those of a fitted context (Attention Matching)
+    are refused, since no trace records the fits.
+    """
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     rollouts = engine.generate(
         questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, policy="evict", first=2))
@@ -69,7 +79,10 @@ def test_a_context_without_evictions_equals_a_full_cache(engine_of: Callable, pr
     assert gap([torch.tensor(ours.model_logprobs)], [plain]) <= 1e-5
 
 
-def test_forks_of_one_prefill_equal_separate_prefills(engine_of: Callable, prompts_of: Callable) -> None:
+def test_continuations_together_equal_each_alone_after_its_own_compaction(
+    engine_of: Callable, prompts_of: Callable
+) -> None:
+    """Five questions with completions of different lengths share one compacted context."""
     engine, (tokens, *questions) = engine_of("quickstart"), prompts_of("quickstart", [60, 1, 7, 4, 12, 7])
     config = PromptCacheConfig(ratio=0.2)
     context = engine.compact(tokens, config)
@@ -80,7 +93,8 @@ def test_forks_of_one_prefill_equal_separate_prefills(engine_of: Callable, promp
         assert gap([torch.tensor(alone.model_logprobs)], [theirs]) <= 1e-5
 
 
-def test_the_contexts_memory_is_freed(engine_of: Callable, prompts_of: Callable) -> None:
+def test_a_compacted_context_holds_only_its_kept_entries_in_memory(engine_of: Callable, prompts_of: Callable) -> None:
+    """Of 201 tokens, the first token and 10 % of the others are kept: 21 entries."""
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [201])
     whole = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict")).nbytes
     small = engine.compact(tokens, PromptCacheConfig(ratio=0.1)).nbytes
@@ -88,65 +102,73 @@ def test_the_contexts_memory_is_freed(engine_of: Callable, prompts_of: Callable)
 
 
 @pytest.mark.parametrize("kind", ["context", "repeat", "self_study", "random"])
-def test_reference_queries(
+def test_reference_queries_of_each_kind_are_the_right_ones(
     kind: str, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, (tokens, asked) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
-    seen: list[torch.Tensor] = []
+    """The reference queries for the fit are recorded and compared with queries from a separate reading: of the context
+    itself, of a second copy of it, of answers sampled after it, or random ones of the same norm.
+    """
+    engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    recorded: list[torch.Tensor] = []
     config = PromptCacheConfig(ratio=0.2, queries=[kind], study_samples=3, study_tokens=9)
     monkeypatch.setattr(
-        "rollout.context.compact.match", lambda block, *rest: seen.append(block.queries) or match(block, *rest)
+        "rollout.context.compact.match", lambda block, *rest: recorded.append(block.queries) or match(block, *rest)
     )
-    engine.compact(tokens, config, [asked])
+    engine.compact(tokens, config, [question])
     heads, count = 4, {"self_study": 3 * 9}.get(kind, 60)
-    assert len(seen) == 5 and all(q.shape == (1, heads, 2 * count, 8) or kind == "self_study" for q in seen)
+    assert len(recorded) == 5
+    assert all(q.shape == (1, heads, 2 * count, 8) or kind == "self_study" for q in recorded)
     if kind == "context":
         cache = ContextCache(None, captures=True)
         engine._read([tokens], cache)
-        assert torch.equal(seen[2], cache.captured(2).reshape(1, 4, -1, 8))
+        assert torch.equal(recorded[2], cache.captured(2).reshape(1, 4, -1, 8))
     if kind == "repeat":  # the queries of the second copy of the text
         cache = ContextCache(None, captures=True)
         engine._read([[*tokens, *tokens]], cache)
-        torch.testing.assert_close(seen[2], cache.captured(2)[:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
+        torch.testing.assert_close(recorded[2], cache.captured(2)[:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
     if kind == "self_study":  # queries of the sampled tokens, each after context and prompt
-        everything = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
-        answers = engine.generate([asked], SamplingConfig(9, n=3, seed=0), everything)
-        wanted = []
+        whole_context = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
+        answers = engine.generate([question], SamplingConfig(9, n=3, seed=0), whole_context)
+        parts = []
         for r in answers:
             cache = ContextCache(None, captures=True)
             engine._read([[*r.prompt_ids, *r.completion_ids]], cache)
-            wanted.append(cache.captured(3)[:, :, 65 : 65 + len(r.completion_ids)])
-        wanted = torch.cat(wanted, dim=2).reshape(1, 4, -1, 8)
-        torch.testing.assert_close(seen[3], wanted, atol=1e-4, rtol=0)
+            parts.append(cache.captured(3)[:, :, 65 : 65 + len(r.completion_ids)])
+        expected = torch.cat(parts, dim=2).reshape(1, 4, -1, 8)
+        torch.testing.assert_close(recorded[3], expected, atol=1e-4, rtol=0)
     if kind == "random":
-        own = ContextCache(None, captures=True)
-        engine._read([tokens], own)
-        norm = own.captured(1).reshape(1, 4, -1, 8).norm(dim=-1).mean(-1)
-        torch.testing.assert_close(seen[1].norm(dim=-1).mean(-1), norm)
+        cache = ContextCache(None, captures=True)
+        engine._read([tokens], cache)
+        norm = cache.captured(1).reshape(1, 4, -1, 8).norm(dim=-1).mean(-1)
+        torch.testing.assert_close(recorded[1].norm(dim=-1).mean(-1), norm)
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
 def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
+    """The kept entries are those with the highest attention of the reference queries, by any aggregate over the
+    queries, with plain eviction and with fits. Control: the paper's fit gives other values.
+    """
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = PromptCacheConfig(ratio=0.2, policy="evict", aggregate=aggregate, first=2, last=1)
     studied = engine.study(tokens, config)
     evicted, matched = studied.compacted(config), studied.compacted(replace(config, policy="am"))
     for layer, (entries, queries) in enumerate(zip(studied.whole.layers, studied.queries, strict=True)):
         shares = (queries.double() @ entries.keys.double().mT * 8**-0.5)[..., 2:-1].softmax(-1)
-        of = {"rms": shares.square().mean(2), "mean": shares.mean(2), "max": shares.amax(2)}[aggregate]
-        best = of.topk(round(0.2 * 57), dim=-1).indices.sort(-1).values + 2
+        scores = {"rms": shares.square().mean(2), "mean": shares.mean(2), "max": shares.amax(2)}[aggregate]
+        best = scores.topk(round(0.2 * 57), dim=-1).indices.sort(-1).values + 2
         for context in (evicted, matched):
             assert torch.equal(context.layers[layer].positions[:, :, 3:], best)  # after the uncompacted part
     paper = studied.compacted(replace(config, policy="am", fit="paper"))
     assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 
 
-def test_many_queries_are_subsampled(engine_of: Callable, prompts_of: Callable) -> None:
+def test_many_reference_queries_are_subsampled_reproducibly(engine_of: Callable, prompts_of: Callable) -> None:
+    """Control: with all queries the fitted values differ."""
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
     few = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
     many = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
-    again = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
-    assert torch.equal(few.layers[0].values, again.layers[0].values)
+    repeated = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
+    assert torch.equal(few.layers[0].values, repeated.layers[0].values)
     assert not torch.equal(few.layers[0].values, many.layers[0].values)
 
 
@@ -183,7 +205,8 @@ def test_entries_go_to_the_heads_that_gain_most() -> None:
     curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
     shares = allocate(curves, ratios, 0.1)
     assert float(shares.mean()) == pytest.approx(0.1)
-    assert shares[0, 0] > 2 * shares[1, 0] and shares[1, 0] == pytest.approx(float(shares[1, 1]), abs=2e-3)
+    assert shares[0, 0] > 2 * shares[1, 0]
+    assert shares[1, 0] == pytest.approx(float(shares[1, 1]), abs=2e-3)
     assert shares[0, 1] <= 0.0105
     flat = allocate(torch.zeros(2, 2, 3).double(), ratios, 0.1)
     assert torch.equal(flat, torch.full((2, 2), 0.1, dtype=torch.float64))
@@ -207,12 +230,13 @@ def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[floa
     return loss
 
 
-def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
+def compare_with_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
     """Check `allocate` against the plain algorithm. Return its shares and the number of moves of entries."""
     result = allocate(curves, RATIOS, ratio)
-    shares, moves = naive_allocation([curve_of(RATIOS, one) for one in curves.flatten(0, 1).tolist()], ratio, STEPS)
+    shares, moves = naive_allocation([curve_of(RATIOS, curve) for curve in curves.flatten(0, 1).tolist()], ratio, STEPS)
     assert result.flatten().tolist() == pytest.approx(shares, abs=1e-12)
-    assert float(result.mean()) == pytest.approx(ratio) and 0 <= float(result.min()) <= float(result.max()) <= 1 + 1e-9
+    assert float(result.mean()) == pytest.approx(ratio)
+    assert 0 <= float(result.min()) <= float(result.max()) <= 1 + 1e-9
     return shares, moves
 
 
@@ -227,7 +251,7 @@ def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
         losses = torch.rand(2, 3, len(RATIOS), generator=generator, dtype=torch.float64)
         if convex:
             losses = losses[..., :1] * (1 - torch.tensor(RATIOS)) ** (1 + 50 * losses[..., 1:2])
-        _, moves = held_to_algorithm_4(losses, ratio)
+        _, moves = compare_with_algorithm_4(losses, ratio)
         assert moves == 0 if ratio == 1 else moves > STEPS / 2
 
 
@@ -238,49 +262,58 @@ def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
     curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
     curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
     curves[0, 1:] = torch.tensor([0.03, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0])
-    shares, moves = held_to_algorithm_4(curves, RATIOS[3])
-    assert moves >= STEPS and shares[0] > 2 * RATIOS[3] and min(shares) < RATIOS[1]
+    shares, moves = compare_with_algorithm_4(curves, RATIOS[3])
+    assert moves >= STEPS
+    assert shares[0] > 2 * RATIOS[3]
+    assert min(shares) < RATIOS[1]
 
 
-def test_shares_of_a_real_curve(engine_of: Callable, prompts_of: Callable) -> None:
-    """Shares for measured curves, the KL of a trained model's next token, equal the plain algorithm's. Some head ends
-    below 0.01, the smallest measured ratio above 0.
+def test_shares_of_measured_curves_equal_algorithm_4(engine_of: Callable, prompts_of: Callable) -> None:
+    """The curves are measured: the KL divergence of a trained model's next token, as one head keeps more or fewer
+    entries. Some head ends below 0.01, the smallest measured ratio above 0.
     """
-    engine, (tokens, behind) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict")
     studied = engine.study(tokens, config)
 
     @torch.no_grad()
-    def said(context: Context) -> torch.Tensor:
-        hidden = engine.prefill([behind], context).hidden
+    def next_logprobs(context: Context) -> torch.Tensor:
+        hidden = engine.prefill([question], context).hidden
         return engine.model.get_output_embeddings()(hidden)[0].double().log_softmax(-1)
 
-    full = said(studied.whole)
-    curves = sensitivity([studied], config, lambda _, context: float(full.exp() @ (full - said(context))))
-    assert float(curves.min()) > 0 and not torch.equal(curves, curves.sort(-1, descending=True).values)
-    shares, moves = held_to_algorithm_4(curves, BASE)
-    assert moves > STEPS and min(shares) < RATIOS[1]
+    full = next_logprobs(studied.whole)
+    curves = sensitivity([studied], config, lambda _, context: float(full.exp() @ (full - next_logprobs(context))))
+    assert float(curves.min()) > 0
+    assert not torch.equal(curves, curves.sort(-1, descending=True).values)
+    shares, moves = compare_with_algorithm_4(curves, BASE)
+    assert moves > STEPS
+    assert min(shares) < RATIOS[1]
 
 
 def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_of: Callable) -> None:
+    """`sensitivity` evaluates the loss for each layer, head and ratio. In each evaluation exactly one head keeps
+    another number of entries (1 or 25 of 50) than the 5 of the base ratio.
+    """
     engine, (tokens,) = engine_of("quickstart"), prompts_of("quickstart", [50])
     studied = engine.study(tokens, PromptCacheConfig(first=0))
-    seen: list[list[list[int]]] = []
+    recorded: list[list[list[int]]] = []
 
     def loss(place: int, context: Context) -> float:
-        seen.append((context.evict_at() > 50).sum(-1).tolist())
-        return float(len(seen))
+        recorded.append((context.evict_at() > 50).sum(-1).tolist())
+        return float(len(recorded))
 
     layers, heads = len(studied.whole.layers), studied.whole.layers[0].keys.shape[1]
     curves = sensitivity([studied], PromptCacheConfig(first=0), loss, ratios=(0.02, 0.5), base=0.1)
-    assert curves.shape == (layers, heads, 2) and curves.flatten().tolist() == list(range(1, 2 * layers * heads + 1))
-    for number, kept in enumerate(seen):
+    assert curves.shape == (layers, heads, 2)
+    assert curves.flatten().tolist() == list(range(1, 2 * layers * heads + 1))
+    for number, kept in enumerate(recorded):
         layer, head, place = number // (2 * heads), number // 2 % heads, number % 2
         assert kept[layer][head] == (1, 25)[place]
         assert sum(map(sum, kept)) == (layers * heads - 1) * 5 + (1, 25)[place]
 
 
-def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
+def test_head_budgets_survive_a_file_and_wrong_files_are_refused(tmp_path: Path) -> None:
+    """Loaded shares are normalised to mean 1; `counts` gives the number of entries of each head, at least 1."""
     shares = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.05, 0.15]]).double()
     save(tmp_path / "b.json", shares)
     torch.testing.assert_close(load(tmp_path / "b.json", 2, 3), shares / 0.15)
@@ -289,13 +322,17 @@ def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
     assert counts(shares, 0.001, 102, config) == [[1, 1, 1], [1, 1, 1]]
     save(tmp_path / "zero.json", torch.tensor([[0.0, 0.1]]).double())
     assert counts(load(tmp_path / "zero.json", 1, 2), 0.1, 102, config) == [[1, 20]]
-    for wrong in ([[-0.1, 0.3]], [[0.0, 0.0]]):
-        (tmp_path / "wrong.json").write_text(json.dumps({"shares": wrong}))
+    for wrong_shares in ([[-0.1, 0.3]], [[0.0, 0.0]]):
+        (tmp_path / "wrong.json").write_text(json.dumps({"shares": wrong_shares}))
         with pytest.raises(UserError, match="a head budget below 0, or no head budget above 0"):
             load(tmp_path / "wrong.json", 1, 2)
     (tmp_path / "no.json").write_text("[]")
-    for file, says in (("absent", "No such file"), ("no.json", "list indices"), ("b.json", r"\[2, 3\], but the model")):
-        with pytest.raises(UserError, match=says) as caught:
+    for file, message in (
+        ("absent", "No such file"),
+        ("no.json", "list indices"),
+        ("b.json", r"\[2, 3\], but the model"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
             load(tmp_path / file, 2, 2)
         assert "\n" not in str(caught.value)
 
@@ -320,11 +357,11 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
 
 @pytest.mark.parametrize("lengths", [(60,), (3, 61, 8, 24), (1, 9)], ids=str)
 @pytest.mark.parametrize("name", ["stories260K", "qwen3"])
-def test_reading_in_pieces_equals_reading_at_once(
+def test_reading_in_pieces_equals_reading_in_one_pass(
     name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a text in pieces of 8 tokens, a few of which attend at a time, equals reading it at once, for ragged
-    rows, with and without a context.
+    """Reading texts in pieces of 8 tokens, with attention for a few of them at a time, gives the same hidden states,
+    keys, values and queries as one pass; for rows of different lengths, with and without a context before them.
     """
     engine, (tokens, *texts) = engine_of(name), prompts_of(name, [60, *lengths])
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
@@ -349,36 +386,38 @@ def test_reading_in_pieces_equals_reading_at_once(
 def test_a_context_read_in_pieces_is_the_same(
     engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context read in pieces is the same, and so are rollouts whose prompts end in different pieces; no forward pass
-    has more tokens than a piece.
+    """A context that is read and compacted in pieces of 7 tokens has the same entries, and continuations have the same
+    log-probs, also if prompts end in different pieces. No forward pass has more tokens than a piece.
     """
-    engine, (tokens, asked, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
+    engine, (tokens, question, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
-    whole = engine.compact(tokens, config, [asked])
+    whole = engine.compact(tokens, config, [question])
     rollouts = engine.generate(questions, SAMPLING, whole)
     widths: list[int] = []
     hidden = engine._hidden
     monkeypatch.setattr(engine, "_hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
     monkeypatch.setattr("rollout.context.cache.ContextCache.piece", 7)
-    pieces = engine.compact(tokens, config, [asked])
+    pieces = engine.compact(tokens, config, [question])
     for ours, theirs in zip(pieces.layers, whole.layers, strict=True):
         assert torch.equal(ours.positions, theirs.positions)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    again = engine.simulate(questions, [r.completion_ids for r in rollouts], context=whole)
-    assert gap([torch.tensor(r.model_logprobs) for r in again], rollouts) <= 1e-5
-    assert max(widths) == 7 and min(width for width in widths if width > 1) >= 4
+    repeated = engine.simulate(questions, [r.completion_ids for r in rollouts], context=whole)
+    assert gap([torch.tensor(r.model_logprobs) for r in repeated], rollouts) <= 1e-5
+    assert max(widths) == 7
+    assert min(width for width in widths if width > 1) >= 4
 
 
 def test_reading_may_continue_after_a_first_read(engine_of: Callable, prompts_of: Callable) -> None:
-    """Reading may continue after a first read: each row of a batch continues from its own end."""
-    engine, (first, second, *more) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
+    """A second reading continues each row of a batch from the row's own end, as if the row had been read in one
+    pass."""
+    engine, (first, second, *continuations) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
     cache = ContextCache(None)
     engine._read([first, second], cache)
     cache.begin_prefill([5, 6], torch.device("cpu"))
-    ids = torch.tensor([[*more[0], 0], more[1]])
+    ids = torch.tensor([[*continuations[0], 0], continuations[1]])
     hidden = engine._hidden(ids, torch.tensor([[9], [4]]) + torch.arange(6), cache)
     assert cache.lengths == cache.seen == [14, 10]
-    for row, text in enumerate(([*first, *more[0]], [*second, *more[1]])):
-        wanted = engine._read([text], ContextCache(None)).hidden[0]
-        torch.testing.assert_close(hidden[row, len(more[row]) - 1], wanted, atol=1e-5, rtol=1e-5)
+    for row, text in enumerate(([*first, *continuations[0]], [*second, *continuations[1]])):
+        expected = engine._read([text], ContextCache(None)).hidden[0]
+        torch.testing.assert_close(hidden[row, len(continuations[row]) - 1], expected, atol=1e-5, rtol=1e-5)

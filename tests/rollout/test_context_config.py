@@ -1,5 +1,5 @@
-"""Ways to shrink a context: baselines, windows, pooled scores, layers and heads that keep different counts, and a long
-context that is compacted part by part.
+"""Settings of a context's compaction: baselines, reference queries of a window, pooled scores, layers and heads that
+keep different numbers of entries, and a long context that is compacted chunk by chunk.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ def stories(model_of: Callable, prompts_of: Callable) -> tuple[Any, list[int], l
 
 
 def same(ours: Context, theirs: Context) -> bool:
+    """Return True if two contexts have the same entries, bit for bit."""
     pairs = zip(ours.layers, theirs.layers, strict=True)
     return all(torch.equal(a, b) for own_part, other in pairs for a, b in zip(own_part, other, strict=True))
 
 
-def kept(context: Context) -> list[list[int]]:
+def kept_counts(context: Context) -> list[list[int]]:
+    """Return the number of kept entries of each layer and head."""
     return (context.evict_at() > len(context.tokens)).sum(-1).tolist()
 
 
@@ -50,14 +52,20 @@ def kept(context: Context) -> list[list[int]]:
 def test_baselines_read_the_context_once(
     policy: str, stories: tuple, model_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ "full" keeps all entries and "none" only the first 2 and last 3. Neither needs reference queries or a second
+    reading, and both replay exactly. Control: only "full" equals plain sampling after the whole context.
+    """
     engine, tokens, question = stories
     reads: list[ContextCache] = []
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda texts, cache: reads.append(cache) or read(texts, cache))
     config = PromptCacheConfig(policy=policy, first=2, last=3, queries=[], layers="pyramid")
     context = engine.compact(tokens, config)
-    assert len(reads) == 1 and not reads[0].captures and "queries" not in context.seconds
-    assert kept(context) == [[TOKENS if policy == "full" else 5] * HEADS] * LAYERS and not context.fitted
+    assert len(reads) == 1
+    assert not reads[0].captures
+    assert "queries" not in context.seconds
+    assert kept_counts(context) == [[TOKENS if policy == "full" else 5] * HEADS] * LAYERS
+    assert not context.fitted
     (r,) = engine.generate([question], SAMPLING, context)
     with torch.no_grad():
         assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
@@ -66,14 +74,18 @@ def test_baselines_read_the_context_once(
 
 
 def test_a_context_may_be_dropped_entirely(stories: tuple) -> None:
-    """A context may be dropped entirely: the question is then read as if only empty positions came before it."""
+    """With "none" and no first tokens nothing is kept. The question then has the log-probs of the question alone, since
+    under RoPE only distances matter.
+    """
     engine, tokens, question = stories
     (r,) = engine.generate([question], SAMPLING, engine.compact(tokens, PromptCacheConfig(policy="none", first=0)))
     (alone,) = engine.simulate([question], [r.completion_ids])  # only distances count under RoPE
     assert gap([torch.tensor(alone.model_logprobs)], [r]) <= 1e-4
 
 
-def test_each_compaction_reports_its_seconds(stories: tuple) -> None:
+def test_each_compaction_reports_its_own_seconds(stories: tuple) -> None:
+    """Contexts from one reading have the same seconds of reading, and seconds of their own compaction; "full" has
+    none."""
     engine, tokens, _ = stories
     studied = engine.study(tokens, PromptCacheConfig())
     contexts = [studied.compacted(PromptCacheConfig(policy=policy)) for policy in ("am", "evict", "full")]
@@ -88,20 +100,21 @@ def test_each_compaction_reports_its_seconds(stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("window", [7, TOKENS, 1000])
-def test_the_window_is_the_contexts_last_tokens(window: int, stories: tuple) -> None:
+def test_reference_queries_of_a_window_are_the_contexts_last_queries(window: int, stories: tuple) -> None:
     engine, tokens, _ = stories
-    own = engine.study(tokens, PromptCacheConfig(queries=["context"])).queries
+    context_queries = engine.study(tokens, PromptCacheConfig(queries=["context"])).queries
     ours = engine.study(tokens, PromptCacheConfig(queries=["window"], window=window)).queries
-    for own_part, theirs in zip(ours, own, strict=True):
+    for own_part, theirs in zip(ours, context_queries, strict=True):
         assert torch.equal(own_part, theirs.unflatten(2, (2, TOKENS))[:, :, :, -window:].flatten(2, 3))
     both = engine.study(tokens, PromptCacheConfig(queries=["window", "context"], window=window)).queries
-    assert torch.equal(both[1], torch.cat([ours[1], own[1]], dim=2))
+    assert torch.equal(both[1], torch.cat([ours[1], context_queries[1]], dim=2))
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
 def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
-    """Scores are pooled over neighbouring competing entries, over fewer at the ends, as in SnapKV; checked entry by
-    entry.
+    """With `pool: 5`, an entry's score is the mean over itself and two competing entries on each side (fewer at the
+    ends), as in SnapKV. Kept positions, and for am also the fits, equal those computed here. Controls: without pooling
+    other entries are kept, and a NaN score is an error.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, policy=policy, aggregate="mean", queries=["window"], pool=5, first=2, last=3)
@@ -158,11 +171,16 @@ def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
         (9, 50, 1, (9, 9)),
     ],
 )
-def test_a_pyramid_is_linear(mean: int, most: int, layers: int, ends: tuple[int, int]) -> None:
+def test_a_pyramid_falls_linearly_over_the_layers(mean: int, most: int, layers: int, ends: tuple[int, int]) -> None:
+    """The numbers of entries have the given mean, lie between 1 and `most`, and are linear from the first to the last
+    layer, up to rounding.
+    """
     result = pyramid(mean, most, layers)
-    assert sum(result) == mean * layers and min(result) >= 1 and max(result) <= most
-    wanted = torch.linspace(*ends, layers)
-    assert (torch.tensor(result) - wanted).abs().max() <= 1
+    assert sum(result) == mean * layers
+    assert min(result) >= 1
+    assert max(result) <= most
+    expected = torch.linspace(*ends, layers)
+    assert (torch.tensor(result) - expected).abs().max() <= 1
 
 
 def test_every_pyramid_has_its_mean() -> None:
@@ -170,25 +188,26 @@ def test_every_pyramid_has_its_mean() -> None:
         for most in (mean, mean + 1, mean + 7, 60):
             for layers in range(1, 9):
                 computed = pyramid(mean, most, layers)
-                assert sum(computed) == mean * layers and min(computed) >= 1 and max(computed) <= most, (
-                    mean,
-                    most,
-                    layers,
-                )
+                assert sum(computed) == mean * layers, (mean, most, layers)
+                assert min(computed) >= 1, (mean, most, layers)
+                assert max(computed) <= most, (mean, most, layers)
 
 
-def test_layers_keep_the_planned_number_of_entries(stories: tuple, tmp_path: Path) -> None:
+def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp_path: Path) -> None:
+    """The numbers follow from a pyramid over layers, a file of head budgets, or explicit counts; the first 2 tokens are
+    kept in addition. "full" and "none" ignore budgets.
+    """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, layers="pyramid", first=2)
     assert planned(config, TOKENS, LAYERS, HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
-    assert kept(engine.compact(tokens, config)) == [[count + 2] * HEADS for count in (23, 18, 12, 6, 1)]
+    assert kept_counts(engine.compact(tokens, config)) == [[count + 2] * HEADS for count in (23, 18, 12, 6, 1)]
     save(tmp_path / "budgets.json", torch.tensor([[1.0, 2, 3, 4]] * 4 + [[2.0, 2, 2, 4]]))
     budgeted = PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "budgets.json"), first=2)
-    wanted = [[5, 9, 14, 19]] * 4 + [[9, 9, 9, 19]]
-    assert planned(budgeted, TOKENS, LAYERS, HEADS) == wanted
-    assert kept(engine.compact(tokens, budgeted)) == [[count + 2 for count in heads] for heads in wanted]
-    asked = [[3] * HEADS] * LAYERS
-    assert kept(engine.compact(tokens, budgeted, counts=asked)) == [[5] * HEADS] * LAYERS
+    expected = [[5, 9, 14, 19]] * 4 + [[9, 9, 9, 19]]
+    assert planned(budgeted, TOKENS, LAYERS, HEADS) == expected
+    assert kept_counts(engine.compact(tokens, budgeted)) == [[count + 2 for count in heads] for heads in expected]
+    counts = [[3] * HEADS] * LAYERS
+    assert kept_counts(engine.compact(tokens, budgeted, counts=counts)) == [[5] * HEADS] * LAYERS
     for policy, count in (("full", 58), ("none", 0)):
         assert planned(replace(budgeted, policy=policy), TOKENS, 2, 3) == [[count] * 3] * 2
 
@@ -199,33 +218,34 @@ def test_wrong_budgets_are_refused_before_anything_is_read(
     engine, tokens, _ = stories
     save(tmp_path / "other.json", torch.ones(2, 3))
     monkeypatch.setattr(engine, "_read", lambda *_: pytest.fail("read"))
-    for name, says in (("absent.json", "No such file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
-        with pytest.raises(UserError, match=says) as caught:
+    for name, message in (("absent.json", "No such file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
+        with pytest.raises(UserError, match=message) as caught:
             engine.compact(tokens, PromptCacheConfig(budgets=str(tmp_path / name)))
-        assert caught.value.key == "budgets" and "\n" not in str(caught.value)
+        assert caught.value.key == "budgets"
+        assert "\n" not in str(caught.value)
 
 
-def test_settings_that_do_not_go_together() -> None:
-    for settings, key, says in (
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for settings, key, message in (
         ({"queries": []}, "queries", "name at least one"),
         ({"pool": 4}, "pool", "that is odd, got 4"),
         ({"pool": 5, "select": "omp"}, "pool", "select: omp has no scores"),
         ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets already set how much each layer keeps"),
         ({"chunk": 0}, "chunk", ">= 1"),
     ):
-        with pytest.raises(UserError, match=says) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             PromptCacheConfig(**settings)
         assert caught.value.key == key
     PromptCacheConfig(pool=5, select="omp", policy="evict")
 
 
-# ---- part by part ---------------------------------------------------------------------------------------------------
+# ---- chunk by chunk -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
 def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
-    """With one chunk, the entries equal to the last bit those of `match` applied to all entries between the first and
-    the last ones.
+    """If one chunk holds all 55 tokens between the first and last ones, the entries equal, to the last bit, those
+    without chunks, which are `match` applied to all these entries. Control: a chunk of 54 gives others.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
@@ -254,31 +274,34 @@ def test_chunks_are_compacted_independently(changed: dict, stories: tuple) -> No
     for context, of_heads in ((whole, [0] * HEADS), (studied.compacted(config, uneven), [0, 1, 0, 1])):
         for layer, entries in enumerate(studied.whole.layers):
             for head, row in enumerate(of_heads):
-                one, behind = slice(head, head + 1), 5
+                head_only, start = slice(head, head + 1), 5
                 for part, count in enumerate(shares[row]):
                     span = slice(edges[part], edges[part + 1])
-                    held = LayerEntries(*(x[:, one, span] for x in entries))
+                    held = LayerEntries(*(x[:, head_only, span] for x in entries))
                     alone = Studied(
                         Context(tokens[span], [held], False),
-                        [studied.queries[layer][:, one]],
+                        [studied.queries[layer][:, head_only]],
                         DIM**-0.5,
                         studied.seconds,
                     )
-                    wanted = alone.compacted(replace(config, first=0, last=0), [[count]]).layers[0]
-                    for a, b in zip(context.layers[layer], wanted, strict=True):
-                        torch.testing.assert_close(a[:, one, behind : behind + count], b, atol=1e-5, rtol=1e-4)
-                    behind += count
+                    expected = alone.compacted(replace(config, first=0, last=0), [[count]]).layers[0]
+                    for a, b in zip(context.layers[layer], expected, strict=True):
+                        torch.testing.assert_close(a[:, head_only, start : start + count], b, atol=1e-5, rtol=1e-4)
+                    start += count
 
 
 def test_chunks_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.05, first=0, chunk=7)  # 3 entries of 9 parts
     positions = engine.compact(tokens, config).layers[0].positions
-    assert positions.shape == (1, HEADS, 3) and bool((positions.diff() >= 7).all())
+    assert positions.shape == (1, HEADS, 3)
+    assert bool((positions.diff() >= 7).all())
 
 
 @pytest.mark.parametrize("changed", [{}, {"chunk": 20, "select": "omp"}], ids=str)
-def test_heads_in_sequence_equal_heads_at_once(changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_one_after_the_other_equal_heads_together(
+    changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
@@ -296,7 +319,9 @@ def test_heads_in_sequence_equal_heads_at_once(changed: dict, stories: tuple, mo
 def test_eviction_ranks_entries_of_the_whole_context(
     aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eviction ranks the entries of the whole context, for any chunk size and any number of queries at a time."""
+    """Plain eviction ignores chunks: it ranks the entries of the whole context. Scores computed for 50 queries at a
+    time give the same entries.
+    """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)
     studied = engine.study(tokens, config)

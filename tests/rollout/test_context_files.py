@@ -17,10 +17,9 @@ from rollout.context.cache import LayerEntries
 from sparse_rl.errors import NotWrittenError
 
 
-def made(dtype: torch.dtype = torch.float32) -> Context:
-    """A context of 2 layers, 2 kv heads and head size 4; the layers share the memory of positions, and values are not
-    contiguous.
-    """
+def example_context(dtype: torch.dtype = torch.float32) -> Context:
+    """Return a context of 2 layers, 2 kv heads and head size 4; the layers share the memory of positions, and values
+    are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([0, 3, 4, 9]).expand(1, 2, 4)
     layers = []
@@ -31,37 +30,42 @@ def made(dtype: torch.dtype = torch.float32) -> Context:
     return Context(list(range(5, 17)), layers, True, {"prefill": 0.5, "compaction": 2.0})
 
 
-def alike(ours: Context, theirs: Context) -> bool:
+def same(ours: Context, theirs: Context) -> bool:
+    """Return True if two contexts are equal in every part, bit for bit."""
     if (ours.tokens, ours.fitted, ours.seconds) != (theirs.tokens, theirs.fitted, theirs.seconds):
         return False
     layers = zip(ours.layers, theirs.layers, strict=True)
-    parts = [pair for own, other in layers for pair in zip(own, other)]  # noqa: B905
+    parts = [pair for layer, other_layer in layers for pair in zip(layer, other_layer)]  # noqa: B905
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_context_loads_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
-    context = made(dtype)
+    context = example_context(dtype)
     save_context(tmp_path / "context", context)
-    assert alike(load_context(tmp_path / "context"), context)
-    assert not alike(load_context(tmp_path / "context"), made(torch.float64))
+    assert same(load_context(tmp_path / "context"), context)
+    assert not same(load_context(tmp_path / "context"), example_context(torch.float64))
 
 
 @pytest.mark.parametrize("policy", ["am", "full", "none"])
-def test_rollouts_go_on_from_a_file(policy: str, model_of: Callable, prompts_of: Callable, tmp_path: Path) -> None:
+def test_rollouts_continue_equally_from_a_saved_context(
+    policy: str, model_of: Callable, prompts_of: Callable, tmp_path: Path
+) -> None:
     engine, (tokens, question) = make_engine("hf", model=model_of("qwen2"), policy="full"), prompts_of("qwen2", [40, 5])
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.3, policy=policy, first=0))
     save_context(tmp_path / "context", context)
     sampling = SamplingConfig(max_tokens=8, seed=1, ignore_eos=True)
     ours, theirs = (engine.generate([question], sampling, c)[0] for c in (load_context(tmp_path / "context"), context))
-    assert ours.completion_ids == theirs.completion_ids and ours.logprobs == theirs.logprobs
-    assert ours.prompt_ids == [*tokens, *question] and torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
+    assert ours.completion_ids == theirs.completion_ids
+    assert ours.logprobs == theirs.logprobs
+    assert ours.prompt_ids == [*tokens, *question]
+    assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
 
 
-def test_damage_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     """A file that is cut anywhere, or in which any one byte is changed, is refused."""
     file, broken = tmp_path / "context", tmp_path / "broken"
-    save_context(file, made())
+    save_context(file, example_context())
     content = file.read_bytes()
     for size in range(0, len(content), 37):
         broken.write_bytes(content[:size])
@@ -73,13 +77,13 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         assert str(broken) in line
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_format_or_version_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "context"
-    save_context(file, made())
+    save_context(file, example_context())
     with safe_open(str(file), framework="pt") as opened:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     assert in_one_line(lambda: load_context(tmp_path / "absent")) == f"{tmp_path / 'absent'} does not exist"
-    for changed, says in (
+    for changed, message in (
         (
             {"format": "sparse_rl.trace"},
             "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
@@ -90,13 +94,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     ):
         save_file(tensors, tmp_path / "other", metadata={**metadata, **changed})
         line = in_one_line(lambda: load_context(tmp_path / "other"))
-        assert isinstance(line, str) and says in line
+        assert isinstance(line, str)
+        assert message in line
     save_file({"a": torch.zeros(1)}, tmp_path / "bare")
     line = in_one_line(lambda: load_context(tmp_path / "bare"))
-    assert isinstance(line, str) and "is not a compacted context (format None, expected" in line
+    assert isinstance(line, str)
+    assert "is not a compacted context (format None, expected" in line
 
 
 def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotWrittenError, match=r"absent.*could not be written") as caught:
-        save_context(tmp_path / "absent" / "context", made())
+        save_context(tmp_path / "absent" / "context", example_context())
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""An engine gives a policy the right keys, values, queries and positions, and memory that moves with its entry.
+"""The engine gives a policy the right inputs (keys, values, queries, positions), and the policy's memory of an entry
+moves with the entry.
 
 Replay is exact for any decision of a policy, so it would not detect a cache that gives the policy wrong inputs.
 """
@@ -52,9 +53,9 @@ class Spy(Policy):
         self.observed += [(layer, queries.clone(), query_positions.clone(), entries.seen.clone())]
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        shown = {name: value.clone() for name, value in vars(entries).items() if isinstance(value, torch.Tensor)}
+        inputs = {name: value.clone() for name, value in vars(entries).items() if isinstance(value, torch.Tensor)}
         state = {name: value.clone() for name, value in entries.state.items()}
-        self.shown.append((layer, Entries(**{**vars(entries), **shown, "state": state})))
+        self.shown.append((layer, Entries(**{**vars(entries), **inputs, "state": state})))
         entries.state["mark"] = entries.positions.float()
         return torch.sin(entries.positions * 37.0 + 11 * torch.arange(entries.keys.shape[1])[:, None])
 
@@ -73,7 +74,7 @@ class Captures(DenseView):
         return super().attend(layer, query, key, value, scaling)
 
 
-def captured(model: PreTrainedModel, r: Rollout) -> dict[int, tuple[torch.Tensor, ...]]:
+def dense_qkv(model: PreTrainedModel, r: Rollout) -> dict[int, tuple[torch.Tensor, ...]]:
     """Return q [Hq, S, D], k and v [Hkv, S, D] of each layer for one sequence of S tokens under its trace, from the
     dense reference.
     """
@@ -89,19 +90,22 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.fixture
 def spy() -> Spy:
+    """Return a policy that records its inputs."""
     return Spy()
 
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
-def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """In each compaction of one sequence of a ragged batch, the entries, window and memory that the policy receives
-    equal the dense reference's.
+def test_a_policys_inputs_equal_the_dense_reference(
+    row: int, spy: Spy, model_of: Callable, prompts_of: Callable
+) -> None:
+    """In each compaction of one sequence of a batch, the policy receives the dense reference's keys, values and window
+    of queries at the right positions. Its memory is as it left it, or fresh for new entries.
     """
     model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
     engine = make_engine("hf", model=model, policy=spy)
     r = engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))[row]
-    qkv, prompt = captured(model, r), len(r.prompt_ids)
-    checked, before = 0, {}
+    qkv, prompt = dense_qkv(model, r), len(r.prompt_ids)
+    checked, last_compaction = 0, {}
     for layer, entries in spy.shown:
         q, k, v = qkv[layer]
         for i, seen in enumerate(entries.seen.tolist()):
@@ -112,19 +116,24 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
                 continue  # a row of another sequence
             checked += 1
             assert spy.schedule.due(prompt, seen)
-            assert held == (seen if layer not in before and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD)
+            assert held == (
+                seen if layer not in last_compaction and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD
+            )
             assert close(entries.values[i, :, :held], v[heads, positions])
-            assert (positions.diff(dim=-1) > 0).all() and int(positions[0, -1]) == seen - 1
-            assert entries.queries is not None and close(entries.queries[i], q[:, seen - WINDOW : seen])
+            assert (positions.diff(dim=-1) > 0).all()
+            assert int(positions[0, -1]) == seen - 1
+            assert entries.queries is not None
+            assert close(entries.queries[i], q[:, seen - WINDOW : seen])
             assert entries.scaling == k.shape[-1] ** -0.5
 
             first = torch.full_like(positions, FRESH, dtype=torch.float32)
-            survived = positions < before.get(layer, 0)
+            survived = positions < last_compaction.get(layer, 0)
             assert torch.equal(entries.state["mark"][i, :, :held], torch.where(survived, positions.float(), first))
             assert torch.equal(entries.state["queries"][i, :, :held], (seen - positions).float())
-            before[layer] = seen
-    wanted = [seen for seen in range(prompt, len(r.trace)) if spy.schedule.due(prompt, seen)]
-    assert checked == len(qkv) * len(wanted) and len(wanted) >= 3
+            last_compaction[layer] = seen
+    expected_times = [seen for seen in range(prompt, len(r.trace)) if spy.schedule.due(prompt, seen)]
+    assert checked == len(qkv) * len(expected_times)
+    assert len(expected_times) >= 3
 
 
 def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
@@ -134,7 +143,7 @@ def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: 
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=spy)
     (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))
-    for layer, (q, _, _) in captured(model, r).items():
+    for layer, (q, _, _) in dense_qkv(model, r).items():
         ours = [entry for entry in spy.observed if entry[0] == layer]
         positions = torch.cat([p[0] for _, _, p, _ in ours])
         assert positions.tolist() == list(range(len(r.trace) - 1))  # the last token is never fed

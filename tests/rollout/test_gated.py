@@ -1,5 +1,5 @@
-"""DMS in the reference engine: gates decide as in training, separately per kv head, and replay
-drops the same tokens.
+"""DMS in the hf engine. A gate decides, when a token arrives, if the token is evicted as it leaves the window, for each
+kv head. Gates decide in decoding as in training, and replay evicts the same tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SCORERS: dict[str, Any] = {
 
 
 def gated(scorer: str, **parameters: Any) -> Any:
+    """Return a DMS policy."""
     return make_policy("dms", **{"window": 5, "sinks": 2, "bias": 0.1, "scorer": SCORERS[scorer], **parameters})
 
 
@@ -40,15 +41,18 @@ def gated(scorer: str, **parameters: Any) -> Any:
 def test_decoding_gates_equal_training_gates(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
+    """Recorded evictions equal those of the training view, and those by the definition: a token with an open gate is
+    evicted when it leaves the window. The replay's gap is at most 1e-5; controls: under wrong traces it is far larger.
+    """
     policy = gated(scorer, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     engine = make_engine("hf", model=model, policy=policy)
     rollouts = engine.generate(prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, n=2, ignore_eos=True))
-    own = gap(replay_logprobs(model, rollouts), rollouts)
-    assert own <= 1e-5
-    for name, others in wrong_traces(rollouts).items():
-        far = gap(replay_logprobs(model, others), rollouts)
-        assert far >= max(100 * own, 1e-3 if family == "quickstart" else 0.0), name
+    true_gap = gap(replay_logprobs(model, rollouts), rollouts)
+    assert true_gap <= 1e-5
+    for name, with_wrong_trace in wrong_traces(rollouts).items():
+        wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
+        assert wrong_gap >= max(100 * true_gap, 1e-3 if family == "quickstart" else 0.0), name
     counts = torch.stack([r.trace.kept_counts().float() for r in rollouts])
     assert counts.std(-1).max() > 1  # the kv heads differ
     for r in rollouts:
@@ -64,20 +68,20 @@ def test_decoding_gates_equal_training_gates(
         ours = EvictionTrace.recorded(torch.cat([view.decided[i] for i in range(len(view.decided))])).evict_at
         assert torch.equal(ours, r.trace.evict_at)
         last = len(tokens) - 2
-        for layer, logits in enumerate(
-            view.logits
-        ):  # by definition, a token with an open gate is dropped when it leaves the window
+        for layer, logits in enumerate(view.logits):
             for head in range(logits.shape[1]):
                 for token in range(len(tokens)):
-                    goes = max(token + policy.config.window, prompt if prefill == "dense" else 0)
-                    drops = token >= policy.config.sinks and float(logits[0, head, token]) > 0 and goes <= last
-                    assert int(r.trace.evict_at[layer, head, token]) == (goes if drops else NEVER)
-        tally("dms", ours.numel(), gap=own)
+                    evicted_at = max(token + policy.config.window, prompt if prefill == "dense" else 0)
+                    is_evicted = (
+                        token >= policy.config.sinks and float(logits[0, head, token]) > 0 and evicted_at <= last
+                    )
+                    assert int(r.trace.evict_at[layer, head, token]) == (evicted_at if is_evicted else NEVER)
+        tally("dms", ours.numel(), gap=true_gap)
         assert float(torch.stack(list(view.retained.values())).mean()) == pytest.approx(r.trace.retention())
 
 
 class Decided(GatedView):
-    """Records the tokens that hard gates drop."""
+    """The training view with hard gates, which also records its evictions and the gates' logits."""
 
     def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
         result = super().evict_at(logits, may_go, goes_at)
@@ -117,7 +121,7 @@ def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of:
         assert peaks.max() > peaks.mean()
 
 
-def test_closed_gates_equal_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
+def test_with_all_gates_closed_dms_equals_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
     policy = gated("mlp", bias=-100.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(40, seed=1, ignore_eos=True)
@@ -126,9 +130,10 @@ def test_closed_gates_equal_a_full_cache(model_of: Callable, prompts_of: Callabl
     assert same(rollouts, make_engine("hf", model=model, policy="full").generate(prompts, sampling))
 
 
-def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callable) -> None:
-    """At a temperature near 0 and without noise, the logits with soft gates equal those with hard gates; gradients
-    reach every gate.
+def test_soft_gates_at_a_low_temperature_equal_hard_gates(model_of: Callable, prompts_of: Callable) -> None:
+    """Training uses soft gates with noise. At a temperature near 0 and without noise, the model's logits equal those
+    with hard gates; at temperature 1 they differ. A recomputed layer has the same noise, and gradients reach every
+    gate.
     """
     policy = gated("linear").config
     model = with_scorers(model_of("qwen3"), gated("linear"))
@@ -147,11 +152,11 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
     assert (logits(1e-4) - hard).abs().max() <= 1e-4 < (logits(1.0) - hard).abs().max()
     assert retained[1e-4] == pytest.approx(retained[None]) != pytest.approx(retained[1.0])
     view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=1.0)
-    first, again = (
+    first, recomputed = (
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)
     )
     # a recomputed layer has the same noise, whatever the state of the random generator
-    assert torch.equal(first, again)
+    assert torch.equal(first, recomputed)
     model.cache_scorers.requires_grad_(True)
     logits(1.0).square().sum().backward()
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
@@ -175,9 +180,9 @@ def slow_gates(
     return out
 
 
-def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and all gradients equal those of the plain loop for any chunk size. Control: a longer window gives other
-    outputs.
+def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of queries at a time (`CHUNK`), outputs and all gradients equal those of the loop over queries.
+    Control: a longer window gives other outputs.
     """
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
@@ -186,14 +191,14 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
         for shape in ((4, 21, 8), (2, 21, 8), (2, 21, 8), (2, 21))
     )
     real = (torch.arange(21) < torch.tensor(lengths)[:, None])[:, None, :, None]
-    weigh = torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) * real
+    weight = torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) * real
     stays = torch.nn.functional.logsigmoid(-(scores + policy.bias) / 0.7)
     results = {}
     for name, window in (("plain", policy.window), ("control", policy.window + 1)):
         out = slow_gates(*tensors, stays, window, prompts)
         results[name] = (
-            (out * weigh).detach(),
-            *torch.autograd.grad((out * weigh).sum(), (*tensors, scores), retain_graph=True),
+            (out * weight).detach(),
+            *torch.autograd.grad((out * weight).sum(), (*tensors, scores), retain_graph=True),
         )
     for chunk in (4, 7, 256):
         monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
@@ -206,9 +211,9 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
         )
         view._noise = {0: torch.zeros(2, 2, 21)}
         out = view.attend(0, *tensors, 0.3)
-        ours = ((out * weigh).detach(), *torch.autograd.grad((out * weigh).sum(), (*tensors, scores)))
-        for one, plain, control in zip(ours, results["plain"], results["control"], strict=True):
-            assert float((one - plain).abs().max()) < 1e-12 < 1e-4 < float((one - control).abs().max())
+        ours = ((out * weight).detach(), *torch.autograd.grad((out * weight).sum(), (*tensors, scores)))
+        for ours_part, plain, control in zip(ours, results["plain"], results["control"], strict=True):
+            assert float((ours_part - plain).abs().max()) < 1e-12 < 1e-4 < float((ours_part - control).abs().max())
 
 
 def test_invalid_gated_policies_are_refused(model_of: Callable) -> None:

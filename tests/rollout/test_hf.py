@@ -1,4 +1,4 @@
-"""The reference engine: ends of sequences, batches, waves, forks and seeds, for greedy and sampled rollouts."""
+"""The reference engine `hf`: how sequences end, independence from the batch, several samples of a prompt, and seeds."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_a_stopped_row_equals_the_start_of_an_endless_row(
+def test_a_stopped_row_equals_the_beginning_of_an_endless_row(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
-    """Rows that end early equal the beginnings of rows that ignore the end of sequence, in any batch and alone."""
+    """With stop tokens at which some rows end early, each row equals the beginning of the row that is sampled without
+    stop tokens; so does the shortest row sampled alone.
+    """
     engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
     endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
     assert [len(r.completion_ids) for r in endless] == [30] * len(prompts)
     tokens = {r.completion_ids[at] for at in (3, 7, 12, 20) for r in endless}
-    tries = ({a, b} for a, b in combinations(sorted(tokens), 2))
-    stop = next(tried for tried in tries if differ([shortened(r, tried) for r in endless]))
-    wanted = [shortened(r, stop) for r in endless]
+    pairs = ({a, b} for a, b in combinations(sorted(tokens), 2))
+    stop = next(pair for pair in pairs if differ([shortened(r, pair) for r in endless]))
+    expected = [shortened(r, stop) for r in endless]
 
     stopping = SamplingConfig(30, seed=2, stop_token_ids=sorted(stop))
     batched = engine.generate(prompts, stopping)
-    assert same(batched, wanted)
+    assert same(batched, expected)
     assert not same(batched, endless)
-    early = min(range(len(prompts)), key=lambda i: len(wanted[i].completion_ids))
-    assert same(engine.generate([prompts[early]], stopping), [wanted[early]])
+    early = min(range(len(prompts)), key=lambda i: len(expected[i].completion_ids))
+    assert same(engine.generate([prompts[early]], stopping), [expected[early]])
 
 
 def differ(rollouts: list[Rollout]) -> bool:
@@ -79,7 +81,9 @@ class CountingTova(Tova):
 
 
 def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[list[int]]) -> None:
-    """The number of compactions follows from the tokens fed to each row, even if other rows of the batch go on."""
+    """The number of compacted sequences equals the number that is due by each row's own tokens, although other rows of
+    the batch go on.
+    """
     policy = CountingTova(TovaConfig(budget=BUDGET, period=3))
     engine = make_engine("hf", model=model, policy=policy)
     tokens = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))[0].completion_ids
@@ -106,26 +110,31 @@ def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, 
     for eos in (tokens[0], tokens):
         model.generation_config.eos_token_id = eos
         stop = {eos} if isinstance(eos, int) else set(eos)
-        wanted = [shortened(r, stop) for r in endless]
-        got = engine.generate(prompts, SamplingConfig(30, seed=4))
-        assert same(got, wanted) and any(r.finish_reason == "stop" for r in got)
-        assert all(r.completion_ids[-1] in stop for r in got if r.finish_reason == "stop")
+        expected = [shortened(r, stop) for r in endless]
+        rollouts = engine.generate(prompts, SamplingConfig(30, seed=4))
+        assert same(rollouts, expected)
+        assert any(r.finish_reason == "stop" for r in rollouts)
+        assert all(r.completion_ids[-1] in stop for r in rollouts if r.finish_reason == "stop")
         assert same(engine.generate(prompts, SamplingConfig(30, seed=4, ignore_eos=True)), endless)
         assert same(engine.generate(prompts, SamplingConfig(30, seed=4, stop_token_ids=[])), endless)
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = tokens[0]
-    got = engine.generate(prompts, SamplingConfig(30, seed=4))
-    assert same(got, [shortened(r, {tokens[0]}) for r in endless])
+    rollouts = engine.generate(prompts, SamplingConfig(30, seed=4))
+    assert same(rollouts, [shortened(r, {tokens[0]}) for r in endless])
 
 
-def test_one_token(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """max_tokens = 1 gives one token, with the dense reference's log-prob, and no eviction that a query can observe."""
+def test_a_completion_of_one_token_has_no_observable_eviction(
+    model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
+) -> None:
+    """With max_tokens = 1, the one token has the dense reference's log-prob, and the trace has no eviction."""
     rollouts = make_engine("hf", model=model, policy=policy).generate(
         prompts, SamplingConfig(1, seed=0, ignore_eos=True)
     )
     for r in rollouts:
-        assert len(r.completion_ids) == len(r.logprobs) == len(r.model_logprobs) == 1 and r.finish_reason == "length"
-        assert len(r.trace) == len(r.prompt_ids) + 1 and bool((r.trace.evict_at == NEVER).all())
+        assert len(r.completion_ids) == len(r.logprobs) == len(r.model_logprobs) == 1
+        assert r.finish_reason == "length"
+        assert len(r.trace) == len(r.prompt_ids) + 1
+        assert bool((r.trace.evict_at == NEVER).all())
         with torch.no_grad():
             dense = dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace)
         assert abs(float(dense[0]) - r.logprobs[0]) <= 1e-5
@@ -139,9 +148,10 @@ def test_a_completion_is_never_empty(model: PreTrainedModel, policy: Policy, pro
         assert [(len(r.completion_ids), r.finish_reason) for r in rollouts] == [(1, "stop")] * len(prompts)
 
 
-def test_a_budget_beyond_the_sequence_is_the_full_cache(
+def test_a_budget_beyond_the_sequence_equals_the_full_cache(
     model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
+    """Control: a small budget gives other rollouts."""
     sampling = SamplingConfig(20, seed=0, ignore_eos=True)
     full = make_engine("hf", model=model, policy="full").generate(prompts, sampling)
     for name in BOUNDED:
@@ -175,28 +185,30 @@ def test_forked_prompts_equal_repeated_prompts(
     engine = make_engine("hf", model=model, policy=policy)
     prefilled: list[int] = []
 
-    def see(_: object, __: tuple, kwargs: dict) -> None:
+    def record_prefill(_: object, __: tuple, kwargs: dict) -> None:
         if kwargs["input_ids"].shape[1] > 1:
             prefilled.append(len(kwargs["input_ids"]))
 
-    hook = model.get_decoder().register_forward_pre_hook(see, with_kwargs=True)
+    hook = model.get_decoder().register_forward_pre_hook(record_prefill, with_kwargs=True)
     try:
         forked = engine.generate(prompts[:4], SamplingConfig(20, n=3, seed=3, ignore_eos=True))
         repeated = [p for p in prompts[:4] for _ in range(3)]
-        again = engine.generate(repeated, SamplingConfig(20, seed=3, ignore_eos=True))
+        separate = engine.generate(repeated, SamplingConfig(20, seed=3, ignore_eos=True))
     finally:
         hook.remove()
-    assert same(forked, again)
+    assert same(forked, separate)
     assert prefilled == [4, 4]
     assert len({tuple(r.completion_ids) for r in forked}) == 12
     scattered = engine.generate(prompts[:4] * 3, SamplingConfig(20, seed=3, ignore_eos=True))
     assert same([scattered[4 * sample + i] for i in range(4) for sample in range(3)], forked)
 
     greedy = engine.generate(prompts[4:5], SamplingConfig(20, temperature=0, n=3, ignore_eos=True))
-    assert same(greedy[:1], greedy[1:2]) and same(greedy[1:2], greedy[2:])
+    assert same(greedy[:1], greedy[1:2])
+    assert same(greedy[1:2], greedy[2:])
 
 
-def test_seeds(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+def test_the_seed_determines_the_rollouts(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+    """Equal seeds give equal rollouts, other seeds or none others; torch's global random generator is not advanced."""
     engine = make_engine("hf", model=model, policy=policy)
 
     def run(seed: int | None) -> list[Rollout]:
@@ -204,8 +216,8 @@ def test_seeds(model: PreTrainedModel, policy: Policy, prompts: list[list[int]])
 
     state = torch.get_rng_state()
     assert same(run(7), run(7))
-    for other in (8, None):
-        for a, b in zip(run(7), run(other), strict=True):
+    for another_seed in (8, None):
+        for a, b in zip(run(7), run(another_seed), strict=True):
             assert a.completion_ids != b.completion_ids
     assert not same(run(None), run(None))
     assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
@@ -223,14 +235,15 @@ def test_every_product_has_at_least_the_minimum_number_of_rows(
     lengths: list[int], model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     """A single prompt or last row is decoded among at least LEAST_ROWS rows: fewer round differently on a CPU."""
-    model, seen = model_of("qwen3"), []
+    model, shapes = model_of("qwen3"), []
     decoder = model.get_decoder()
     hook = decoder.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+        lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     try:
         engine = make_engine("hf", model=model, policy=policy_of("streaming", budget=12, period=4))
         engine.generate(prompts_of("qwen3", lengths), SamplingConfig(24, seed=0))
     finally:
         hook.remove()
-    assert len(seen) > 1 and min(rows * width for rows, width in seen) >= LEAST_ROWS == 4
+    assert len(shapes) > 1
+    assert min(rows * width for rows, width in shapes) >= LEAST_ROWS == 4

@@ -1,4 +1,5 @@
-"""The reference engine and its model: loading, live modules, new weights, dtypes, modes, and errors."""
+"""The reference engine `hf` and its model: loading, models in memory, new weights, dtypes, train and eval mode,
+errors."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ PROMPTS = [[5, 6, 7], [9] * 20, [11, 12, 13, 14]]
 
 
 def outcome(rollouts: list[Rollout]) -> list[tuple]:
-    """Return all fields of a rollout, in a form that can be compared bit for bit."""
+    """Return tokens, log-probs and evictions of the rollouts, in a form that can be compared bit for bit."""
     return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
 
 
 def sampled(model: PreTrainedModel | Path, **options: object) -> list[tuple]:
+    """Return the outcome of a new engine with this model."""
     return outcome(make_engine("hf", model=model, policy=GKV, **options).generate(PROMPTS, SAMPLING))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_directory_gives_the_same_samples_as_the_live_module(
+def test_a_model_directory_gives_the_same_samples_as_the_model_in_memory(
     family: str, new_model: Callable, tmp_path: Path
 ) -> None:
     model = new_model(family)
@@ -39,15 +41,15 @@ def test_a_directory_gives_the_same_samples_as_the_live_module(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_replaced_by_name(tied: bool, new_model: Callable) -> None:
+def test_load_weights_replaces_the_model_by_another(tied: bool, new_model: Callable) -> None:
     """After load_weights the engine samples exactly as the other model does; before, it does not."""
-    model, other = (new_model("qwen3", seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
+    model, other_model = (new_model("qwen3", seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = make_engine("hf", model=model, policy=GKV)
-    wanted = sampled(other)
+    expected = sampled(other_model)
     before = outcome(engine.generate(PROMPTS, SAMPLING))
-    assert before != wanted
-    engine.load_weights(other.named_parameters())
-    assert outcome(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert before != expected
+    engine.load_weights(other_model.named_parameters())
+    assert outcome(engine.generate(PROMPTS, SAMPLING)) == expected
     engine.load_weights(new_model("qwen3", tie_word_embeddings=tied).state_dict().items())
     assert outcome(engine.generate(PROMPTS, SAMPLING)) == before
 
@@ -60,8 +62,8 @@ def test_wrong_weights_are_refused(new_model: Callable) -> None:
         engine.load_weights([("model.norm.weight", torch.zeros(1))])
 
 
-def test_a_live_module_is_never_stale(new_model: Callable) -> None:
-    """A step of the trainer takes effect at once: the engine holds no copy of the weights."""
+def test_a_change_of_the_models_weights_takes_effect_immediately(new_model: Callable) -> None:
+    """The engine samples from the model in memory itself, without a copy of the weights."""
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=GKV)
     before = outcome(engine.generate(PROMPTS, SAMPLING))
@@ -69,7 +71,8 @@ def test_a_live_module_is_never_stale(new_model: Callable) -> None:
         for weight in model.parameters():
             weight.mul_(1.1)
     after = outcome(engine.generate(PROMPTS, SAMPLING))
-    assert after != before and after == sampled(model)
+    assert after != before
+    assert after == sampled(model)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -78,12 +81,12 @@ def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> Non
     as before; samples are the same in both modes.
     """
     model = new_model("qwen3")
-    wanted = sampled(model)
+    expected = sampled(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(training)
     engine = make_engine("hf", model=model, policy=GKV)
     rollouts = engine.generate(PROMPTS, SAMPLING)
-    assert outcome(rollouts) == wanted
+    assert outcome(rollouts) == expected
     assert all(module.training is training for module in model.modules())
     assert replay_logprobs(model, rollouts)[0].requires_grad
 
@@ -94,8 +97,10 @@ def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> Non
     assert all(module.training is training for module in model.modules())
 
 
-def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable) -> None:
-    """bfloat16 runs and records valid traces; its gap is small and finite, but far larger than in fp32."""
+def test_in_bfloat16_the_gap_is_finite_but_above_that_of_float32(
+    new_model: Callable, tmp_path: Path, record_property: Callable
+) -> None:
+    """In bfloat16, the gap between sampler and replay is below 1, but above 1e-5, the bound in float32."""
     new_model("qwen3").save_pretrained(tmp_path)
     engine = make_engine("hf", model=tmp_path, policy=GKV, dtype="bfloat16", device="cpu")
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
@@ -106,7 +111,8 @@ def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable
         float((ours - torch.tensor(r.model_logprobs)).abs().max()) for ours, r in zip(replayed, rollouts, strict=True)
     )
     record_property("bf16 gap", gap)
-    assert math.isfinite(gap) and 1e-5 < gap < 1
+    assert math.isfinite(gap)
+    assert 1e-5 < gap < 1
 
 
 @pytest.mark.parametrize(

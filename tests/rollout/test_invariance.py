@@ -1,4 +1,6 @@
-"""Prompts alone, batched and reordered give the same tokens and traces, except for ties (ties.py)."""
+"""A prompt gives the same tokens and evictions alone, in a batch and in another order, except for ties: choices that
+are closer than rounding (tests/ties.py). Also tests that `check_same`, which allows ties, refuses other differences.
+"""
 
 from __future__ import annotations
 
@@ -41,29 +43,32 @@ def test_rows_do_not_depend_on_the_batch(
     prompts_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each prompt is sampled alone, in a batch with the others, and in a batch in another order."""
     model, prompts = model_of(model_name), prompts_of(model_name, LENGTHS)
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=3)
     sampling = SamplingConfig(max_tokens=TOKENS, temperature=temperature, seed=5, ignore_eos=True)
     alone = [sample_alone(monkeypatch, model, policy, prompt, sampling) for prompt in prompts]
 
     engine = make_engine("hf", model=model, policy=policy)
-    wanted = [rollout for rollout, _ in alone]
-    check_same(wanted, engine.generate(prompts, sampling), alone.__getitem__, temperature, "batched")
+    expected = [rollout for rollout, _ in alone]
+    check_same(expected, engine.generate(prompts, sampling), alone.__getitem__, temperature, "batched")
     reordered = engine.generate([prompts[i] for i in ORDER], sampling)
-    back = [reordered[ORDER.index(i)] for i in range(len(prompts))]
-    check_same(wanted, back, alone.__getitem__, temperature, "in another order")
+    in_first_order = [reordered[ORDER.index(i)] for i in range(len(prompts))]
+    check_same(expected, in_first_order, alone.__getitem__, temperature, "in another order")
 
 
 @pytest.fixture
 def recorded(
     model_of: Callable, policy_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Rollout, Decisions]:
+    """Return a rollout, and the scores and logits that its choices compared."""
     sampling = SamplingConfig(max_tokens=TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     policy = policy_of("morphkv", budget=BUDGET, window=4, period=3)
     return sample_alone(monkeypatch, model_of("qwen3"), policy, prompts_of("qwen3", [33])[0], sampling)
 
 
 def other_token(rollout: Rollout, step: int, token: int) -> Rollout:
+    """Return a copy of the rollout with another token at one step."""
     return replace(rollout, completion_ids=[*rollout.completion_ids[:step], token, *rollout.completion_ids[step + 1 :]])
 
 
@@ -85,11 +90,12 @@ def swapped_eviction(alone: Rollout, decisions: Decisions, layer: int = 0) -> tu
 
 
 def check(recorded: list[tuple[Rollout, Decisions]], others: list[Rollout], temperature: float) -> int:
+    """Return the number of rollouts that differ by ties; raise an AssertionError for any other difference."""
     return check_same([rollout for rollout, _ in recorded], others, recorded.__getitem__, temperature, "control")
 
 
-def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
-    """Controls: a changed token or eviction that was no tie is refused, and so are two differing sequences."""
+def test_control_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
+    """A changed token, or a changed eviction, whose choice was no tie is refused. So are two differing sequences."""
     alone, decisions = recorded
     for step, token in ((0, (alone.completion_ids[0] + 1) % 64), (9, (alone.completion_ids[9] + 7) % 64)):
         with pytest.raises(AssertionError, match="clear"):
@@ -105,7 +111,10 @@ def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Deci
 
 
 def test_a_difference_at_a_tie_is_accepted(recorded: tuple[Rollout, Decisions]) -> None:
-    """One sequence may differ in a token or eviction that was decided by less than 1e-5."""
+    """The recorded logits or scores are changed so that a choice becomes a tie (decided by less than 1e-5 relative): of
+    a sampled token, of a greedy token, of an eviction. Then a rollout with the other choice is accepted. A tie in one
+    layer does not excuse a difference in another layer.
+    """
     alone, decisions = recorded
     token = alone.completion_ids[3]
     logits = decisions.draws[3][0]
@@ -115,9 +124,9 @@ def test_a_difference_at_a_tie_is_accepted(recorded: tuple[Rollout, Decisions]) 
     decisions.draws[3] = (logits, float(cdf[min(token, neighbour)]) * (1 + 1e-6))
     assert check([recorded], [other_token(alone, 3, neighbour)], 1.0) == 1
 
-    level = logits.clone()
-    level[(token + 5) % 64] = level[token] * (1 + 1e-6)
-    decisions.draws[3] = (level, None)
+    tied_logits = logits.clone()
+    tied_logits[(token + 5) % 64] = tied_logits[token] * (1 + 1e-6)
+    decisions.draws[3] = (tied_logits, None)
     assert check([recorded], [other_token(alone, 3, (token + 5) % 64)], 0.0) == 1
 
     swapped, margin = swapped_eviction(alone, decisions)
@@ -127,7 +136,7 @@ def test_a_difference_at_a_tie_is_accepted(recorded: tuple[Rollout, Decisions]) 
     decisions.scores[seen, 0] = (positions, torch.ones_like(scores) + 1e-6 * torch.rand_like(scores))
     assert check([recorded], [other_token(swapped, TOKENS - 1, 0)], 1.0) == 1
 
-    twice, margin = swapped_eviction(swapped, decisions, layer=1)  # a tie in one layer excuses nothing in another
+    swapped_in_two_layers, margin = swapped_eviction(swapped, decisions, layer=1)
     assert margin > TIE
     with pytest.raises(AssertionError, match="clear"):
-        check([recorded], [twice], 1.0)
+        check([recorded], [swapped_in_two_layers], 1.0)

@@ -1,4 +1,6 @@
-"""Decoding under a learned policy in the reference engine evicts as in training, with exactly B entries, the budget."""
+"""Decoding under a learned policy (KVpop) in the hf engine evicts the same tokens as training, and the cache holds
+exactly the budget.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from sparse_rl.attention.target import FutureTarget
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.trace import NEVER, batch_traces
 
-B = 20
+BUDGET = 20
 LENGTHS = (1, 7, 20, 21, 70)  # prompt lengths: one token, below the budget, the budget, one more, and far longer
 
 
 def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int = 40, **sampling: Any) -> list[Rollout]:
+    """Return rollouts of the hf engine that ignore the end of sequence."""
     config = SamplingConfig(max_tokens=tokens, seed=1, ignore_eos=True, **sampling)
     return make_engine("hf", model=model, policy=policy).generate(prompts, config)
 
@@ -35,73 +38,83 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
-    """Decoding evicts the same tokens as training. Control: every wrong trace changes the log-probs, even if it changes
-    only the next token's.
+    """The recorded evictions equal the running top-k of the scores that training computes, except for few ties
+    (`wrong_decisions`), and replay has a gap of at most 1e-5. Controls: under wrong traces the gap is far larger.
     """
-    policy = learned_policy(scorer, B, prefill=prefill)
+    policy = learned_policy(scorer, BUDGET, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     rollouts = rollouts_of(model, policy, prompts_of(family, LENGTHS), 30, n=2)
-    wrong, ties, heads = wrong_decisions(model, policy, rollouts)
-    assert not wrong and ties <= heads / 100
-    own = gap(replay_logprobs(model, rollouts), rollouts)
-    tally("kvpop", sum(r.trace.evict_at.numel() for r in rollouts), ties, own)
-    assert own <= 1e-5
-    for name, others in wrong_traces(rollouts).items():
+    wrong_choices, ties, heads = wrong_decisions(model, policy, rollouts)
+    assert not wrong_choices
+    assert ties <= heads / 100
+    true_gap = gap(replay_logprobs(model, rollouts), rollouts)
+    tally("kvpop", sum(r.trace.evict_at.numel() for r in rollouts), ties, true_gap)
+    assert true_gap <= 1e-5
+    for name, with_wrong_trace in wrong_traces(rollouts).items():
         if name == "heads swapped" and scorer == "recency":
             continue
-        far = gap(replay_logprobs(model, others), rollouts)
-        assert far >= max(100 * own, 0.0 if family == "qwen3" else 1e-3), name
+        wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
+        assert wrong_gap >= max(100 * true_gap, 0.0 if family == "qwen3" else 1e-3), name
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
-def test_every_query_sees_exactly_b(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """The cache holds exactly the budget once there are enough tokens; only a prompt needs more room."""
-    policy = learned_policy(scorer, B)
+def test_every_decoded_query_sees_exactly_the_budget(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """Each decoded query sees `BUDGET` entries, or all tokens if there are fewer. Cache memory is that of the
+    budget."""
+    policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     engine = make_engine("hf", model=model, policy=policy)
     rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=40, seed=0, ignore_eos=True))
     for r in rollouts:
         for query in range(len(r.prompt_ids), len(r.trace) - 1):
-            assert (r.trace.kept_counts(query) == min(query + 1, B)).all()
+            assert (r.trace.kept_counts(query) == min(query + 1, BUDGET)).all()
         assert (r.trace.evict_at < NEVER).any(-1).all()
-    assert engine.peak_cache_bytes == len(rollouts) * B * entry_bytes(model)
+    assert engine.peak_cache_bytes == len(rollouts) * BUDGET * entry_bytes(model)
 
 
 def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of: Callable) -> None:
-    policy = learned_policy("delayed", B + 6, state_entries=6)
+    policy = learned_policy("delayed", BUDGET + 6, state_entries=6)
     model = with_scorers(model_of("qwen3"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("qwen3", [30]))
-    assert (r.trace.kept_counts() == B).all() and not wrong_decisions(model, policy, [r])[0]
+    assert (r.trace.kept_counts() == BUDGET).all()
+    assert not wrong_decisions(model, policy, [r])[0]
 
 
 @pytest.mark.parametrize("decay_every", [1, 16])
-def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Callable) -> None:
-    """The decay decides evictions: the scores are so close that a decay of 0.001 per token matters."""
-    policy = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=decay_every)
+def test_decoding_applies_the_decay_as_training_does(
+    decay_every: int, model_of: Callable, prompts_of: Callable
+) -> None:
+    """The scores are so close that a decay of 0.001 per token decides evictions. Control: another step of the decay
+    (`decay_every`) gives other evictions.
+    """
+    policy = learned_policy({"name": "linear", "gamma": 0.9991}, BUDGET, decay_every=decay_every)
     model = with_scorers(model_of("qwen3"), policy, scale=0.003)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
     assert not wrong_decisions(model, policy, rollouts)[0]
-    other = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=17 - decay_every)
-    assert wrong_decisions(model, other, rollouts)[0]  # a control
+    with_other_step = learned_policy({"name": "linear", "gamma": 0.9991}, BUDGET, decay_every=17 - decay_every)
+    assert wrong_decisions(model, with_other_step, rollouts)[0]  # control
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
 def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Among equal scores the latest token is evicted, as in training: without training, all tokens in one step of the
-    decay rank alike.
+    """Untrained scorers give all tokens the same score, so the 8 tokens in one step of the decay rank alike. The
+    evictions equal those of training without a single tie that falls the other way.
     """
-    policy = learned_policy(scorer, B, decay_every=8)
+    policy = learned_policy(scorer, BUDGET, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)
-    wrong, ties, heads = wrong_decisions(model, policy, rollouts_of(model, policy, prompts_of("qwen3", LENGTHS)))
-    assert not wrong and ties == 0 < heads
+    wrong_choices, ties, heads = wrong_decisions(
+        model, policy, rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
+    )
+    assert not wrong_choices
+    assert ties == 0 < heads
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Rows do not depend on the batch: for any order, with several samples of one prompt, and after other rows have
-    left the batch.
+    """Three samples of each prompt are equal if the prompt is sampled alone and if it is sampled in a batch whose rows
+    end at different times.
     """
-    policy = learned_policy(scorer, B)
+    policy = learned_policy(scorer, BUDGET)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at different times
     together = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
@@ -112,7 +125,7 @@ def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompt
 
 
 def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) -> None:
-    policy = learned_policy("delayed", B)
+    policy = learned_policy("delayed", BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
     engine = make_engine("hf", model=model, policy=policy)
@@ -124,7 +137,10 @@ def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) ->
 def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
     scorer: str, model_of: Callable, prompts_of: Callable
 ) -> None:
-    policy = learned_policy(scorer, B)
+    """After every step, the positions held by each row, layer and head are those that the next query may see by the
+    record. Row 2 is frozen from step 20 on, and its entries do not change.
+    """
+    policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     driver = Driver(model, policy.bound_to(model), prompts_of("qwen3", [33, 18, 2, 21]))
     cache, frozen = driver.cache, [True, True, False, True]
@@ -149,13 +165,16 @@ def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
     assert [cache.evict_at(2, 22).min() < NEVER]
 
 
-def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
-    policy = learned_policy("delayed", B, prefill="masked")
+def test_a_saved_model_directory_is_sampled_with_its_own_policy(
+    tmp_path: Any, model_of: Callable, prompts_of: Callable
+) -> None:
+    policy = learned_policy("delayed", BUDGET, prefill="masked")
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     save_learned(model, policy, tmp_path)
     random = torch.random.get_rng_state()
     engine = make_engine("hf", model=tmp_path)
-    assert torch.equal(random, torch.random.get_rng_state()) and engine.policy.config == policy.config
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert engine.policy.config == policy.config
     sampling = SamplingConfig(max_tokens=40, seed=1, ignore_eos=True)
     assert same(engine.generate(prompts, sampling), rollouts_of(model, policy, prompts))
     full = make_engine("hf", model=tmp_path, policy="full").generate(prompts, sampling)
@@ -163,17 +182,18 @@ def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Call
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "recency"])
-def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """The recall against an oracle equals the recall counted query by query. The oracle's own trace and a full cache
-    have recall 1.
+def test_oracle_recall_equals_counting_query_by_query(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """An oracle keeps the tokens with the most future attention. Recall is the share of these tokens that the cache
+    keeps, here counted for each query. Control: a full cache has recall 1.
     """
-    policy = learned_policy(scorer, B)
+    policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("quickstart"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
     tokens, config = [*r.prompt_ids, *r.completion_ids], policy.config
-    decay = torch.stack([one.log_decay() for one in model.cache_scorers])
+    decay = torch.stack([layer_scorers.log_decay() for layer_scorers in model.cache_scorers])
     result = oracle_recall(model, tokens, 30, r.trace, config, decay)
-    assert result.shape == r.trace.shape[:2] and ((result > 0) & (result < 1)).all()
+    assert result.shape == r.trace.shape[:2]
+    assert ((result > 0) & (result < 1)).all()
     assert (oracle_recall(model, tokens, 30, r.trace.dense_like(), config, decay) == 1).all()
 
     fed, heard = len(tokens) - 1, Listening(batch_traces([r.trace.dense_like()], [0], len(tokens)), "cpu")
@@ -181,48 +201,48 @@ def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: C
     model(input_ids=torch.tensor([tokens[:fed]]), attention_mask=NO_MASK, kv_view=heard, use_cache=False)
     never = torch.full((1, r.trace.kv_heads, fed), NEVER, dtype=torch.int32)
     for layer, (query, key, _) in heard.heard.items():
-        wanted = FutureTarget(TargetConfig(normaliser="dense"))(
+        expected = FutureTarget(TargetConfig(normaliser="dense"))(
             query, key, key.shape[-1] ** -0.5, config.window, torch.full((1, fed), fed), never
         )[0]
         for head in range(r.trace.kv_heads):
-            priority = wanted[head] - decay[layer, head] * torch.arange(fed)
-            held = of = 0
+            priority = expected[head] - decay[layer, head] * torch.arange(fed)
+            common = total = 0
             for q in range(30, fed):
                 competing = list(range(config.sinks, q - config.window + 1))
                 best = sorted(competing, key=lambda t: (-float(priority[t]), t))[: config.k]
-                held += sum(int(r.trace.evict_at[layer, head, t]) > q for t in best)
-                of += config.k
-            assert float(result[layer, head]) == pytest.approx(held / of, abs=1e-9)
+                common += sum(int(r.trace.evict_at[layer, head, t]) > q for t in best)
+                total += config.k
+            assert float(result[layer, head]) == pytest.approx(common / total, abs=1e-9)
 
 
-def test_new_scorers_are_loaded_with_the_weights(model_of: Callable, prompts_of: Callable) -> None:
-    policy = learned_policy("mlp", B)
-    one, other = (with_scorers(model_of("qwen3"), policy, seed) for seed in (0, 1))
+def test_load_weights_replaces_the_scorers_too(model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("mlp", BUDGET)
+    first, second = (with_scorers(model_of("qwen3"), policy, seed) for seed in (0, 1))
     prompts = prompts_of("qwen3", LENGTHS)
-    before, wanted = rollouts_of(one, policy, prompts), rollouts_of(other, policy, prompts)
-    assert not same(before, wanted)
-    engine = make_engine("hf", model=one, policy=policy)
-    engine.load_weights(other.named_parameters())
-    assert same(rollouts_of(one, policy, prompts), wanted)
+    before, expected = rollouts_of(first, policy, prompts), rollouts_of(second, policy, prompts)
+    assert not same(before, expected)
+    engine = make_engine("hf", model=first, policy=policy)
+    engine.load_weights(second.named_parameters())
+    assert same(rollouts_of(first, policy, prompts), expected)
 
 
 def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
-    policy = learned_policy("mlp", B)
+    policy = learned_policy("mlp", BUDGET)
     with pytest.raises(UserError, match="the model has no scorers"):
         make_engine("hf", model=model_of("qwen3"), policy=policy)
     model = with_scorers(model_of("qwen3"), policy)
     with pytest.raises(UserError, match=r"the scorers of the model are .*'mlp'.* asks for .*'linear'"):
-        make_engine("hf", model=model, policy=learned_policy("linear", B))
+        make_engine("hf", model=model, policy=learned_policy("linear", BUDGET))
     model.cache_scorers[1].bias.fill_(float("nan"))
     with pytest.raises(NotFiniteError, match="kvpop: a NaN score in layer 1"):
         rollouts_of(model, policy, prompts_of("qwen3", [9]))
 
 
-def test_a_missing_last_eviction_is_detected(model_of: Callable, prompts_of: Callable) -> None:
-    """The last eviction is decided before the last token is sampled: an engine that returns its record too early loses
-    it, and the check detects this.
+def test_control_a_missing_last_eviction_gives_a_large_gap(model_of: Callable, prompts_of: Callable) -> None:
+    """A learned policy evicts before the last token is sampled. An engine that returned its record too early would lose
+    this eviction; the replay's gap then is at least 1e-3.
     """
-    policy = learned_policy("mlp", B)
+    policy = learned_policy("mlp", BUDGET)
     model = with_scorers(model_of("quickstart"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("quickstart", [40, 50]))
     for r in rollouts:

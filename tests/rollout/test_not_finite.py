@@ -1,4 +1,4 @@
-"""The hf engine refuses log-probs that are not finite, in the step that samples them, in every dtype."""
+"""If a log-prob is NaN or infinite, the hf engine stops with an error in the step that samples it, in every dtype."""
 
 from __future__ import annotations
 
@@ -34,47 +34,57 @@ PLACES = {  # name -> the weights in which one value is made non-finite
 
 
 def spoil(model: PreTrainedModel, place: str, value: float = math.nan) -> PreTrainedModel:
+    """Make one weight of the model non-finite."""
     with torch.no_grad():
         PLACES[place](model)[2] = value
     return model
 
 
 def outcome(rollouts: list[Rollout]) -> list[Any]:
+    """Return tokens, log-probs and evictions, to be compared bit for bit."""
     return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
-def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_model: Callable) -> None:
-    """For every sampling setting, the one-line error names the place. Control: the same model samples before its weight
-    is changed.
+def test_weights_that_are_not_finite_are_an_error_of_the_first_step(
+    policy: Any, place: str, dtype: str, new_model: Callable
+) -> None:
+    """For every place of the weight and every sampling setting, the one-line error names prompt, sample and step.
+    Control: the same model samples before its weight is changed.
     """
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
-    where = 1 if place == "embedding" else 0  # the embedding of one token spoils only the rows with this token
-    ways = {
+    failing_prompt = 1 if place == "embedding" else 0  # the embedding of one token spoils only the rows with this token
+    samplings = {
         "sampled": SAMPLING,
         "greedy": replace(SAMPLING, temperature=0),
         "cut": replace(SAMPLING, top_k=5, top_p=0.9),
     }
-    assert all(math.isfinite(p) for way in ways.values() for r in engine.generate(prompts, way) for p in r.logprobs)
+    assert all(
+        math.isfinite(p)
+        for sampling in samplings.values()
+        for r in engine.generate(prompts, sampling)
+        for p in r.logprobs
+    )
     for value in (math.nan, math.inf, -math.inf):
         spoil(model, place, value)
-        for way in ways.values():
+        for sampling in samplings.values():
             with pytest.raises(NotFiniteLogprobError) as error:
-                engine.generate(prompts, replace(way, n=2))
+                engine.generate(prompts, replace(sampling, n=2))
             result = error.value
-            if place == "embedding" or math.isnan(
-                value
-            ):  # with infinite weights the outcome depends on the sign of the activations
-                assert (result.prompt, result.sample, result.step) == (where, 0, 0)
+            # with an infinite weight the failing place depends on the sign of the activations
+            if place == "embedding" or math.isnan(value):
+                assert (result.prompt, result.sample, result.step) == (failing_prompt, 0, 0)
         with pytest.raises(
             NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
         ):
             engine.simulate(prompts, [[7, 8, 9]] * 4)
-    assert "\n" not in str(result) and dtype in str(result) and ("overflows" in str(result)) == (dtype == "float16")
+    assert "\n" not in str(result)
+    assert dtype in str(result)
+    assert ("overflows" in str(result)) == (dtype == "float16")
 
 
 def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: Callable) -> None:
@@ -85,12 +95,12 @@ def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: C
     with pytest.raises(NotFiniteLogprobError) as error:
         engine.simulate(PROMPTS, completions)
     assert (error.value.prompt, error.value.sample, error.value.step) == (1, 0, 3)
-    good = engine.simulate(PROMPTS[::2], completions[::2])  # the last token of a completion is never fed
-    assert all(math.isfinite(p) for rollout in good for p in rollout.logprobs)
+    finite = engine.simulate(PROMPTS[::2], completions[::2])  # the last token of a completion is never fed
+    assert all(math.isfinite(p) for rollout in finite for p in rollout.logprobs)
 
 
-def test_float16_that_overflows(new_model: Callable) -> None:
-    """Weights are finite in float16 but activations overflow; in float32 the same model samples."""
+def test_activations_that_overflow_in_float16_are_an_error(new_model: Callable) -> None:
+    """The weights are finite in float16, but activations overflow. Control: in float32 the model samples."""
     model = new_model("qwen3")
     with torch.no_grad():
         model.lm_head.weight.mul_(1e6)
@@ -111,7 +121,9 @@ def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Cal
     """
     model = new_model("qwen3")
 
-    class Ruling(torch.nn.Module):
+    class RulesOutTokens(torch.nn.Module):
+        """An output layer that gives the tokens 30 to 63 a logit of -inf."""
+
         def __init__(self, head: torch.nn.Module) -> None:
             super().__init__()
             self.head = head
@@ -119,10 +131,10 @@ def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Cal
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.head(hidden).index_fill(-1, torch.arange(30, 64), -math.inf)
 
-    model.set_output_embeddings(Ruling(model.get_output_embeddings()))
+    model.set_output_embeddings(RulesOutTokens(model.get_output_embeddings()))
     engine = make_engine("hf", model=model, policy=make_policy("full"))
-    for way in (SAMPLING, replace(SAMPLING, top_k=3, top_p=0.7), replace(SAMPLING, temperature=0)):
-        for rollout in engine.generate(PROMPTS, way):
+    for sampling in (SAMPLING, replace(SAMPLING, top_k=3, top_p=0.7), replace(SAMPLING, temperature=0)):
+        for rollout in engine.generate(PROMPTS, sampling):
             assert all(math.isfinite(p) for p in (*rollout.logprobs, *rollout.model_logprobs))
     forced = engine.generate(PROMPTS, replace(SAMPLING, top_k=1, forced=(5, 6), forced_from=2))
     assert any(math.isinf(p) for r in forced for p in r.logprobs)
@@ -133,16 +145,18 @@ def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Cal
 
 @pytest.mark.parametrize("token", [0, POISON])
 def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_model: Callable) -> None:
-    """A NaN embedding affects no sequence without its token, even if it is the padding token; nor their replay."""
+    """If one token's embedding is NaN, sequences without this token do not change, even if it is the padding token; nor
+    does their replay.
+    """
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=make_policy("gkv", budget=8, window=2, period=2))
     completions = [[30, 31, 32, 33], [34, 35], [36, 37, 38, 39, 40, 41]]
-    wanted = engine.simulate(PROMPTS, completions)
-    replayed = replay_logprobs(model, wanted)
+    expected = engine.simulate(PROMPTS, completions)
+    replayed = replay_logprobs(model, expected)
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = math.nan
-    assert outcome(engine.simulate(PROMPTS, completions)) == outcome(wanted)
-    assert all(torch.equal(a, b) for a, b in zip(replay_logprobs(model, wanted), replayed, strict=True))
+    assert outcome(engine.simulate(PROMPTS, completions)) == outcome(expected)
+    assert all(torch.equal(a, b) for a, b in zip(replay_logprobs(model, expected), replayed, strict=True))
 
 
 def test_an_evaluation_names_the_problem_that_failed(new_model: Callable) -> None:
@@ -177,7 +191,7 @@ def one_line(capfd: pytest.CaptureFixture) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", ["eval", "rollout", "perplexity"])
-def test_a_command_reports_it_in_one_line(
+def test_a_command_reports_a_log_prob_that_is_not_finite_in_one_line(
     command: str, dtype: str, spoilt: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     """The command reports the error in one line, exits with status 2 and writes no results."""
@@ -202,4 +216,5 @@ def test_a_command_reports_it_in_one_line(
     assert line.startswith(
         "sparse-rl: error: prompt 0, sample 0: the log-probability of token 0 of the completion is not"
     )
-    assert not (out / "eval.json").exists() and not (out / "perplexity.json").exists()
+    assert not (out / "eval.json").exists()
+    assert not (out / "perplexity.json").exists()

@@ -1,4 +1,4 @@
-"""Prompts are prefilled once and forked: a fork holds a separate copy of the chosen rows."""
+"""Prompts are prefilled once; `fork(rows)` then gives a separate copy of the chosen rows of the cache."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ ROWS = [2, 2, 0, 3, 1, 2]
 
 @pytest.fixture
 def prefill(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> Callable[..., PrefilledPrompts]:
+    """prefill(rows, policy name) -> the prefilled prompts of these rows."""
+
     def make(rows: list[int], policy_name: str = "gkv") -> PrefilledPrompts:
         policy = policy_of(policy_name, budget=20, window=4, period=8)
         engine = make_engine("hf", model=model_of("qwen2"), policy=policy)
@@ -27,7 +29,7 @@ def prefill(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> Ca
     return make
 
 
-def held(cache: EvictingCache, row: int) -> list[torch.Tensor]:
+def contents_of(cache: EvictingCache, row: int) -> list[torch.Tensor]:
     """Return all cache contents of a row, without its padding."""
     count, parts = cache.lengths[row], [cache.evict_at(row, cache.seen[row])]
     for layer in cache.layers.values():
@@ -41,28 +43,29 @@ def test_a_fork_equals_the_rows_that_it_selects(prefill: Callable, policy_name: 
     fork = whole.fork(ROWS)
     assert torch.equal(fork.hidden, whole.hidden[ROWS])
     for place, row in enumerate(ROWS):
-        ours, theirs = held(fork.cache, place), held(whole.cache, row)
-        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+        ours, theirs = contents_of(fork.cache, place), contents_of(whole.cache, row)
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs))
     # control: different rows have different contents
-    assert not torch.equal(held(fork.cache, 0)[1], held(fork.cache, 2)[1])
+    assert not torch.equal(contents_of(fork.cache, 0)[1], contents_of(fork.cache, 2)[1])
 
 
 def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None:
-    """A fork decodes as separately prefilled prompts do, and the original cache is unchanged."""
+    """All buffers of several forks are overwritten and decoding begins in them; the original cache does not change."""
     whole = prefill([0, 1, 2, 3])
-    before = [part.clone() for row in range(4) for part in held(whole.cache, row)]
+    before = [part.clone() for row in range(4) for part in contents_of(whole.cache, row)]
     for cache in [whole.fork(rows).cache for rows in (ROWS, [3, 3], [0, 1, 2, 3])]:
         for layer in cache.layers.values():
             for buffer in (*layer.slotted().values(), layer.evict_at, layer.queries):
                 buffer.zero_()
         cache.begin_decode([True] * len(cache.seen), torch.device("cpu"))
-    assert all(map(torch.equal, before, [part for row in range(4) for part in held(whole.cache, row)]))
+    assert all(map(torch.equal, before, [part for row in range(4) for part in contents_of(whole.cache, row)]))
     assert whole.cache.seen == list(LENGTHS)
 
 
-def test_queries_belong_to_the_last_tokens(prefill: Callable) -> None:
-    """The recorded queries are those of a row's last tokens, oldest first, also in a fork and for any neighbouring
-    rows; a policy that scores without queries records none.
+def test_recorded_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
+    """`queries` returns the queries of a row's last 4 tokens, oldest first, out of a ring buffer; also in a fork. A
+    policy that scores without queries records none.
     """
     whole = prefill([0, 1, 2, 3])
     for layer in range(2):

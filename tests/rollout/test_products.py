@@ -1,4 +1,6 @@
-"""On a CPU in float32, the engines' linear layers and activations round the same for few rows as for many rows."""
+"""On a CPU in float32, a matrix product of few rows rounds differently than the same rows among many. The engines'
+layers pad few rows, so that results do not depend on the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ MANY = 208  # a multiple of ROWS
 @pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 40])
 def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
+    """Linear layers and activations of the first rows equal, bit for bit, those rows among 208."""
     generator = torch.Generator().manual_seed(inner)
     x = torch.randn(MANY, inner, generator=generator)
     weight, bias = torch.randn(96, inner, generator=generator), torch.randn(96, generator=generator)
     wide = F.linear(x, weight, bias)
-    some = padded(lambda part: F.linear(part, weight, bias), x[:rows])
-    assert torch.equal(some, wide[:rows])
+    few = padded(lambda part: F.linear(part, weight, bias), x[:rows])
+    assert torch.equal(few, wide[:rows])
     with padded_layers(rows, x.device):
-        assert torch.equal(F.linear(x[None, :rows], weight, bias), some[None])
+        assert torch.equal(F.linear(x[None, :rows], weight, bias), few[None])
         assert torch.equal(F.silu(x[:rows]), F.silu(x)[:rows])
         assert torch.equal(F.silu(x[:rows], inplace=False), F.silu(x)[:rows])
 
@@ -30,16 +33,16 @@ def test_only_float32_rows_are_padded() -> None:
     """Float32 rows are padded to the next multiple of ROWS; a number of rows that is a multiple already, and other
     dtypes, are not padded.
     """
-    seen = []
+    shapes = []
 
-    def note(rows: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(rows.shape))
+    def record_shape(rows: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(rows.shape))
         return rows[:, :1]
 
-    assert padded(note, torch.ones(2, 3, 5)).shape == (2, 3, 1)
-    assert padded(note, torch.ones(ROWS, 5)).shape == (ROWS, 1)
-    assert padded(note, torch.ones(3, 5, dtype=torch.float64)).shape == (3, 1)
-    assert padded(note, torch.ones(0, 5)).shape == (0, 1)
-    assert padded(note, torch.ones(5)).shape == (1,)
-    assert padded(note, torch.ones(ROWS + 1, 5)).shape == (ROWS + 1, 1)
-    assert seen == [(ROWS, 5), (ROWS, 5), (3, 5), (0, 5), (ROWS, 5), (2 * ROWS, 5)]
+    assert padded(record_shape, torch.ones(2, 3, 5)).shape == (2, 3, 1)
+    assert padded(record_shape, torch.ones(ROWS, 5)).shape == (ROWS, 1)
+    assert padded(record_shape, torch.ones(3, 5, dtype=torch.float64)).shape == (3, 1)
+    assert padded(record_shape, torch.ones(0, 5)).shape == (0, 1)
+    assert padded(record_shape, torch.ones(5)).shape == (1,)
+    assert padded(record_shape, torch.ones(ROWS + 1, 5)).shape == (ROWS + 1, 1)
+    assert shapes == [(ROWS, 5), (ROWS, 5), (3, 5), (0, 5), (ROWS, 5), (2 * ROWS, 5)]

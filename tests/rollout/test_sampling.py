@@ -1,6 +1,6 @@
-"""The sampler against independent references: its distribution, its reported log-probs, and its seeds.
+"""The sampler draws from the right distribution, reports the right log-probs, and depends on its seed alone.
 
-test_sampling_bits.py checks that it equals `sample_reference` bit for bit.
+test_sampling_bits.py checks that the sampler equals `sample_reference` bit for bit.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ def reference(
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_follow_the_distribution(setting: dict) -> None:
-    """On an even grid of N uniforms, a token of probability p occurs N p times, up to one. Control: another p fails the
-    check.
+    """`sample` maps a uniform number to a token. On an even grid of N uniform numbers, a token of probability p occurs
+    N p times, up to one; the reported log-probs are those of the distribution after and before top-p and top-k.
+    Control: another distribution fails the check.
     """
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(40), 20_000
     grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     tokens, logprobs, model_logprobs = sample(logits.expand(n, -1), SamplingConfig(max_tokens=1, **setting), grid)
     counts = torch.bincount(tokens, minlength=40).double()
-    wanted = torch.tensor(reference(logits.tolist(), **setting), dtype=torch.float64)
-    assert (counts - n * wanted).abs().max() <= 1.01
-    torch.testing.assert_close(logprobs.double(), wanted.log()[tokens], rtol=0, atol=1e-5)
-    uncut = torch.tensor(reference(logits.tolist(), setting.get("temperature", 1.0)), dtype=torch.float64)
-    torch.testing.assert_close(model_logprobs.double(), uncut.log()[tokens], rtol=0, atol=1e-5)
+    expected = torch.tensor(reference(logits.tolist(), **setting), dtype=torch.float64)
+    assert (counts - n * expected).abs().max() <= 1.01
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], rtol=0, atol=1e-5)
+    before_truncation = torch.tensor(reference(logits.tolist(), setting.get("temperature", 1.0)), dtype=torch.float64)
+    torch.testing.assert_close(model_logprobs.double(), before_truncation.log()[tokens], rtol=0, atol=1e-5)
 
-    other = torch.tensor(reference(logits.tolist(), 1.1, 0.9, 8), dtype=torch.float64)
+    other = torch.tensor(reference(logits.tolist(), 1.1, 0.9, 8), dtype=torch.float64)  # control
     assert (counts - n * other).abs().max() > 20
 
 
@@ -75,26 +76,29 @@ def test_a_sampled_token_has_a_positive_probability(uniform: float) -> None:
     logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
     draw = torch.tensor([uniform], dtype=torch.float64)
     token, logprob, _ = sample(logits, SamplingConfig(max_tokens=1, top_k=2), draw)
-    assert int(token) == (1 if uniform == 0 else 2) and logprob.isfinite().all()
+    assert int(token) == (1 if uniform == 0 else 2)
+    assert logprob.isfinite().all()
 
 
-def test_greedy_takes_the_first_of_the_best_and_reports_temperature_one() -> None:
+def test_greedy_takes_the_first_best_token_and_reports_log_probs_at_temperature_1() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, -1.0, 0.0, 5.0]])
     tokens, logprobs, model_logprobs = sample(logits, SamplingConfig(max_tokens=1, temperature=0, top_k=1), None)
     assert tokens.tolist() == [1, 0]
-    assert torch.equal(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]]) and torch.equal(logprobs, model_logprobs)
+    assert torch.equal(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]])
+    assert torch.equal(logprobs, model_logprobs)
 
 
 def test_uniforms_depend_only_on_the_seed() -> None:
-    """A stream of uniforms depends only on its seed, across blocks, and any step may be read again."""
+    """A stream of uniform numbers depends only on its seed. It is drawn in blocks; any step may be read in any
+    order."""
     steps = BLOCK + 40
-    stream, other = Uniforms(13), Uniforms(12)
+    stream, other_stream = Uniforms(13), Uniforms(12)
     ours = [stream.at(step) for step in range(steps)]
     assert [stream.at(step) for step in (steps - 1, 3, BLOCK)] == [ours[-1], ours[3], ours[BLOCK]]
-    again = Uniforms(13)
-    assert again.at(BLOCK + 1) == ours[BLOCK + 1], "a whole block may be skipped"
+    second_stream = Uniforms(13)
+    assert second_stream.at(BLOCK + 1) == ours[BLOCK + 1]  # a whole block is skipped
     assert len(set(ours)) == steps
-    assert [other.at(step) for step in range(100)] != ours[:100]
+    assert [other_stream.at(step) for step in range(100)] != ours[:100]  # control: another seed
 
 
 def test_seeds_depend_on_seed_prompt_and_sample() -> None:
@@ -121,7 +125,7 @@ def test_bad_settings_are_refused(setting: dict, message: str) -> None:
         SamplingConfig(**{"max_tokens": 4, **setting})
 
 
-def test_truncated_support() -> None:
+def test_the_support_is_truncated_by_top_p_or_top_k_unless_greedy() -> None:
     assert not SamplingConfig(max_tokens=1).truncated_support
     assert SamplingConfig(max_tokens=1, top_p=0.9).truncated_support
     assert SamplingConfig(max_tokens=1, top_k=4).truncated_support
@@ -150,11 +154,14 @@ def test_an_engine_reports_the_distribution_that_it_sampled_from(
             assert (replayed - model_logprobs).abs().max() <= 1e-5
             dense = dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature)
             assert (dense - model_logprobs).abs().max() <= 1e-5
-        other = replay_logprobs(model, rollouts, temperature * 1.05)
-        assert (other[0] - torch.tensor(rollouts[0].model_logprobs)).abs().max() > 1e-3
+        at_other_temperature = replay_logprobs(model, rollouts, temperature * 1.05)  # control
+        assert (at_other_temperature[0] - torch.tensor(rollouts[0].model_logprobs)).abs().max() > 1e-3
 
 
-def test_greedy_is_scored_at_temperature_one(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+def test_log_probs_of_greedy_rollouts_are_those_at_temperature_1(
+    model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """Replay at temperature 0 or 1 gives the reported log-probs. Control: at 0.9 it does not."""
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=policy_of("tova", budget=12))
     (r,) = engine.generate(prompts_of("qwen3", [17]), SamplingConfig(20, temperature=0, ignore_eos=True))

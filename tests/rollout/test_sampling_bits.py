@@ -1,4 +1,6 @@
-"""The sampler equals its plain reference bit for bit: tokens, and log-probs before and after top-p and top-k."""
+"""The sampler, which sorts only a prefix of the tokens, equals its plain reference bit for bit: tokens, and log-probs
+before and after top-p and top-k.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ TOP_P = [1.0, 1e-30, 1e-6, 0.5, 0.9, 1 - 1e-12]
 
 
 def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
-    """Return random logits float32 [rows, size]."""
+    """Return random logits float32 [rows, size] of a kind that is hard for a sampler: ties, zeros, -inf."""
     logits = 3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
     best = torch.arange(rows)[:, None] % size
     return {
@@ -37,21 +39,21 @@ def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
     """
     cdf = processed.double().exp().cumsum(-1)
     rows, size = cdf.shape
-    at = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
-    border = (cdf.gather(-1, at) / cdf[:, -1:])[:, 0].clamp(max=1 - 2**-53)
+    token = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
+    border = (cdf.gather(-1, token) / cdf[:, -1:])[:, 0].clamp(max=1 - 2**-53)
     # the number before the border, the border, and the next number
     uniform = border.nextafter(torch.arange(rows) % 3 - 1 + border)
     uniform[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     return uniform.clamp(0, 1 - 2**-53)
 
 
-def same(ours: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> bool:
-    return all(map(torch.equal, ours, right))
+def same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("size", [1, 15, 130, 1000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_reference(kind: str, size: int) -> None:
+def test_the_sampler_equals_its_reference_for_all_settings(kind: str, size: int) -> None:
     logits = logits_of(kind, 12, size)
     for top_k, top_p in itertools.product([None, 1, 15, 65, size, 2 * size], TOP_P):
         sampling = SamplingConfig(1, temperature=0.7 if top_k == 15 else 1.0, top_p=top_p, top_k=top_k)
@@ -62,7 +64,7 @@ def test_equals_the_reference(kind: str, size: int) -> None:
         assert same(sample(logits, sampling, uniform), sample_reference(logits, sampling, uniform)), sampling
 
 
-def test_equals_the_reference_over_a_large_vocabulary() -> None:
+def test_the_sampler_equals_its_reference_over_a_large_vocabulary() -> None:
     logits = torch.cat([logits_of("random", 2, 70_001), logits_of("coarse", 2, 70_001)])
     for setting in ({}, {"top_k": 20}, {"top_k": 1000, "top_p": 0.9}, {"top_p": 0.95}):
         uniform = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -79,17 +81,19 @@ def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
     return before[(before > 0) & (before < 0.999)]
 
 
-def test_a_prefix_has_the_bits_of_the_whole() -> None:
-    """A prefix of the sorted tokens has the same bits as the whole, even if top_p is a border, so that one bit decides
-    on a token. Control: the next number is another border.
+def test_top_p_at_the_border_of_a_token_cuts_as_the_reference_does() -> None:
+    """`top_p` is set to a cumulative probability at which a token begins, so that the last bit decides if the token is
+    kept. Control: with the next float, the result differs.
     """
     for top_k in range(2, 40):
         logprobs = logits_of("random", 1, 200, seed=top_k).log_softmax(-1)
-        at = borders(logprobs, top_k)
-        for top_p, behind in zip(at.tolist(), at.nextafter(torch.tensor(2.0)).tolist(), strict=True):
-            right = truncate_reference(logprobs, top_p, top_k)
-            assert torch.equal(truncate(logprobs, top_p, top_k), right)
-            assert not torch.equal(truncate(logprobs, behind, top_k), right)
+        borders_of_row = borders(logprobs, top_k)
+        for top_p, next_number in zip(
+            borders_of_row.tolist(), borders_of_row.nextafter(torch.tensor(2.0)).tolist(), strict=True
+        ):
+            expected = truncate_reference(logprobs, top_p, top_k)
+            assert torch.equal(truncate(logprobs, top_p, top_k), expected)
+            assert not torch.equal(truncate(logprobs, next_number, top_k), expected)
 
 
 @pytest.mark.parametrize("is_cpu", [True, False], ids=["as on a CPU", "as on a GPU"])
@@ -98,6 +102,7 @@ def test_a_prefix_has_the_bits_of_the_whole() -> None:
 def test_the_ranking_is_that_of_a_stable_sort(
     kind: str, size: int, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Among equal log-probs, also 0.0 and -0.0, the earlier token ranks first, in the code for a CPU and for a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     logprobs = logits_of(kind, 5, size).log_softmax(-1)
     logprobs[0] = torch.where(torch.arange(size) % 2 == 0, 0.0, -0.0)
@@ -121,17 +126,17 @@ def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
-def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that a CPU samples in several parts give the same tokens for any size of the parts, with forced tokens in
-    some rows.
+def test_rows_sampled_in_parts_equal_rows_sampled_together(setting: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU samples large batches in parts (AT_ONCE numbers at a time). Any size of the parts gives the reference's
+    tokens, also with forced tokens in some rows.
     """
     sampling, logits = SamplingConfig(1, **setting), logits_of("coarse", 7, 100)
     forced = torch.tensor([-1, 4, -1, -1, 99, -1, 0])
     uniform = torch.rand(7, dtype=torch.float64) if sampling.temperature else None
-    right = sample_reference(logits, sampling, uniform, forced)
+    expected = sample_reference(logits, sampling, uniform, forced)
     for at_once in (1, 100, 250, 700):
         monkeypatch.setattr(rollout.sampling, "AT_ONCE", at_once)
-        assert same(sample(logits, sampling, uniform, forced), right)
+        assert same(sample(logits, sampling, uniform, forced), expected)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,9 @@ def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pyt
     ids=str,
 )
 def test_sampling_does_not_wait_for_the_device(setting: dict) -> None:
-    """Run on meta tensors, which have no values: an operation that would wait for a GPU fails here."""
+    """The sampler runs on meta tensors, which have no values, so an operation that would wait for a GPU fails here.
+    Control: reading a value fails.
+    """
     logits = torch.empty(3, 200, device="meta")
     sampling = SamplingConfig(1, **setting)
     uniform = torch.empty(3, dtype=torch.float64, device="meta") if sampling.temperature else None

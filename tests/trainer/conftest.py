@@ -27,19 +27,19 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
 
-    made: dict[str, str] = {}
+    folders: dict[str, str] = {}
 
     def make(family: str = "qwen3", **config: Any) -> str:
         key = f"{family}{config or ''}"
-        if key not in made:
+        if key not in folders:
             folder = tmp_path_factory.mktemp(family)
             ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
             model = new_model(family, initializer_range=0.2, **ids, **config)
             model.generation_config = GenerationConfig(eos_token_id=STOP, pad_token_id=PAD_ID)
             model.save_pretrained(folder)
             build_tokenizer().save_pretrained(folder)
-            made[key] = str(folder)
-        return made[key]
+            folders[key] = str(folder)
+        return folders[key]
 
     return make
 
@@ -59,7 +59,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     from trainer.grpo.trainer import SparseGRPOTrainer
     from trainer.rundir import RunLog
 
-    ours = {field.name for field in dataclasses.fields(SparseGRPOConfig)}
+    sparse_fields = {field.name for field in dataclasses.fields(SparseGRPOConfig)}
 
     def make(
         name: str = "run",
@@ -81,7 +81,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
         folder = tmp_path / name
         engine = {"model": own_weights, "dtype": own_dtype} if own_weights else {}
         options = {**SETTINGS, **settings}
-        sparse = SparseGRPOConfig(**{key: options.pop(key) for key in ours & options.keys()})
+        sparse = SparseGRPOConfig(**{key: options.pop(key) for key in sparse_fields & options.keys()})
         folder.mkdir(exist_ok=True)
         data = problems(count + held_out)
         return trainer_class(

@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks `sparse-rl` commands: each run is fresh, but skips the imports.
+"""A process that imports all modules once and forks `sparse-rl` commands, so that each new run skips the imports.
 
     python forked_runs.py      reads one JSON line per command, {"words", "log", ...}, and answers with its exit status
 
@@ -26,16 +26,16 @@ def watch_operations(folder: str, kill_at: int | None) -> list[str]:
 
     kill_at : number of the operation before which this process is killed
     """
-    seen: list[str] = []
+    operations: list[str] = []
 
-    def watch(event: str, given: tuple) -> None:
-        if event.startswith(("open", "os.")) and folder in f"{given[:2]}":
-            seen.append(f"{event} {given[:2]}")
-            if len(seen) == kill_at:
+    def watch(event: str, arguments: tuple) -> None:
+        if event.startswith(("open", "os.")) and folder in f"{arguments[:2]}":
+            operations.append(f"{event} {arguments[:2]}")
+            if len(operations) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    return seen
+    return operations
 
 
 def limit_files(job: dict[str, Any]) -> None:
@@ -49,8 +49,8 @@ def limit_files(job: dict[str, Any]) -> None:
             if state.global_step == job["full_after"]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
 
-    plain = rundir.RunLog
-    rundir.RunLog = type("RunLog", (Full, plain), {})  # type: ignore[misc]
+    original = rundir.RunLog
+    rundir.RunLog = type("RunLog", (Full, original), {})  # type: ignore[misc]
 
 
 def child(job: dict[str, Any]) -> int:
@@ -60,14 +60,14 @@ def child(job: dict[str, Any]) -> int:
     if "kill_after" in job:
         threading.Timer(job["kill_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
     folder = next(word for word in job["words"] if word.startswith("output_dir=")).removeprefix("output_dir=")
-    seen = watch_operations(f"{folder}/", job.get("kill_at")) if "record" in job or "kill_at" in job else []
+    operations = watch_operations(f"{folder}/", job.get("kill_at")) if "record" in job or "kill_at" in job else []
     if "full_after" in job:
         limit_files(job)
     from sparse_rl.cli import main
 
     status = main(job["words"])
     if "record" in job:
-        Path(job["record"]).write_text(json.dumps(seen))
+        Path(job["record"]).write_text(json.dumps(operations))
     sys.stdout.flush()
     sys.stderr.flush()
     return status

@@ -55,8 +55,8 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
                 results.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.config.temperature)))
     balance = []
     for head, y, _, _ in results:
-        same = [other[1] for other in results if other[0] == head]
-        share = same.count(y) / len(same)
+        labels = [other[1] for other in results if other[0] == head]
+        share = labels.count(y) / len(labels)
         balance.append(min(max(0.5 / share, loss.config.balance_min), loss.config.balance_max))
     mean = sum(balance) / len(balance)
     return torch.stack(
@@ -76,12 +76,14 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
         {"balance_min": 0.9},
     ],
 )
-def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
+def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: bool) -> None:
     loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
     scores, target, log_decay = tensors(ties)
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, decay_every=n, lengths=LENGTHS)
     queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
-    assert (queries[2] == -1).all() and queries[1].max() == 30 and (queries[0] >= 0).sum() == S - SINKS - WINDOW - K
+    assert (queries[2] == -1).all()
+    assert queries[1].max() == 30
+    assert (queries[0] >= 0).sum() == S - SINKS - WINDOW - K
     pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=n)
     gradients = []
     for value in (
@@ -92,42 +94,47 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
         computed = value(s, g)
         computed.backward()
         gradients.append((computed.detach(), s.grad, g.grad))
-    for ours, wanted in zip(*gradients, strict=True):
-        assert torch.allclose(ours, wanted, atol=1e-6, rtol=1e-5)
-    assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma get gradients
+    for actual, expected in zip(*gradients, strict=True):
+        assert torch.allclose(actual, expected, atol=1e-6, rtol=1e-5)
+    assert gradients[0][1].abs().max() > 1e-4  # scores and gamma get gradients
+    assert gradients[0][2].abs().min() > 1e-6
 
 
 @pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
-def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -> None:
-    """The balance gives kept and dropped pairs the same total weight with a mean weight of 1, and does not cancel the
-    weight by the margin.
+def test_the_balance_has_mean_1_and_margins_are_weighted_after_it(balance: dict) -> None:
+    """The balance gives kept and dropped pairs the same total weight, with a mean weight of 1. The weights by the
+    margin are applied after it, and are not cancelled.
     """
     _, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
 
     def pairs(scale: float = 1.0, **options: Any) -> Any:
-        """Return the pairs after all margins, in the target and in the decayed scores, were multiplied by `scale`."""
+        """Return the pairs when all margins, in the target and in the decayed scores, are multiplied by `scale`."""
         loss = BoundaryLoss(BoundaryConfig(queries=None, **balance, **options))
         queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
         scaled = LayerTarget(target * scale, best)
         return loss.pairs(scaled, log_decay * scale, queries, window=WINDOW, decay_every=1)
 
-    plain, floor = pairs(margin=False), 0.2
-    real = plain.weight > 0
-    assert float(plain.weight[real].mean()) == pytest.approx(1, abs=1e-6)
+    balanced, floor = pairs(margin=False), 0.2
+    real = balanced.weight > 0
+    assert float(balanced.weight[real].mean()) == pytest.approx(1, abs=1e-6)
     for head in range(H):
-        kept, dropped = (plain.weight[:, head][real[:, head] & (plain.label[:, head] == y)] for y in (1, -1))
-        assert kept.unique().numel() == dropped.unique().numel() == 1 and len(kept) != len(dropped)
+        kept, dropped = (balanced.weight[:, head][real[:, head] & (balanced.label[:, head] == y)] for y in (1, -1))
+        assert kept.unique().numel() == dropped.unique().numel() == 1
+        assert len(kept) != len(dropped)
         rarer = kept[0] > dropped[0]
         assert bool(rarer) == (len(kept) < len(dropped)) or balance.get("balance_min") == 1.0
         if not balance:
             assert float(kept.sum()) == pytest.approx(float(dropped.sum()), rel=1e-5)
-    weighed = pairs(margin_floor=floor)
-    share = weighed.weight[real] / plain.weight[real]
-    assert share.min() >= floor + (1 - floor) / 2 - 1e-6 and share.max() <= 1 + 1e-6 and share.mean() < 0.95
-    assert torch.equal(weighed.weight > 0, real)
-    certain, doubtful = (float(pairs(scale, margin_floor=floor).weight[real].mean()) for scale in (1e6, 1e-6))
-    assert certain == pytest.approx(1, abs=1e-3) and doubtful == pytest.approx(floor + (1 - floor) / 2, abs=1e-3)
+    weighted = pairs(margin_floor=floor)
+    share = weighted.weight[real] / balanced.weight[real]
+    assert share.min() >= floor + (1 - floor) / 2 - 1e-6
+    assert share.max() <= 1 + 1e-6
+    assert share.mean() < 0.95
+    assert torch.equal(weighted.weight > 0, real)
+    certain, uncertain = (float(pairs(scale, margin_floor=floor).weight[real].mean()) for scale in (1e6, 1e-6))
+    assert certain == pytest.approx(1, abs=1e-3)
+    assert uncertain == pytest.approx(floor + (1 - floor) / 2, abs=1e-3)
 
 
 def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
@@ -140,14 +147,17 @@ def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
     assert values[0] > values[1] > values[2]
 
 
-def test_queries_are_drawn_from_the_right_places() -> None:
+def test_queries_are_drawn_uniformly_and_from_late_positions() -> None:
     torch.manual_seed(0)
     drawn = BoundaryLoss(BoundaryConfig(queries=4000, late=0.5)).draw(LENGTHS, 14, S)
-    assert drawn.shape == (B, 4000) and (drawn[2] == -1).all()
+    assert drawn.shape == (B, 4000)
+    assert (drawn[2] == -1).all()
     for row in (0, 1):
-        assert drawn[row].min() == 14 and drawn[row].max() == LENGTHS[row] - 1
+        assert drawn[row].min() == 14
+        assert drawn[row].max() == LENGTHS[row] - 1
     late, uniform = drawn[0, :2000].float().mean(), drawn[0, 2000:].float().mean()
-    assert abs(uniform - (14 + 59) / 2) < 1 and abs(late - (14 + 46 * 2 / 3)) < 1
+    assert abs(uniform - (14 + 59) / 2) < 1
+    assert abs(late - (14 + 46 * 2 / 3)) < 1
     assert torch.equal(
         BoundaryLoss(BoundaryConfig(late=0.0, queries=None)).draw(LENGTHS, 60, S), torch.full((B, S), -1)
     )
@@ -163,4 +173,5 @@ def test_without_pairs_the_loss_is_zero_and_not_nan() -> None:
     scores.requires_grad_()
     result = loss(scores, log_decay, pairs, decay_every=1)
     result.backward()
-    assert float(result) == 0 and (scores.grad == 0).all()
+    assert float(result) == 0
+    assert (scores.grad == 0).all()

@@ -1,4 +1,4 @@
-"""The configurations load without torch, and have the same values whether a recipe or Python code makes them."""
+"""The configurations are imported without torch, and a recipe and Python code are checked in the same way."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LIGHT = (
 )
 
 
-def test_they_are_read_without_torch() -> None:
+def test_configurations_are_imported_without_torch() -> None:
     heavy = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy")
     code = f"import sys, {', '.join(LIGHT)}; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 grpo: Any = SparseGRPOConfig
@@ -79,7 +79,7 @@ def test_contradictory_settings_are_refused_in_python_too(make, says: str) -> No
         ("BelowOne", (0, 0.999), (-1e-9, 1)),
     ],
 )
-def test_the_ends_of_a_range(name: str, valid: tuple, invalid: tuple) -> None:
+def test_a_range_accepts_its_limits_and_refuses_values_beyond(name: str, valid: tuple, invalid: tuple) -> None:
     for value in valid:
         assert config.coerce(value, getattr(config, name), "key", config.Source()) == value
     for value in invalid:
@@ -87,7 +87,8 @@ def test_the_ends_of_a_range(name: str, valid: tuple, invalid: tuple) -> None:
             config.coerce(value, getattr(config, name), "key", config.Source())
 
 
-def test_values_are_converted_as_yaml_values_are() -> None:
-    made = SparseGRPOConfig(beta=1, replay_guard={"factor": 3})  # type: ignore[arg-type]
-    assert made == SparseGRPOConfig(beta=1.0, replay_guard=GuardConfig(factor=3.0)) and type(made.beta) is float
-    assert made != SparseGRPOConfig(beta=2)  # the control
+def test_python_values_are_converted_as_yaml_values_are() -> None:
+    settings = SparseGRPOConfig(beta=1, replay_guard={"factor": 3})  # type: ignore[arg-type]
+    assert settings == SparseGRPOConfig(beta=1.0, replay_guard=GuardConfig(factor=3.0))
+    assert type(settings.beta) is float
+    assert settings != SparseGRPOConfig(beta=2)  # the control

@@ -1,4 +1,4 @@
-"""Distillation: loss and gradients against a dense float64 reference, the training sequences, and runs by recipe."""
+"""Distillation: its loss and gradients equal a dense float64 reference, and its runs by recipe train and resume."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callabl
         student = student or new_model("qwen3")
         teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
-        ours = {key: settings.pop(key) for key in ("packing",) if key in settings}
+        distill_options = {key: settings.pop(key) for key in ("packing",) if key in settings}
         args = DistillArguments(
-            output_dir=str(tmp_path / "run"), distill=DistillConfig(**ours), **{**SETTINGS, **settings}
+            output_dir=str(tmp_path / "run"), distill=DistillConfig(**distill_options), **{**SETTINGS, **settings}
         )
         return DistillTrainer(student, teacher, engine, args, rows)
 
@@ -116,23 +116,23 @@ def test_loss_and_gradients_equal_the_dense_reference(
     loss = trainer.compute_loss(trainer.model, rollouts)
     loss.backward()
     assert set(flex_trains) == ({True} if "attention_kernel" in settings else set())
-    wanted, gradients = reference(trainer, rollouts)
-    assert float(loss.detach()) == pytest.approx(wanted, abs=1e-5)
+    expected, gradients = reference(trainer, rollouts)
+    assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
     for name, weight in trainer.model.named_parameters():
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
-    """Controls: the loss changes if the trace is shifted by one query, if the trace evicts no entry, or if the
-    temperature is not squared."""
+def test_control_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
+    """Controls: the loss changes if the trace is shifted by one query, if the trace evicts no entry, and if the loss is
+    not multiplied by the squared temperature."""
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
     rollouts = trainer._prepared(rows)
-    right = float(trainer.compute_loss(trainer.model, rollouts))
-    for wrong in (lambda e: torch.where(e < 2**30, e + 1, e), lambda e: torch.full_like(e, 2**30)):
-        traces = [EvictionTrace(wrong(r.trace.evict_at), validate=False) for r in rollouts]
+    loss = float(trainer.compute_loss(trainer.model, rollouts))
+    for change in (lambda e: torch.where(e < 2**30, e + 1, e), lambda e: torch.full_like(e, 2**30)):
+        traces = [EvictionTrace(change(r.trace.evict_at), validate=False) for r in rollouts]
         other = [Example(r.prompt, r.completion, t) for r, t in zip(rollouts, traces, strict=True)]
-        assert abs(float(trainer.compute_loss(trainer.model, other)) - right) > 1e-3
-    assert abs(right / 4 - reference(trainer, rollouts)[0]) > 1e-2
+        assert abs(float(trainer.compute_loss(trainer.model, other)) - loss) > 1e-3
+    assert abs(loss / 4 - reference(trainer, rollouts)[0]) > 1e-2
 
 
 def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows: list[Example]) -> None:
@@ -143,22 +143,23 @@ def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows:
     trainer = distill(packing=True)
     rollouts = trainer._prepared(rows)
     packed, padded = Batch.make(rollouts, torch.device("cpu"), True), Batch.make(rollouts, torch.device("cpu"))
-    assert packed.ids.shape == (4, 34) and padded.ids.shape == (5, 34)
+    assert packed.ids.shape == (4, 34)
+    assert padded.ids.shape == (5, 34)
     student = trainer.model
     with torch.no_grad():
         together = packed.hidden(student, replayed=True)
         alone = [Batch.make([r], torch.device("cpu")) for r in packed.examples]
-        apart = torch.cat([batch.hidden(student, replayed=True) for batch in alone])
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+        separate = torch.cat([batch.hidden(student, replayed=True) for batch in alone])
+    torch.testing.assert_close(together, separate, rtol=1e-5, atol=1e-5)
     assert torch.equal(packed.targets, torch.cat([batch.targets for batch in alone]))
 
 
-def test_top_k_of_the_whole_vocabulary_is_the_whole(distill: Callable, rows: list[Example]) -> None:
+def test_top_k_of_the_whole_vocabulary_equals_the_full_loss(distill: Callable, rows: list[Example]) -> None:
     trainer = distill()
     rollouts = trainer._prepared(rows)
-    whole = float(trainer.compute_loss(trainer.model, rollouts))
+    full_loss = float(trainer.compute_loss(trainer.model, rollouts))
     trainer.loss = DistillationLoss(DistillationLossConfig(top_k=64))
-    assert float(trainer.compute_loss(trainer.model, rollouts)) == pytest.approx(whole, rel=1e-6)
+    assert float(trainer.compute_loss(trainer.model, rollouts)) == pytest.approx(full_loss, rel=1e-6)
 
 
 # ---- a run by recipe ------------------------------------------------------------------------------------------------
@@ -212,22 +213,26 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["data", "refreshed", "on-policy", "lora"],
 )
-def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    made = recipe(
+def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+    small_recipe = recipe(
         validation=validation(every=2),
         **keys,
     )
-    final = train(made)
+    final = train(small_recipe)
     steps = [line for line in lines(tmp_path / "run") if "loss" in line]
     validations = [line for line in lines(tmp_path / "run") if "eval_kl" in line]
     held_out = [line["eval_kl"] for line in validations]
-    assert len(steps) == 4 and len(held_out) == 3
+    assert len(steps) == 4
+    assert len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
-    assert all("  kept " in str(training_line(0, 4, line)) for line in validations)  # the same name as in GRPO
-    if made.loss.ce_weight == 0:
+    # the console's name for the retention, as in GRPO
+    assert all("  kept " in str(training_line(0, 4, line)) for line in validations)
+    if small_recipe.loss.ce_weight == 0:
         assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
-        assert held_out[2] < held_out[0] or made.taught_by.teacher is None  # else the student starts as its teacher
-    assert (final / "cache_policy.json").is_file() and (final / "model.safetensors").is_file()
+        # without another teacher, the student starts equal to its teacher
+        assert held_out[2] < held_out[0] or small_recipe.taught_by.teacher is None
+    assert (final / "cache_policy.json").is_file()
+    assert (final / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -236,30 +241,32 @@ def test_evictions_come_from_the_starting_model_or_the_student(
 ) -> None:
     """Evictions are simulated either once, with the starting model, or again every second step, with the current
     student."""
-    seen: list[tuple[list[Example], Any]] = []
-    rollouts = DistillTrainer._prepared
+    calls: list[tuple[list[Example], Any]] = []
+    original = DistillTrainer._prepared
 
-    def keep(self: DistillTrainer, given: Any) -> Any:
+    def keep(self: DistillTrainer, batch: Any) -> Any:
         before = copy.deepcopy(self.accelerator.unwrap_model(self.model))
-        result = rollouts(self, given)
-        seen.append((result, before))
+        result = original(self, batch)
+        calls.append((result, before))
         return result
 
     monkeypatch.setattr(DistillTrainer, "_prepared", keep)
     data = {"synthetic": {"task": "running_sum", "size": 16, "n": 4}}
-    made = recipe(data=data, refresh_every=every, learning_rate=0.05, save_steps=0)
-    train(made)
-    assert len(seen) == 4
-    start = seen[0][1]
-    followed = [start, start, seen[2][1], seen[2][1]] if every else [start] * 4
-    wrong = [seen[3][1]] * 4
-    for source, right in ((followed, True), (wrong, False)):
-        same = []
-        for (result, _), model in zip(seen, source, strict=True):
+    small_recipe = recipe(data=data, refresh_every=every, learning_rate=0.05, save_steps=0)
+    train(small_recipe)
+    assert len(calls) == 4
+    start = calls[0][1]
+    expected_models = [start, start, calls[2][1], calls[2][1]] if every else [start] * 4
+    last_models = [calls[3][1]] * 4
+    for source, equal in ((expected_models, True), (last_models, False)):
+        equalities = []
+        for (result, _), model in zip(calls, source, strict=True):
             engine = make_engine("hf", model=copy.deepcopy(model), policy=POLICY)
-            again = engine.simulate([r.prompt for r in result], [r.completion for r in result])
-            same += [torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, result, strict=True)]
-        assert all(same) is right
+            repeated = engine.simulate([r.prompt for r in result], [r.completion for r in result])
+            equalities += [
+                torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(repeated, result, strict=True)
+            ]
+        assert all(equalities) is equal
 
 
 @pytest.mark.parametrize(
@@ -275,7 +282,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
     """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
     weights and its logged lines."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
-    shared["validation"] = validation(every=3)  # one precedes the first step, in the whole run only
+    shared["validation"] = validation(every=3)  # the uninterrupted run also validates before its first step
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(recipe(output_dir=str(whole), **shared))
     shutil.copytree(whole, resumed)
@@ -284,7 +291,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
     (resumed / "metrics.jsonl").write_text("")
     train(recipe(output_dir=str(resumed), **shared), resume="newest")
     left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
     assert timeless(lines(resumed)) == [line for line in timeless(lines(whole)) if line["step"] > 4]
 
 
@@ -303,48 +311,50 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
         ({"tempertaure": 1}, "temperature"),
     ],
 )
-def test_a_wrong_recipe_is_refused_by_key(keys: dict, says: str, recipe: Callable) -> None:
+def test_an_invalid_recipe_is_refused_with_its_key(keys: dict, says: str, recipe: Callable) -> None:
     with pytest.raises(UserError, match=says):
         recipe(**keys)
 
 
-def test_rows_that_are_dropped(recipe: Callable) -> None:
+def test_overlong_rows_can_be_dropped(recipe: Callable) -> None:
     from sparse_rl.models.load import load_tokenizer
 
-    made = recipe()
-    tokenizer = load_tokenizer(made.model)
-    rows = examples_of(made)
+    small_recipe = recipe()
+    tokenizer = load_tokenizer(small_recipe.model)
+    rows = examples_of(small_recipe)
     longest = max(len(row.completion) for row in rows)
-    assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
+    assert len(rows) == 24
+    assert all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
     assert 0 < len(examples_of(recipe(max_completion_length=longest - 1, overlong="drop"))) < 24
     assert len(examples_of(recipe(keep="boxed"))) == 24  # all synthetic answers are correct
     with pytest.raises(UserError, match="no sequence is left"):
         examples_of(recipe(max_completion_length=1, overlong="drop"))
 
 
-def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_rows_are_truncated(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A truncated row is the longest beginning of its sequence that the limits allow, and the number of truncated rows
     is logged. A row is dropped only if its prompt leaves no room, and no other sequence changes."""
     lines = [row for n in (3, 6) for row in running_sum.rows("train", 12, 1, True, running_sum.RunningSum(n=n))]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    given = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
-    made = recipe(**given)
-    whole = examples_of(made)
-    longest = max(row.length for row in whole)
-    for limits in ({"max_completion_length": 9}, {"max_length": longest - 1}, {"max_length": len(whole[-1].prompt)}):
+    shared = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
+    unlimited = recipe(**shared)
+    all_rows = examples_of(unlimited)
+    longest = max(row.length for row in all_rows)
+    for limits in ({"max_completion_length": 9}, {"max_length": longest - 1}, {"max_length": len(all_rows[-1].prompt)}):
         caplog.clear()
-        computed = examples_of(recipe(**given, **limits))
-        most, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
-        fit = [row for row in whole if len(row.prompt) < most]
-        cut = [row for row in fit if row.length > most or len(row.completion) > completion]
+        computed = examples_of(recipe(**shared, **limits))
+        length, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
+        fit = [row for row in all_rows if len(row.prompt) < length]
+        cut = [row for row in fit if row.length > length or len(row.completion) > completion]
         dropped = 24 - len(fit)
-        assert dropped == (12 if most < longest - 1 else 0)
+        assert dropped == (12 if length < longest - 1 else 0)
         assert [row.prompt for row in computed] == [row.prompt for row in fit]
-        for one, row in zip(computed, fit, strict=True):
-            assert one.completion == row.completion[: min(most - len(row.prompt), completion)]
+        for shown, row in zip(computed, fit, strict=True):
+            assert shown.completion == row.completion[: min(length - len(row.prompt), completion)]
         message = f"{len(cut) + dropped} of 24 sequences are too long: {len(cut)} are truncated, {dropped} dropped"
-        assert message in caplog.text and len(cut) + dropped > 0
-    train(recipe(**given, max_completion_length=9))
+        assert message in caplog.text
+        assert len(cut) + dropped > 0
+    train(recipe(**shared, max_completion_length=9))
     with pytest.raises(UserError, match="overlong: applies only to the dataset's completions"):
         recipe(completions="student", overlong="drop")
 
@@ -354,17 +364,17 @@ def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> Non
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 
-    made = recipe(data={"synthetic": {"task": "running_sum", "size": 300, "n": 4}})
-    tokenizer = load_tokenizer(made.model)
-    data = load_data(made.data, tokenizer, require=("prompt", "completion", "answer"))
+    all_kept = recipe(data={"synthetic": {"task": "running_sum", "size": 300, "n": 4}})
+    tokenizer = load_tokenizer(all_kept.model)
+    data = load_data(all_kept.data, tokenizer, require=("prompt", "completion", "answer"))
     rows = [{name: row[name] for name in ("prompt", "completion", "answer")} for row in data]
-    right = [i % 7 != 3 for i in range(300)]
-    for row, good in zip(rows, right, strict=True):
-        row["answer"] = row["answer"] if good else str((int(row["answer"]) + 1) % 10)
+    correct = [i % 7 != 3 for i in range(300)]
+    for row, is_right in zip(rows, correct, strict=True):
+        row["answer"] = row["answer"] if is_right else str((int(row["answer"]) + 1) % 10)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kept = recipe(data={"path": str(tmp_path / "said.jsonl")}, keep="boxed")
-    whole = examples_of(made)
-    assert examples_of(kept) == [row for row, good in zip(whole, right, strict=True) if good]
+    only_right = recipe(data={"path": str(tmp_path / "said.jsonl")}, keep="boxed")
+    all_rows = examples_of(all_kept)
+    assert examples_of(only_right) == [row for row, is_right in zip(all_rows, correct, strict=True) if is_right]
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:

@@ -63,8 +63,8 @@ def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         env = {key: value for key, value in os.environ.items() if key not in drop}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "sparse_rl.cli", "train", "recipe.yaml"]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert process.returncode == 0, process.stderr
         return read_metrics(tmp_path / name)
 
     return make
@@ -78,10 +78,13 @@ def test_two_processes_equal_one(stage: int, run: Callable) -> None:
     alone = run("alone", gradient_accumulation_steps=2)
     together = run("together", launch={"processes": 2, "zero_stage": stage})
     other = run("other", gradient_accumulation_steps=2, ce_weight=0.4)  # control
-    for key, where in (("loss", 3), ("kl", 3), ("grad_norm", 3), ("eval_kl", 2), ("eval_cache/retention", 2)):
-        one, two, control = ([line[key] for line in lines if key in line] for lines in (alone, together, other))
-        assert len(one) == where and two == pytest.approx(one, rel=2e-5), key
-        assert control != pytest.approx(one, rel=2e-5) or key == "eval_cache/retention", key
+    for key, count in (("loss", 3), ("kl", 3), ("grad_norm", 3), ("eval_kl", 2), ("eval_cache/retention", 2)):
+        values_alone, values_together, control = (
+            [line[key] for line in lines if key in line] for lines in (alone, together, other)
+        )
+        assert len(values_alone) == count, key
+        assert values_together == pytest.approx(values_alone, rel=2e-5), key
+        assert control != pytest.approx(values_alone, rel=2e-5) or key == "eval_cache/retention", key
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -92,15 +95,18 @@ def test_a_retrofit_on_two_processes_equals_one_process(stage: int, run: Callabl
     alone = run("alone", "kvpop", gradient_accumulation_steps=2)
     together = run("together", "kvpop", launch={"processes": 2, "zero_stage": stage})
     for key in ("loss", "kl", "boundary_loss", "recall", "grad_norm", "eval_kl", "eval_boundary_loss", "eval_recall"):
-        one, two = ([line[key] for line in lines if key in line] for lines in (alone, together))
-        assert len(one) == (2 if key.startswith("eval") else 3) and two == pytest.approx(one, rel=2e-4), key
+        values_alone, values_together = ([line[key] for line in lines if key in line] for lines in (alone, together))
+        assert len(values_alone) == (2 if key.startswith("eval") else 3), key
+        assert values_together == pytest.approx(values_alone, rel=2e-4), key
     for file in ("model.safetensors", "cache_scorer.safetensors"):
-        one, two = (load_file(tmp_path / name / "model" / file) for name in ("alone", "together"))
-        assert one and one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-4 for name in one)
+        values_alone, values_together = (load_file(tmp_path / name / "model" / file) for name in ("alone", "together"))
+        assert values_alone
+        assert values_alone.keys() == values_together.keys()
+        assert all((values_alone[name] - values_together[name]).abs().max() < 1e-4 for name in values_alone)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_retrofit_in_bfloat16(stage: int, run: Callable, tmp_path: Path) -> None:
+def test_a_bfloat16_retrofit_saves_scorers_that_can_be_loaded(stage: int, run: Callable, tmp_path: Path) -> None:
     """A bfloat16 retrofit stores its scorers in the model's dtype, as ZeRO-3 requires, and these scorers can be loaded
     again.
     """

@@ -35,23 +35,23 @@ class Hub(BaseHTTPRequestHandler):
     refuses = ""
 
     def do_POST(self) -> None:
-        here = f"http://{self.headers['Host']}/{REPOSITORY}"
+        url = f"http://{self.headers['Host']}/{REPOSITORY}"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.refuses and self.refuses in self.path:
             return self.answer({"error": "no"}, 403)
         if self.path == "/api/repos/create":
-            return self.answer({"url": here, "id": REPOSITORY})
+            return self.answer({"url": url, "id": REPOSITORY})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
         if self.path.startswith(f"/api/models/{REPOSITORY}/preupload/main"):
             files = [file["path"] for file in json.loads(body)["files"]]
-            given = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in files]
-            return self.answer({"files": given})
+            answers = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in files]
+            return self.answer({"files": answers})
         if self.path.startswith(f"/api/models/{REPOSITORY}/commit/main"):
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self.answer({"commitUrl": f"{here}/commit/{'0' * 40}", "commitOid": "0" * 40})
+            return self.answer({"commitUrl": f"{url}/commit/{'0' * 40}", "commitOid": "0" * 40})
         return self.answer({"error": f"unknown: {self.path}"}, 404)
 
     def do_GET(self) -> None:
@@ -77,7 +77,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # created again, with this address
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it is created again with this address
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
     monkeypatch.setattr(Hub, "files", {})
     monkeypatch.setattr(Hub, "refuses", "")
@@ -93,7 +93,7 @@ def umask() -> Iterator[int]:
     os.umask(before)
 
 
-def recipe_of(folder: Path, **more: Any) -> Any:
+def recipe_of(folder: Path, **keys: Any) -> Any:
     save_untrained(folder / "base", 0)
     return make_recipe(
         {
@@ -111,7 +111,7 @@ def recipe_of(folder: Path, **more: Any) -> Any:
             "num_generations": 2,
             "max_completion_length": 12,
             "gradient_checkpointing": False,
-            **more,
+            **keys,
         }
     )
 
@@ -120,7 +120,8 @@ def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     model = train(recipe)
     card = ModelCard.load(model / "README.md")
-    assert {"sparse-rl", "grpo", "streaming"} <= set(card.data.tags) and card.data.base_model is None  # a local path
+    assert {"sparse-rl", "grpo", "streaming"} <= set(card.data.tags)  # a local path
+    assert card.data.base_model is None
     for fact in (f"| `{recipe.model}` |", "budget=16", "16 entries", "1 steps", f"--local-dir {Path(REPOSITORY).name}"):
         assert fact in card.text, fact
     written = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
@@ -135,9 +136,11 @@ def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any
     assert saved_policy(model).config == recipe.cache
 
 
-def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a hub refuses to create the repository, the run fails before training, in one line. If the hub refuses the
-    upload, the error is one line too, and the model on disk is complete."""
+def test_a_refusal_of_the_hub_is_an_error_of_one_line(
+    tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a hub refuses to create the repository, the run fails before training, with an error of one line. If the hub
+    refuses the upload, the error has one line too, and the model on disk is complete."""
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/repos/create")
     with pytest.raises(UserError, match=r"^push_to_hub: the Hub did not create the repository \(.*hf auth login"):
@@ -145,36 +148,38 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: p
     monkeypatch.setattr(hub, "refuses", "/commit/")
     with pytest.raises(StoppedError, match=rf"run/model is complete, but was not pushed to {REPOSITORY} .*`hf upload"):
         train(recipe)
-    assert (tmp_path / "run/model/model.safetensors").is_file() and not hub.files
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+    assert not hub.files
 
 
 def test_a_card_shows_how_to_prompt_the_model() -> None:
     recipe, policy = load_recipe("quickstart/grpo"), make_policy("streaming", budget=40)
-    says = {}
+    texts = {}
     for chat in (True, False):
         for place in ("runs/a model", "/a/b/model"):
-            says[chat, place] = model_card(recipe.resolved(), policy, {}, steps=7, place=place, chat=chat)
-    without = "has no chat template: a server answers `/v1/completions` only, and a chat request gets status 400"
-    assert all((without in text) is not chat for (chat, _), text in says.items())
-    for (_, place), text in says.items():
-        away = place.startswith("/")
-        model = "." if away else "'runs/a model'"
-        assert (
-            f"sparse-rl serve {model}  #" in text and f"sparse-rl eval quickstart/eval model={model} cache=null" in text
-        )
-        assert 'tokenizer("Qa1b4c0d2e0f3g3h3?")' in text and ("in this directory" in text) is away
+            texts[chat, place] = model_card(recipe.resolved(), policy, {}, steps=7, place=place, chat=chat)
+    no_chat = "has no chat template: a server answers `/v1/completions` only, and a chat request gets status 400"
+    assert all((no_chat in text) is not chat for (chat, _), text in texts.items())
+    for (_, place), text in texts.items():
+        absolute = place.startswith("/")
+        model = "." if absolute else "'runs/a model'"
+        assert f"sparse-rl serve {model}  #" in text
+        assert f"sparse-rl eval quickstart/eval model={model} cache=null" in text
+        assert 'tokenizer("Qa1b4c0d2e0f3g3h3?")' in text
+        assert ("in this directory" in text) is absolute
         assert "/a/b" not in text
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if isinstance(load_recipe(name), TrainRecipe)])
-def test_the_card_of_each_shipped_recipe(name: str, tmp_path: Path) -> None:
+def test_the_card_of_each_shipped_recipe_describes_it(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     cache = getattr(recipe, "cache", None)
     policy = None if cache is None else make_policy(cache)
     text = model_card(recipe.resolved(), policy, versions(), steps=7, place="runs/a/model", hub_name="me/mine")
     card = ModelCard(text)
     assert card.data.base_model == (recipe.model if not recipe.model.startswith("runs/") else None)
-    assert card.data.tags[:2] == ["sparse-rl", recipe.kind] and "# mine\n" in card.text
+    assert card.data.tags[:2] == ["sparse-rl", recipe.kind]
+    assert "# mine\n" in card.text
     assert "hf download me/mine --local-dir mine\nsparse-rl " in card.text
     assert ("sparse-rl serve mine" in card.text) is (policy is None or policy.config.only_hf is None)
     assert (f"`{policy!r}`" in card.text and policy.name in card.data.tags) if policy else "full cache" in card.text

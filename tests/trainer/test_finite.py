@@ -32,13 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(kind: str, folder: Path, model: str, **more: Any) -> Any:
+def recipe_of(kind: str, folder: Path, model: str, **keys: Any) -> Any:
     size = 2 if kind == "grpo" else 24
     return make_recipe(
         {
             "kind": kind, "model": model, "output_dir": str(folder), "dtype": "float32",
             "data": {"synthetic": {"task": "running_sum", "size": size, "n": 3}}, "per_device_train_batch_size": 4,
-            "gradient_checkpointing": False, "max_steps": 4, "save_steps": 1, **KINDS[kind], **more,
+            "gradient_checkpointing": False, "max_steps": 4, "save_steps": 1, **KINDS[kind], **keys,
         }
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def stopped(recipe: Any, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 @pytest.mark.parametrize("logging_steps", [pytest.param(1, marks=pytest.mark.slow), 100])
-def test_spoilt_weights_are_not_kept(
+def test_nan_weights_stop_the_run_and_are_not_saved(
     kind: str, logging_steps: int, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose weights become NaN stops and keeps its earlier checkpoint. The weights are checked after the last
@@ -88,14 +88,15 @@ def test_spoilt_weights_are_not_kept(
 
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
+def test_a_far_too_large_learning_rate_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
     """A run with a far too large learning rate leaves no model: without a checkpoint in between, the run is stopped by
     the loss (if it is logged), by the check of the weights, or by GRPO's guard."""
     for steps, logged in ((1, 1), (4, 2), (4, 100)):
         folder = tmp_path / f"{steps}-{logged}"
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
         output = stopped(recipe_of(kind, folder, tiny("qwen3"), **changed), folder)
-        assert "\n" not in output and len(output) < 500
+        assert "\n" not in output
+        assert len(output) < 500
 
 
 def spoilt(folder: str, place: Path, name: str) -> str:
@@ -109,30 +110,31 @@ def spoilt(folder: str, place: Path, name: str) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-def test_a_model_that_is_damaged_before(
+def test_a_damaged_model_is_refused_before_the_first_step(
     kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A model or teacher that is damaged before the run ends the run before its first step, in one line and with status
-    2. Control: a sound model and a sound teacher are accepted."""
+    """A damaged model or teacher ends the run before its first step, with an error of one line and status 2. Control: a
+    sound model and a sound teacher are accepted."""
     name = "model.layers.1.mlp.up_proj.weight"
     good, bad = tiny("qwen3"), spoilt(tiny("qwen3"), tmp_path / "bad", name)
     cases = {"the model": {"model": bad}}
     if kind in ("distill", "kvpop"):
         cases = {"the model": {"model": bad, "teacher": good}, "the teacher": {"teacher": bad}}
-    for who, change in [*cases.items(), ("", {})]:
-        folder = tmp_path / (who or "good")
-        given = {"model": good, "dtype": dtype, "max_steps": 1, **change}
-        recipe = recipe_of(kind, folder, given.pop("model"), **given)
+    for damaged, change in [*cases.items(), ("", {})]:
+        folder = tmp_path / (damaged or "good")
+        keys = {"model": good, "dtype": dtype, "max_steps": 1, **change}
+        recipe = recipe_of(kind, folder, keys.pop("model"), **keys)
         file = tmp_path / "recipe.yaml"
         file.write_text(recipe.as_yaml())
-        assert main(["train", str(file)]) == (2 if who else 0)
+        assert main(["train", str(file)]) == (2 if damaged else 0)
         lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl")]
-        if who:
+        if damaged:
             assert lines == [
-                f"sparse-rl: error: at step 0 {who} at the start of training is damaged, {name} is not finite: use "
+                f"sparse-rl: error: at step 0 {damaged} at the start of training is damaged, {name} is not finite: use "
                 f"another checkpoint of it; {folder} has no checkpoint"
             ]
-            assert not (folder / "model").exists() and not list(folder.glob("checkpoint-*"))
+            assert not (folder / "model").exists()
+            assert not list(folder.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("distill", marks=pytest.mark.slow), "grpo"])
@@ -143,9 +145,9 @@ def test_an_error_of_the_engine_names_the_training_step(
     step, and the earlier logs are on disk."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     monkeypatch.setattr(Spoil, "step", 2)
-    once = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
-    more = {"completions": "student", "max_completion_length": 12} if kind == "distill" else {}
-    recipe = recipe_of(kind, tmp_path / "run", tiny("qwen3"), logging_steps=1, save_steps=100, **once, **more)
+    one_use = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
+    keys = {"completions": "student", "max_completion_length": 12} if kind == "distill" else {}
+    recipe = recipe_of(kind, tmp_path / "run", tiny("qwen3"), logging_steps=1, save_steps=100, **one_use, **keys)
     output = stopped(recipe, tmp_path / "run")
     assert output.startswith(
         "at step 2 prompt 0, sample 0: the log-probability of token 0 of the completion is not finite"
@@ -158,8 +160,10 @@ def test_values_that_are_not_finite_are_logged(tiny: Callable, tmp_path: Path) -
     folder = tmp_path / "run"
     text = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
     *before, last = read_metrics(folder)
-    assert f"at step {last['step']} loss is nan" in text and math.isnan(last["loss"])
-    assert before and all(math.isfinite(line["loss"]) for line in before)
+    assert f"at step {last['step']} loss is nan" in text
+    assert math.isnan(last["loss"])
+    assert before
+    assert all(math.isfinite(line["loss"]) for line in before)
 
 
 def test_losses_norms_and_all_weights_are_checked() -> None:
@@ -173,7 +177,7 @@ def test_losses_norms_and_all_weights_are_checked() -> None:
             assert not_finite_weight(weights) == f"{place} is not finite"
 
 
-def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
+def test_a_non_finite_loss_between_two_logs_stops_the_run(tiny: Callable, tmp_path: Path) -> None:
     """A non-finite loss between two logged steps is part of the logged sum and stops the run. By default, transformers
     would leave the loss out (logging_nan_inf_filter) and log a mean that looks normal."""
     from sparse_rl.commands.checks import prepare_training
@@ -182,11 +186,11 @@ def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path)
     (folder := tmp_path / "run").mkdir()
     recipe = recipe_of("sft", folder, tiny("qwen3"), logging_steps=3, learning_rate=1e-9)
     trainer = TRAINERS["sft"](prepare_training(recipe), folder)
-    plain, calls = trainer.compute_loss, []
+    original, calls = trainer.compute_loss, []
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return plain(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is finite
+        return original(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is finite
 
     trainer.compute_loss = compute_loss
     with pytest.raises(NotFiniteError, match=rf"^at step 2 loss is inf: .*; {folder}/checkpoint-1 is complete"):

@@ -54,12 +54,15 @@ def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> N
     problems = {"data": {"synthetic": {"task": "running_sum", "size": 8, "split": "evaluation"}}, "every": 30}
     final = train(recipe(validation=problems))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
-    assert lines[0]["gates_open"] < 0.2 and lines[0]["ratio_loss"] == 0  # CR is 1 at the first step
-    assert lines[-1]["gates_open"] >= 0.45 and lines[-1]["ratio_loss"] <= 0.05
+    assert lines[0]["gates_open"] < 0.2  # CR is 1 at the first step
+    assert lines[0]["ratio_loss"] == 0
+    assert lines[-1]["gates_open"] >= 0.45
+    assert lines[-1]["ratio_loss"] <= 0.05
     # A token with an open gate is kept until it leaves the window, and a prompt token until the prompt has been read.
     assert all(1 > line["cache/retention"] > 1 - line["gates_open"] for line in lines)
     (held_out,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 30 and "eval_kl" in line]
-    assert held_out["eval_gates_open"] >= 0.3 and 1 > held_out["eval_cache/retention"] > 1 - held_out["eval_gates_open"]
+    assert held_out["eval_gates_open"] >= 0.3
+    assert 1 > held_out["eval_cache/retention"] > 1 - held_out["eval_gates_open"]
     train(recipe(output_dir=str(tmp_path / "control"), gates={"anneal_steps": 10, "weight": 1e-6}))
     control = [line for line in read_metrics(tmp_path / "control") if "loss" in line]
     assert control[-1]["gates_open"] < 0.3
@@ -76,14 +79,22 @@ def test_a_resumed_run_equals_an_uninterrupted_run(recipe: Callable, tmp_path: P
     """A resumed retrofit with gradient checkpointing equals an uninterrupted one, and its KL equals the KL without
     checkpointing: a gate has the same noise in the forward pass and when this pass is recomputed."""
     check_resumed(recipe, tmp_path, gradient_checkpointing=True)
-    whole, plain = tmp_path / "whole", tmp_path / "plain"
-    train(recipe(output_dir=str(plain), max_steps=5, save_steps=2, save_total_limit=None, gradient_checkpointing=False))
-    kl = [[line["kl"] for line in read_metrics(folder) if "loss" in line] for folder in (whole, plain)]
+    whole, not_checkpointed = tmp_path / "whole", tmp_path / "plain"
+    train(
+        recipe(
+            output_dir=str(not_checkpointed),
+            max_steps=5,
+            save_steps=2,
+            save_total_limit=None,
+            gradient_checkpointing=False,
+        )
+    )
+    kl = [[line["kl"] for line in read_metrics(folder) if "loss" in line] for folder in (whole, not_checkpointed)]
     assert kl[0] == pytest.approx(kl[1], rel=1e-4)
 
 
-def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
-    """GRPO starts from the retrofitted model with frozen gates; only KVpop's scorers can go on learning."""
+def test_grpo_trains_the_model_with_frozen_gates(recipe: Callable, tmp_path: Path) -> None:
+    """GRPO trains the retrofitted model with frozen gates. A recipe with learning scorers or with LoRA is refused."""
     final = train(recipe(max_steps=20))
     content = {
         "kind": "grpo",
@@ -102,7 +113,8 @@ def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
     }
     train(make_recipe(content))
     lines = [line for line in read_metrics(tmp_path / "rl") if "loss" in line]
-    assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
+    assert len(lines) == 2
+    assert all(line["replay/gap_max"] <= 1e-5 for line in lines)
     with pytest.raises(UserError, match="scorers: dms has no scorers to train"):
         make_recipe({**content, "scorers": {}})
     with pytest.raises(UserError, match=r"lora: does not work with cache\.policy dms"):

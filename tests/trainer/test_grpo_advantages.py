@@ -1,4 +1,5 @@
-"""Advantages with truncated outputs, groups without variance, and rewards that are None or raise, checked by hand."""
+"""Advantages and gradients equal those computed by hand: for truncated outputs, for groups without variance, and for
+rewards that are None."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Compared(Watched):
         groups = self.rewards[:, 0].view(-1, self.num_generations)
         varied = (groups != groups[:, :1]).any(1)
         rows = varied.repeat_interleave(self.num_generations)
-        assert rows.any() and not rows.all(), "the batch must hold both kinds of group"
+        assert rows.any(), "the batch must hold both kinds of group"
+        assert not rows.all(), "the batch must hold both kinds of group"
         self.over_varied, self.over_all = self.by_hand(rows), self.by_hand(torch.ones_like(rows))
         return loss
 
@@ -75,12 +77,15 @@ def half_uniform(constant: float) -> Callable[..., list[float]]:
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
-def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
-    """A truncated output has advantage 0, but its reward still counts in the group's mean and standard deviation."""
+def test_a_truncated_output_can_have_advantage_zero(zeroed: bool, grpo: Callable) -> None:
+    """Under zero_truncated_advantages a truncated output has advantage 0, but its reward still counts in the group's
+    mean and standard deviation.
+    """
     trainer = grpo(trainer_class=Watched, max_steps=1, zero_truncated_advantages=zeroed)
     trained(trainer)
     expected = normalised(trainer.rewards[:, 0], 4)
-    assert trainer.truncated.any() and not trainer.truncated.all()
+    assert trainer.truncated.any()
+    assert not trainer.truncated.all()
     assert (expected != 0).all()
     if zeroed:
         expected = expected.masked_fill(trainer.truncated, 0.0)
@@ -90,7 +95,9 @@ def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
 
 # In float32 the mean of six values 0.9 is not 0.9.
 @pytest.mark.parametrize(("constant", "accumulation"), [(0.0, 1), (0.9, 1), (1.0, 2)])
-def test_groups_without_variance(constant: float, accumulation: int, grpo: Callable) -> None:
+def test_drop_leaves_groups_without_variance_out_of_the_gradient(
+    constant: float, accumulation: int, grpo: Callable
+) -> None:
     """The gradient is computed without the rows of groups without variance under `drop`. Control: under `keep` it is
     computed with these rows."""
     settings = {"per_device_train_batch_size": 12 // accumulation, "gradient_accumulation_steps": accumulation}
@@ -115,14 +122,15 @@ def test_groups_without_variance(constant: float, accumulation: int, grpo: Calla
         assert max(float((a - b).norm() / b.norm()) for a, b in zip(trainer.gradients, other, strict=True)) > 0.3
 
 
-def test_all_groups_without_variance(metrics_of: Callable) -> None:
-    """If no group has variance, there is nothing to learn, and no division by 0 takes place."""
+def test_without_any_variance_the_gradient_is_zero(metrics_of: Callable) -> None:
+    """If no group has variance, the gradient is 0, and no division by 0 takes place."""
     (line,) = metrics_of(reward=lambda completions, **_: [1.0] * len(completions), uniform_groups="drop", max_steps=1)
-    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1
+    assert line["grad_norm"] == 0
+    assert line["frac_reward_zero_std"] == 1
 
 
 def test_a_reward_of_none_is_left_out(grpo: Callable) -> None:
-    """A completion with reward None is left out of the baseline, and has advantage 0 instead of a penalty."""
+    """A completion with reward None is left out of the group's mean, and has advantage 0 instead of a penalty."""
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [r if i % 4 else None for i, r in enumerate(digits(completions))]
@@ -130,7 +138,8 @@ def test_a_reward_of_none_is_left_out(grpo: Callable) -> None:
     trainer = grpo(trainer_class=Watched, reward=reward, max_steps=1, zero_truncated_advantages=False)
     (line,) = trained(trainer)
     rewards = trainer.rewards.view(-1, 4)
-    assert rewards[:, 0].isnan().all() and not rewards[:, 1:].isnan().any()
+    assert rewards[:, 0].isnan().all()
+    assert not rewards[:, 1:].isnan().any()
     advantages = trainer.advantages.view(-1, 4)
     assert (advantages[:, 0] == 0).all()
     torch.testing.assert_close(
@@ -144,7 +153,7 @@ def test_rewards_that_are_all_none_give_no_gradient(metrics_of: Callable) -> Non
     assert line["grad_norm"] == 0
 
 
-def test_a_reward_that_raises(grpo: Callable) -> None:
+def test_a_reward_that_raises_ends_the_run_with_one_line(grpo: Callable) -> None:
     """A reward that raises ends the run with an error of one line, which names the reward and the failure."""
 
     def picky(completions: list[str], **_: Any) -> list[float]:

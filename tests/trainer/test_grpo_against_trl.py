@@ -1,6 +1,6 @@
 """Under a full cache our trainer equals TRL's: the same completions give the same losses, gradients and metrics.
 
-If a new TRL version computes anything else, under any option that is passed on to it, a test here fails.
+If a new version of TRL computes something else under an option that we pass on to it, a test here fails.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "in order and padded": {"shuffle_dataset": False, "pad_to_multiple_of": 8},
 }
-UNLIKE = {  # for some options, the run they must differ from; for all others it is "grpo"
+UNLIKE = {  # options -> the run from which theirs must differ; "grpo" if not listed
     "vespo's own": "vespo",
     "vespo, corrected": "vespo",
     "sapo's own": "sapo",
@@ -100,8 +100,8 @@ class Watch(TrainerCallback):
 
 
 class Ours(SparseGRPOTrainer):
-    """Our trainer, which keeps its completions. If ratios are corrected, the sampler's log-probs are made wrong, so
-    that there is something to correct.
+    """Our trainer, which records its completions. If ratios are corrected, the sampler's log-probs are falsified, so
+    that the correction has an effect.
     """
 
     sampled: list[tuple]
@@ -134,8 +134,8 @@ def rewards_of(options: dict[str, Any]) -> list[Callable]:
 
 
 @pytest.fixture
-def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]]:
-    """ours(options) returns the record of a run of our trainer, and the completions of this run."""
+def run_ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]]:
+    """run_ours(options) returns the record of a run of our trainer, and the completions of this run."""
 
     def run(options: dict[str, Any]) -> tuple[Watch, list[tuple]]:
         watch = Watch()
@@ -148,8 +148,8 @@ def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]
 
 
 @pytest.fixture
-def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tuple]], Watch]:
-    """theirs(options, sampled) returns the record of TRL's run on the completions `sampled`."""
+def run_trl(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tuple]], Watch]:
+    """run_trl(options, sampled) returns the record of TRL's run on the completions `sampled`."""
 
     def run(options: dict[str, Any], sampled: list[tuple]) -> Watch:
         watch = Watch()
@@ -179,11 +179,11 @@ def gradient_gap(left: Watch, right: Watch) -> float:
     """Return the largest difference between the gradients of two runs over all steps, relative to the largest gradient
     element of the step."""
     gaps = []
-    for one, other in zip(left.gradients, right.gradients, strict=False):
-        assert one.keys() == other.keys()
+    for step, other in zip(left.gradients, right.gradients, strict=False):
+        assert step.keys() == other.keys()
         largest = max(float(gradient.abs().max()) for gradient in other.values())
         assert largest > 0
-        gaps.append(max(float((one[name] - other[name]).abs().max()) for name in one) / largest)
+        gaps.append(max(float((step[name] - other[name]).abs().max()) for name in step) / largest)
     assert len(gaps) > 1
     return max(gaps)
 
@@ -194,22 +194,23 @@ def alike(left: Watch, right: Watch) -> bool:
     return all(same_steps) and gradient_gap(left, right) <= 10 * TOLERANCE
 
 
-SEEN: dict[str, Watch] = {}  # our runs by name of the options, each run once
+OUR_RUNS: dict[str, Watch] = {}  # our runs by name of the options, each run once
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_gradients_and_metrics_are_trls(name: str, ours: Callable, theirs: Callable) -> None:
+def test_losses_gradients_and_metrics_equal_trls(name: str, run_ours: Callable, run_trl: Callable) -> None:
     """Under every combination of options, our trainer's losses, gradients and metrics equal TRL's. Control: the options
     change the result, compared with the run without them."""
-    result, sampled = ours(OPTIONS[name])
-    wanted = theirs(OPTIONS[name], sampled)
-    assert len(result.gradients) == len(wanted.gradients) and gradient_gap(result, wanted) <= TOLERANCE
-    for line, other in zip(result.logged, wanted.logged, strict=True):
+    result, sampled = run_ours(OPTIONS[name])
+    expected = run_trl(OPTIONS[name], sampled)
+    assert len(result.gradients) == len(expected.gradients)
+    assert gradient_gap(result, expected) <= TOLERANCE
+    for line, other in zip(result.logged, expected.logged, strict=True):
         assert {"loss", "grad_norm", "entropy"} <= other.keys() <= line.keys()
         assert {key: line[key] for key in other} == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
-    SEEN[name] = result
+    OUR_RUNS[name] = result
     if name != "grpo":
-        without = UNLIKE.get(name, "grpo")
-        if without not in SEEN:
-            SEEN[without] = ours(OPTIONS[without])[0]
-        assert not alike(SEEN[without], result)
+        baseline = UNLIKE.get(name, "grpo")
+        if baseline not in OUR_RUNS:
+            OUR_RUNS[baseline] = run_ours(OPTIONS[baseline])[0]
+        assert not alike(OUR_RUNS[baseline], result)

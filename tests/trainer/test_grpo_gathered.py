@@ -1,4 +1,4 @@
-"""GRPO logs the metrics of a policy over all processes, not only those of the first process."""
+"""GRPO logs a policy's metrics over all processes, and not only those of the first process."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from trainer.grpo.trainer import SparseGRPOTrainer
 PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, "match/bias_max": 2.0, "a": 1.0}]
 
 
-def test_panels_of_several_processes() -> None:
-    """Metrics are averaged over the processes that have a value for them: a process without a compaction has no value
-    and is left out of the mean. A NaN of any process stays NaN.
+def test_metrics_are_combined_over_the_processes_that_have_them() -> None:
+    """A metric is averaged over the processes that have a value for it, and a maximum is taken over them. A process
+    without a compaction has no value. A NaN of any process stays NaN.
     """
     assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
-    assert over_processes([PANELS[1]]) == {} and over_processes(PANELS[:1]) == PANELS[0]
+    assert over_processes([PANELS[1]]) == {}
+    assert over_processes(PANELS[:1]) == PANELS[0]
     for panels in ([3.0, math.nan], [math.nan, 3.0]):
         assert math.isnan(over_processes([{"match/bias_max": value} for value in panels])["match/bias_max"])
 
 
 def of_process(rank: int, port: int, folder: str) -> None:
-    """Run one of two processes: the process logs its own values, and the first process, which writes metrics.jsonl,
-    also writes the test's result.
-    """
+    """Run one of two processes. Each logs its own values; the first one also writes the test's result."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from accelerate import Accelerator

@@ -34,13 +34,13 @@ def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
     def corrupt(trainer: Any) -> None:
         generate = trainer.engine.generate
 
-        def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
+        def generate_with_fault(prompts: Any, sampling: Any) -> list[Rollout]:
             return [
                 dataclasses.replace(r, trace=EvictionTrace(change(r.trace.evict_at.clone(), len(r.prompt_ids))))
                 for r in generate(prompts, sampling)
             ]
 
-        trainer.engine.generate = wrong
+        trainer.engine.generate = generate_with_fault
 
     return corrupt
 
@@ -58,8 +58,8 @@ def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
 def stale(trainer: Any) -> None:
     """Let the engine, after its probe, sample from a copy of the model whose weights no longer equal the trainer's."""
     engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.engine.policy)
-    right = trainer.engine.generate
-    trainer.engine.generate = lambda prompts, sampling: (right if sampling.ignore_eos else engine.generate)(
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda prompts, sampling: (generate if sampling.ignore_eos else engine.generate)(
         prompts, sampling
     )
 
@@ -67,13 +67,13 @@ def stale(trainer: Any) -> None:
 def not_a_number(trainer: Any) -> None:
     generate = trainer.engine.generate
 
-    def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
+    def generate_with_nan(prompts: Any, sampling: Any) -> list[Rollout]:
         rollouts = generate(prompts, sampling)
         if not sampling.ignore_eos:  # the probe's calls set ignore_eos
             rollouts[3].model_logprobs[0] = math.nan
         return rollouts
 
-    trainer.engine.generate = wrong
+    trainer.engine.generate = generate_with_nan
 
 
 FAULTS = {
@@ -85,11 +85,11 @@ FAULTS = {
 }
 
 
-def break_it(trainer: Any, fault: str) -> None:
-    model = copy.deepcopy(trainer.model.state_dict())
-    moved = type(trainer.model)(trainer.model.config)
-    moved.load_state_dict({name: weight * 1.05 for name, weight in model.items()})
-    moved.save_pretrained(trainer.args.output_dir + "/stale")
+def inject(trainer: Any, fault: str) -> None:
+    weights = copy.deepcopy(trainer.model.state_dict())
+    changed_model = type(trainer.model)(trainer.model.config)
+    changed_model.load_state_dict({name: tensor * 1.05 for name, tensor in weights.items()})
+    changed_model.save_pretrained(trainer.args.output_dir + "/stale")
     FAULTS[fault](trainer)
 
 
@@ -106,45 +106,47 @@ CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
 def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
     """With a fault, the guard stops the run before any update, with one line that names the possible causes."""
     trainer = grpo(**SCHEDULES[schedule])
-    break_it(trainer, fault)
+    inject(trainer, fault)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    says = r"beyond the limit .*stale weights; the trace" if fault != "NaN" else "not a finite number .*: weights or"
-    with pytest.raises(StoppedError, match=f"replay gap: .* {says}") as caught:
+    message = r"beyond the limit .*stale weights; the trace" if fault != "NaN" else "not a finite number .*: weights or"
+    with pytest.raises(StoppedError, match=f"replay gap: .* {message}") as caught:
         trainer.train()
     assert isinstance(caught.value, NotFiniteError if fault == "NaN" else ReplayGapError)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
-    assert trainer.state.global_step == 0 and not steps(trainer.args.output_dir)
+    assert trainer.state.global_step == 0
+    assert not steps(trainer.args.output_dir)
 
 
 @pytest.mark.parametrize("fault", ["stale weights", "one position late"])
-def test_without_the_guard(fault: str, grpo: Callable) -> None:
-    """Control: without the guard, the run goes on, and the logs show the gap that the guard would have checked."""
+def test_control_without_the_guard_the_run_continues(fault: str, grpo: Callable) -> None:
+    """Control: without the guard, the run continues, and the logs show the gap that the guard would have checked."""
     trainer = grpo(replay_guard=GuardConfig(enabled=False), max_steps=1)
-    break_it(trainer, fault)
+    inject(trainer, fault)
     (line,) = trained(trainer)
-    assert line["replay/gap_mean"] > 1e-4 and line["replay/gap_max"] > 1e-2
+    assert line["replay/gap_mean"] > 1e-4
+    assert line["replay/gap_max"] > 1e-2
 
 
-def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
+def test_the_previous_checkpoint_is_unchanged_and_can_be_resumed(grpo: Callable) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     first = grpo(**settings)
     trained(first)
     checkpoint = Path(first.args.output_dir) / "checkpoint-1"
     before = digest(checkpoint)
     second = grpo(**{**settings, "max_steps": 3})
-    break_it(second, "one position late")
+    inject(second, "one position late")
     with pytest.raises(ReplayGapError):
         second.train(resume_from_checkpoint=str(checkpoint))
     assert digest(checkpoint) == before
-    third = grpo(**{**settings, "max_steps": 3})  # and the checkpoint can be resumed
+    third = grpo(**{**settings, "max_steps": 3})  # the checkpoint can be resumed
     assert [line["step"] for line in trained(third, str(checkpoint))] == [1, 2, 3]
 
 
-def test_the_floor_raises_the_limit(grpo: Callable) -> None:
+def test_a_floor_raises_the_limit(grpo: Callable) -> None:
     """A floor set by the user raises the guard's limit; the limit never falls below the gap that the probe measured."""
     trainer = grpo(replay_guard=GuardConfig(floor=10.0), max_steps=1)
-    break_it(trainer, "one position late")
+    inject(trainer, "one position late")
     assert len(trained(trainer)) == 1
 
 
@@ -152,9 +154,9 @@ def test_the_floor_raises_the_limit(grpo: Callable) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
-    """In bfloat16, a correct run goes on, though its gap is far larger than in float32; a trace that lags by a period
-    stops the run.
+def test_in_bfloat16_only_a_late_trace_stops_the_run(shared: bool, grpo: Callable, tiny: Callable) -> None:
+    """In bfloat16, a correct run continues, though its gap is far larger than in float32. A trace whose evictions are
+    one period late stops the run.
 
     Sampling uses the live module, or a copy with bfloat16 weights, as in vLLM.
     """
@@ -164,7 +166,8 @@ def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
         return grpo(name, bf16=True, own_weights=model, own_dtype="bfloat16")
 
     lines = trained(half("right"))
-    assert len(lines) == 2 and all(1e-3 < line["replay/gap_mean"] < 0.05 for line in lines)
+    assert len(lines) == 2
+    assert all(1e-3 < line["replay/gap_mean"] < 0.05 for line in lines)
     trainer = half("late")
     with_trace(one_period_late)(trainer)
     with pytest.raises(ReplayGapError, match=r"replay gap: .* beyond the limit 1\.00e-01"):
@@ -172,10 +175,11 @@ def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
 
 
 @pytest.mark.parametrize("probe", [0.0, 1e-3, 0.03, 0.05])
-def test_the_limit_in_bfloat16(probe: float) -> None:
-    """The measured difference between vLLM and a bfloat16 trainer passes with any probe; G-KV's lag does not.
+def test_the_limit_in_bfloat16_separates_rounding_from_late_evictions(probe: float) -> None:
+    """For any probe, the limit is above the measured difference between vLLM and a bfloat16 trainer, and below the gap
+    that late evictions give.
 
-    The measurement: sd 0.05 over 3,916 tokens of Qwen2.5-0.5B-Instruct (TRL issue 6789).
+    The measurement: standard deviation 0.05 over 3,916 tokens of Qwen2.5-0.5B-Instruct (TRL issue 6789).
     """
     tolerance = TOLERANCES[torch.bfloat16]
     gap = torch.randn(3916, generator=torch.Generator().manual_seed(0))
@@ -188,7 +192,7 @@ def test_the_limit_in_bfloat16(probe: float) -> None:
 @pytest.mark.parametrize(
     "check", [lambda gap: check_gap(torch.tensor([0.0, gap]), 1.0), lambda gap: check_sync(gap, 1.0)]
 )
-def test_a_gap_that_is_not_finite_is_reported_as_such(check: Callable) -> None:
+def test_a_gap_that_is_not_finite_is_not_reported_as_stale_weights(check: Callable) -> None:
     """A replay gap that is not finite is reported as such, and not as stale weights. Control: a finite gap beyond the
     limit is reported as stale weights."""
     for gap in (math.nan, math.inf, -math.inf):
@@ -199,5 +203,5 @@ def test_a_gap_that_is_not_finite_is_reported_as_such(check: Callable) -> None:
         check(3.0)
 
 
-def test_the_limit_in_float32() -> None:
+def test_the_limit_in_float32_is_1e_4_for_small_probes() -> None:
     assert [TOLERANCES[torch.float32].limit(probe) for probe in (0.0, 1e-6, 1e-5)] == [1e-4] * 3

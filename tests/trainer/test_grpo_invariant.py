@@ -1,4 +1,4 @@
-"""The invariant at every step of a run: trainer and sampler compute the same log-probability of a sampled token."""
+"""The invariant, at every step of a run: trainer and sampler compute the same log-probability of a sampled token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gaps(lines: list[dict]) -> list[float]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p["policy"])
-def test_every_policy(policy: dict, metrics_of: Callable, record_property: Callable) -> None:
+def test_the_gap_is_rounding_under_every_policy(policy: dict, metrics_of: Callable, record_property: Callable) -> None:
     lines = metrics_of(policy=policy)
     record_property("gap_max", max(gaps(lines)))
     assert len(gaps(lines)) == len(lines) == 2
@@ -49,9 +49,9 @@ def test_every_policy(policy: dict, metrics_of: Callable, record_property: Calla
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, metrics_of: Callable) -> None:
-    """Under every schedule, the sampler's weights follow the trainer's from step to step, and the gap of a buffer that
-    is used twice is measured once."""
+def test_the_gap_is_rounding_under_every_schedule(schedule: str, metrics_of: Callable) -> None:
+    """Under every schedule, the sampler gets the trainer's weights at every step, and the gap of a buffer that is used
+    twice is measured once."""
     settings = SCHEDULES[schedule]
     lines = metrics_of(**settings)
     assert max(gaps(lines)) <= NOISE
@@ -61,12 +61,12 @@ def test_every_schedule(schedule: str, metrics_of: Callable) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_the_other_families(family: str, metrics_of: Callable) -> None:
+def test_the_gap_is_rounding_for_the_other_families(family: str, metrics_of: Callable) -> None:
     assert max(gaps(metrics_of(family=family, gradient_checkpointing=True))) <= NOISE
 
 
 @pytest.mark.parametrize("truncated", [{"top_p": 0.8}, {"top_k": 8}, {"temperature": 0.6}])
-def test_the_sampling_distribution(truncated: dict, metrics_of: Callable) -> None:
+def test_the_gap_does_not_depend_on_truncated_sampling(truncated: dict, metrics_of: Callable) -> None:
     """The gap compares the model's own log-probs at the sampling temperature, before top-p; the ratio shows the
     probability mass that top-p cuts off."""
     lines = metrics_of(**truncated)
@@ -76,13 +76,14 @@ def test_the_sampling_distribution(truncated: dict, metrics_of: Callable) -> Non
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
-def test_full_attention_in_training_is_a_mismatch(correction: str, metrics_of: Callable) -> None:
+def test_control_full_attention_in_training_gives_a_large_gap(correction: str, metrics_of: Callable) -> None:
     """Control: without replay, the gap is large and is logged, and the guard does not stop the run."""
     lines = metrics_of(train_attention="full", importance_correction=correction)
-    assert len(lines) == 2 and min(gaps(lines)) >= 1e-3
+    assert len(lines) == 2
+    assert min(gaps(lines)) >= 1e-3
 
 
-def test_gradients_do_not_depend_on_checkpointing(metrics_of: Callable) -> None:
+def test_a_run_does_not_depend_on_checkpointing(metrics_of: Callable) -> None:
     """With and without gradient checkpointing, all steps of a run are equal, because the trace reaches the recomputed
     forward pass."""
     plain, checkpointed = (

@@ -1,4 +1,4 @@
-"""The command on several CPU processes and DeepSpeed ZeRO: the invariant, resuming a killed run, accelerate."""
+"""The command on several CPU processes, also with DeepSpeed: the invariant holds, and a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -93,24 +93,25 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
     return run
 
 
-def good(done: subprocess.CompletedProcess, folder: Path, count: int) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr[-3000:]
+def check_run(process: subprocess.CompletedProcess, folder: Path, count: int) -> list[dict[str, Any]]:
+    assert process.returncode == 0, process.stderr[-3000:]
     lines = steps(folder)
     assert [line["step"] for line in lines] == list(range(1, count + 1))
     assert all(line["replay/gap_max"] <= 1e-5 and line["grad_norm"] > 0 for line in lines)
     return lines
 
 
-def test_killed_and_resumed_under_zero_2(command: Callable, tmp_path: Path) -> None:
+def test_a_run_killed_under_zero_2_resumes_exactly(command: Callable, tmp_path: Path) -> None:
     """Under ZeRO-2, a run of 4 steps on GSM8K that is killed in step 3 and resumed from checkpoint 2 ends with the same
     metrics and weights as an uninterrupted run.
     """
     whole = killed_and_resumed(command, tmp_path)
-    assert whole[0]["reward_std"] > 0 and whole[0]["frac_reward_zero_std"] < 1
+    assert whole[0]["reward_std"] > 0
+    assert whole[0]["frac_reward_zero_std"] < 1
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_reference_model_that_follows(stage: int, command: Callable, tmp_path: Path) -> None:
+def test_a_synced_reference_model_is_restored_by_a_resume(stage: int, command: Callable, tmp_path: Path) -> None:
     """After a resume, every process restores the mixed weights of the reference model, even if these weights are
     partitioned over the processes.
     """
@@ -123,11 +124,11 @@ def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dic
     """Return the steps of an uninterrupted run. Check that a run that is killed in step 3 and resumed from checkpoint 2
     repeats these steps bit for bit.
     """
-    whole = good(command("whole", *words), folder / "whole", 4)
-    died = command("killed", *words, DIE_AFTER="2")
-    assert died.returncode not in (0, 2)
+    whole = check_run(command("whole", *words), folder / "whole", 4)
+    killed = command("killed", *words, DIE_AFTER="2")
+    assert killed.returncode not in (0, 2)
     assert [line["step"] for line in steps(folder / "killed")] == [1, 2]
-    resumed = good(command("killed", *words, "--resume"), folder / "killed", 4)
+    resumed = check_run(command("killed", *words, "--resume"), folder / "killed", 4)
     assert timeless(resumed) == timeless(whole)
     weights, expected = (load_file(folder / name / "model/model.safetensors") for name in ("killed", "whole"))
     assert all((weights[name] == expected[name]).all() for name in expected)
@@ -135,26 +136,28 @@ def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dic
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None:
+def test_the_gap_is_rounding_under_the_other_zero_stages(stage: int, command: Callable, tmp_path: Path) -> None:
     """Under the other ZeRO stages, trainer and sampler compute the same log-probabilities on two processes, in the
     first step and in the second step, which has updated weights.
     """
     words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
-    good(command("run", *words), tmp_path / "run", 2)
+    check_run(command("run", *words), tmp_path / "run", 2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_vllm(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> None:
+def test_a_run_with_vllm_equals_a_run_with_the_live_module(
+    stage: int, command: Callable, tiny: Callable, tmp_path: Path
+) -> None:
     """Each process has a vLLM engine with its own weights, which ZeRO-3 gathers one tensor at a time. The run equals
     the run that samples from the live module.
     """
     model = tiny("qwen3", head_dim=32)  # a head_dim that vLLM supports on a CPU
     words = (f"model={model}", "max_steps=3", "save_steps=0", f"launch.zero_stage={stage}")
-    own = good(command("own", *words, "rollout.engine=vllm", TORCHDYNAMO_DISABLE="1"), tmp_path / "own", 3)
-    assert all(line["sync/probe_gap"] <= 1e-5 for line in own)
-    live = good(command("live", *words), tmp_path / "live", 3)
-    assert [(line["reward"], line["grad_norm"]) for line in own] == [(x["reward"], x["grad_norm"]) for x in live]
+    with_vllm = check_run(command("own", *words, "rollout.engine=vllm", TORCHDYNAMO_DISABLE="1"), tmp_path / "own", 3)
+    assert all(line["sync/probe_gap"] <= 1e-5 for line in with_vllm)
+    live = check_run(command("live", *words), tmp_path / "live", 3)
+    assert [(line["reward"], line["grad_norm"]) for line in with_vllm] == [(x["reward"], x["grad_norm"]) for x in live]
 
 
 def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) -> None:
@@ -162,48 +165,52 @@ def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) ->
     first = {}
     for stage in (0, 2):
         words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
-        first[stage] = good(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 1)[0]
+        first[stage] = check_run(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 1)[0]
     assert first[0]["reward"] == first[2]["reward"]
     assert first[0]["grad_norm"] == pytest.approx(first[2]["grad_norm"], rel=1e-4)
 
 
-def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
+def test_deepspeed_does_not_change_a_run_of_one_process(command: Callable, tmp_path: Path) -> None:
     """A run of one process under DeepSpeed gives the same result as without DeepSpeed. DeepSpeed needs a process group
     even for one process, and the command creates this group.
     """
-    plain = good(command("plain", "max_steps=1", "launch.processes=1", "launch.zero_stage=0"), tmp_path / "plain", 1)
-    zero = good(command("zero", "max_steps=1", "launch.processes=1"), tmp_path / "zero", 1)
-    assert zero[0]["reward"] == plain[0]["reward"]
-    assert zero[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=1e-4)
+    without_deepspeed = check_run(
+        command("plain", "max_steps=1", "launch.processes=1", "launch.zero_stage=0"), tmp_path / "plain", 1
+    )
+    with_deepspeed = check_run(command("zero", "max_steps=1", "launch.processes=1"), tmp_path / "zero", 1)
+    assert with_deepspeed[0]["reward"] == without_deepspeed[0]["reward"]
+    assert with_deepspeed[0]["grad_norm"] == pytest.approx(without_deepspeed[0]["grad_norm"], rel=1e-4)
 
 
-def test_two_machines(command: Callable, tmp_path: Path) -> None:
+def test_two_machines_make_one_run(command: Callable, tmp_path: Path) -> None:
     """The same command on two machines makes one run. The test imitates two machines by starting the command twice on
     this machine.
     """
-    several = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")
-    several += ("launch.main_process_port=29643",)
+    words = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")
+    words += ("launch.main_process_port=29643",)
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(command, "run", *several, f"launch.machine_rank={rank}") for rank in (0, 1)]
+        jobs = [pool.submit(command, "run", *words, f"launch.machine_rank={rank}") for rank in (0, 1)]
         for job in jobs:
-            good(job.result(), tmp_path / "run", 1)
+            check_run(job.result(), tmp_path / "run", 1)
 
 
 def test_one_dead_process_stops_the_others(command: Callable, tmp_path: Path) -> None:
     """If one process dies, the run ends: the other process, which waits for the dead one, does not hang."""
-    died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
-    assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
+    process = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
+    assert process.returncode not in (0, -signal.SIGKILL)
+    assert not steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
 def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
-    """A run directory that is in use is refused in one line under any launcher: our launcher checks before it starts
-    processes; under other launchers, rank 0 checks.
+    """A run directory that is in use is refused with an error of one line under any launcher. Our launcher checks
+    before it starts processes; under other launchers, rank 0 checks.
     """
     with locked(str(tmp_path / "run")):
-        done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl: error:")]
-    assert done.returncode == (1 if launcher else 2) and len(lines) == 1, done.stderr[-3000:]
+        process = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
+    lines = [line for line in process.stderr.splitlines() if line.startswith("sparse-rl: error:")]
+    assert process.returncode == (1 if launcher else 2), process.stderr[-3000:]
+    assert len(lines) == 1, process.stderr[-3000:]
     assert lines[0].startswith(
         f"sparse-rl: error: output_dir: {tmp_path}/run is in use by a run: process {os.getpid()} on "
     )
@@ -211,10 +218,10 @@ def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Calla
 
 
 @pytest.mark.parametrize(("config", "stage"), [("zero2", 2), ("zero3", 3)])
-def test_accelerate_launch(config: str, stage: int, command: Callable, tmp_path: Path) -> None:
+def test_accelerate_starts_the_same_run(config: str, stage: int, command: Callable, tmp_path: Path) -> None:
     """The shipped accelerate configurations start the same run as our launcher, here with two processes and no GPU."""
     file = str(ROOT / f"recipes/accelerate_configs/{config}.yaml")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", file, "--num_processes", "2")
     words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
-    done = command("run", *words, launcher=(*launcher, "-m", "sparse_rl.cli"))
-    good(done, tmp_path / "run", 1)
+    process = command("run", *words, launcher=(*launcher, "-m", "sparse_rl.cli"))
+    check_run(process, tmp_path / "run", 1)

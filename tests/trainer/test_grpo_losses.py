@@ -1,4 +1,4 @@
-"""TRL's options under replay: every loss, every importance correction, the KL to a reference model."""
+"""TRL's options work under replay: every loss, every importance correction, and the KL to a reference model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 
 @pytest.mark.parametrize("correction", get_args(Correction))
-def test_every_correction(correction: str, metrics_of: Callable) -> None:
-    """Under replay, every importance correction finds an importance ratio of 1, and therefore has
-    nothing to correct."""
+def test_under_replay_no_correction_has_an_effect(correction: str, metrics_of: Callable) -> None:
+    """Under replay, the importance ratio is 1 under every importance correction, so that no correction has an
+    effect.
+    """
     lines = metrics_of(importance_correction=correction)
     assert len(lines) == 2
     for line in lines:
@@ -38,20 +39,20 @@ def test_without_replay_a_correction_clips_the_ratio(metrics_of: Callable) -> No
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss(loss: str, metrics_of: Callable) -> None:
+def test_every_loss_has_a_gradient_and_a_gap_of_rounding(loss: str, metrics_of: Callable) -> None:
     (line,) = metrics_of(loss_type=loss, max_steps=1, gradient_checkpointing=True)
     assert line["replay/gap_max"] <= 1e-5
     assert line["grad_norm"] > 0
 
 
-def test_sequence_level_ratios(metrics_of: Callable) -> None:
-    """GSPO's ratios of whole sequences give a gradient in both uses of a buffer that is used twice."""
+def test_sequence_level_ratios_give_a_gradient_at_every_use(metrics_of: Callable) -> None:
+    """GSPO's ratios of whole sequences give a gradient at both uses of a buffer."""
     lines = metrics_of(importance_sampling_level="sequence", num_iterations=2, epsilon_high=0.3)
     assert [line["grad_norm"] > 0 for line in lines] == [True, True]
 
 
 class DenseReference(SparseGRPOTrainer):
-    """Computes the reference model's log-probs without the evictions. The next test must detect this fault."""
+    """A faulty trainer: the reference model attends to evicted entries too."""
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         kept = self.rows.traces
@@ -67,18 +68,20 @@ def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
     """Before the first update, the policy and the reference model have equal weights, so the KL between them is 0.
     Control: the KL is not 0 if the reference model attends to evicted entries too."""
     first, second = metrics_of(beta=0.1)
-    assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
+    assert first["kl"] == pytest.approx(0, abs=1e-8)
+    assert second["kl"] > 1e-6
     dense, _ = metrics_of("control", beta=0.1, trainer_class=DenseReference)
     assert dense["kl"] > 1e-3
 
 
-def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
+def test_with_lora_the_reference_model_replays_too(metrics_of: Callable) -> None:
     """With LoRA, the reference model is the policy without its adapter, and replays the same trace as the policy."""
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     first, second = metrics_of(beta=0.1, peft_config=lora, learning_rate=1e-2)
-    assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
+    assert first["kl"] == pytest.approx(0, abs=1e-8)
+    assert second["kl"] > 1e-6
 
 
 class ByTheOldPolicy(SparseGRPOTrainer):
@@ -88,11 +91,11 @@ class ByTheOldPolicy(SparseGRPOTrainer):
     losses: ClassVar[list[tuple[float, float, float]]]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        ours = super()._compute_loss(model, inputs)
+        our_loss = super()._compute_loss(model, inputs)
         old = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
-        others = [GRPOTrainer._compute_loss(self, model, given) for given in (old, inputs)]
-        self.losses.append(tuple(float(loss.detach()) for loss in (ours, *others)))
-        return ours
+        others = [GRPOTrainer._compute_loss(self, model, batch) for batch in (old, inputs)]
+        self.losses.append(tuple(float(loss.detach()) for loss in (our_loss, *others)))
+        return our_loss
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
@@ -107,9 +110,9 @@ def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Cal
         importance_correction=correction,
         trainer_class=ByTheOldPolicy,
     )
-    ours, old, truncated = torch.tensor(ByTheOldPolicy.losses).T
-    torch.testing.assert_close(ours, old, rtol=1e-4, atol=1e-6)
-    assert ((truncated - old).abs() > 0.1 * old.abs()).any()  # the control
+    our_losses, by_old_policy, after_top_p = torch.tensor(ByTheOldPolicy.losses).T
+    torch.testing.assert_close(our_losses, by_old_policy, rtol=1e-4, atol=1e-6)
+    assert ((after_top_p - by_old_policy).abs() > 0.1 * by_old_policy.abs()).any()  # the control
 
 
 def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:
@@ -132,7 +135,7 @@ def test_invalid_settings_are_refused(settings: dict, message: str, grpo: Callab
         grpo(**settings)
 
 
-def test_bfloat16(metrics_of: Callable) -> None:
+def test_the_gap_in_bfloat16_is_below_the_guards_limit(metrics_of: Callable) -> None:
     """Under bfloat16 autocast, the gap between sampled and replayed log-probs is far larger than in float32, and far
     below the guard's limit."""
     lines = metrics_of(bf16=True)

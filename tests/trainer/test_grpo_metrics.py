@@ -1,4 +1,4 @@
-"""The logs of a run: the panels of every step, and validation, which does not change the training."""
+"""Every step logs its panels of metrics, and validation does not change the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALIDATED = {
 
 
 @pytest.mark.parametrize("settings", [{}, {"importance_correction": "token_truncate", "logging_steps": 2}])
-def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None:
+def test_every_step_logs_every_panel(settings: dict, metrics_of: Callable) -> None:
     lines = metrics_of(max_steps=4, **settings)
     assert [line["step"] for line in lines] == list(
         range(settings.get("logging_steps", 1), 5, settings.get("logging_steps", 1))
@@ -39,16 +39,20 @@ def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None
         assert not missing
         assert {"reward", "rewards/digits/mean", "frac_reward_zero_std", "entropy", "grad_norm"} <= line.keys()
         parts = [line[f"time/{name}"] for name in PANELS["time"][:5]]
-        assert min(parts) >= 0 and sum(parts) == pytest.approx(line["time/step"], rel=1e-3)
-        assert line["time/generate"] > 0 and line["time/tokens_per_second"] > 0
-        assert 0 < line["cache/retention"] < 1 and line["cache/bytes_held"] < line["cache/bytes_full"]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(line["time/step"], rel=1e-3)
+        assert line["time/generate"] > 0
+        assert line["time/tokens_per_second"] > 0
+        assert 0 < line["cache/retention"] < 1
+        assert line["cache/bytes_held"] < line["cache/bytes_full"]
         assert (line["time/logprobs"] > 0) is bool(settings)
 
 
-def test_bytes_held_follow_the_policy(metrics_of: Callable) -> None:
+def test_the_full_policy_holds_the_bytes_of_a_full_cache(metrics_of: Callable) -> None:
     """Under the policy `full` the cache holds the bytes of a full cache, a multiple of the bytes of one token."""
     (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
-    assert line["cache/bytes_held"] == line["cache/bytes_full"] and line["cache/retention"] == 1
+    assert line["cache/bytes_held"] == line["cache/bytes_full"]
+    assert line["cache/retention"] == 1
     assert line["cache/bytes_full"] % (2 * 2 * 2 * 8 * 4) == 0  # K and V x layers x kv heads x head dim x 4 bytes
 
 
@@ -61,8 +65,8 @@ def test_validation_does_not_change_training(schedule: dict, grpo: Callable, met
     plain = metrics_of("plain", max_steps=4, **schedule)
     validated = metrics_of("validated", max_steps=4, **schedule, **VALIDATED)
     assert timeless(validated) == timeless(plain)
-    other = metrics_of("control", max_steps=4, **schedule, seed=8)
-    assert timeless(other) != timeless(plain)
+    control = metrics_of("control", max_steps=4, **schedule, seed=8)
+    assert timeless(control) != timeless(plain)
 
 
 def test_validation_logs_its_metrics_at_each_step(grpo: Callable) -> None:
@@ -72,17 +76,17 @@ def test_validation_logs_its_metrics_at_each_step(grpo: Callable) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert {"eval_reward", "eval_rewards/digits/mean", "eval_entropy", "eval_cache/retention"} <= line.keys()
-        assert line["eval_entropy"] > 0 and line["eval_replay/gap_max"] <= 1e-5
+        assert line["eval_entropy"] > 0
+        assert line["eval_replay/gap_max"] <= 1e-5
         assert not any(name.startswith(("replay/", "time/")) for name in line)
     assert lines[0]["eval_entropy"] != lines[1]["eval_entropy"]
 
 
 def test_a_reward_of_none_is_null_in_the_completions(tmp_path: Path) -> None:
-    """A reward of None is written as null in the table of completions, since TRL holds None as NaN and
-    JSON has no NaN."""
+    """A reward of None is written as null in the log of completions. TRL stores it as NaN, which JSON does not have."""
     log = CompletionLog(tmp_path)
-    both = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}
-    log.trainer = SimpleNamespace(_logs={**both, "rewards": {"right": [1.0, 0.0], "some": [float("nan"), 0.25]}})
+    columns = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}
+    log.trainer = SimpleNamespace(_logs={**columns, "rewards": {"right": [1.0, 0.0], "some": [float("nan"), 0.25]}})
     log.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=3), None, logs={"reward": 0.5})
     lines = [json.loads(line, parse_constant=pytest.fail) for line in log.file.read_text().splitlines()]
     assert [(line["rewards/right"], line["rewards/some"]) for line in lines] == [(1.0, None), (0.0, 0.25)]

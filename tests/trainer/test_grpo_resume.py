@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def everything(trainer: Any) -> list[dict[str, Any]]:
+def all_logs(trainer: Any) -> list[dict[str, Any]]:
     """Return all lines of metrics.jsonl and the mean loss of the last summary, without timings."""
     folder = trainer.args.output_dir
     logs = read_metrics(folder)
@@ -100,13 +100,13 @@ def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) ->
     second.train(resume_from_checkpoint=str(checkpoint))
 
     assert [line["step"] for line in steps(second.args.output_dir)] == list(logged)
-    assert everything(second) == everything(whole)
+    assert all_logs(second) == all_logs(whole)
     expected = weights(whole)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(second).items())
     assert stop == 4 or not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
 
 
-def test_without_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None:
+def test_control_without_a_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None:
     """Control: a run that resumes without any one part of our saved state differs from an uninterrupted run. A
     checkpoint without the state file is refused.
     """
@@ -120,13 +120,13 @@ def test_without_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None
 
     def resumed(name: str, **changed: Any) -> list[dict[str, Any]]:
         torch.save({**state, **changed}, file)
-        other = grpo(name, **settings)
-        other.train(resume_from_checkpoint=str(checkpoint))
-        return everything(other)
+        trainer = grpo(name, **settings)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return all_logs(trainer)
 
-    expected = everything(whole)[1:]  # from the log of step 6
+    expected = all_logs(whole)[1:]  # from the log of step 6
     assert resumed("same") == expected
-    lost: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "buffer": [],
         "gaps": {"train": [], "eval": []},
         "metrics": {"train": {}, "eval": {}},
@@ -134,7 +134,7 @@ def test_without_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None
         "loss_total": 0.0,
         "logged_step": 5,
     }
-    for name, value in lost.items():
+    for name, value in replacements.items():
         assert resumed(name, **{name: value}) != expected, name
 
     file.unlink()

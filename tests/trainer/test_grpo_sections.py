@@ -1,4 +1,4 @@
-"""GRPO passes every section of a trace through its buffer, a checkpoint and a resume into each forward pass."""
+"""GRPO passes every section of a trace to each forward pass, also from its buffer and after a resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ MID_BUFFER = {
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """Install a view that accepts the made-up sections but ignores them. Return the batches of all forward passes."""
+    """Install a view that accepts two artificial sections and ignores them. Return the batches of all forward
+    passes.
+    """
     batches: list[dict[str, torch.Tensor]] = []
 
     class Takes(ReplayView):
@@ -45,13 +47,14 @@ def visiting(trainer: Any, add: Callable) -> Any:
     """Make the trainer's engine record sections that identify each completion, and return the trainer."""
     generate = trainer.engine.generate
     trainer.engine.generate = lambda prompts, sampling: [
-        r if sampling.ignore_eos else dataclasses.replace(r, trace=add(r.trace, r.completion_ids))  # not the probe's
+        # probes, which set ignore_eos, do not change
+        r if sampling.ignore_eos else dataclasses.replace(r, trace=add(r.trace, r.completion_ids))
         for r in generate(prompts, sampling)
     ]
     return trainer
 
 
-def test_every_section_is_there_after_a_resume(
+def test_a_resumed_run_replays_every_section(
     grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
 ) -> None:
     """The forward passes of a resumed run get, bit for bit, the same sections as the forward passes of an uninterrupted
@@ -62,7 +65,7 @@ def test_every_section_is_there_after_a_resume(
     forwards.clear()
     with pytest.raises(Killed):
         visiting(grpo("stopped", callbacks=(KillAt(1),), **MID_BUFFER), with_visits).train()
-    done = len(forwards)
+    before_checkpoint = len(forwards)
     forwards.clear()
     second = grpo("stopped", **MID_BUFFER)
     checkpoint = Path(second.args.output_dir) / "checkpoint-1"
@@ -74,11 +77,11 @@ def test_every_section_is_there_after_a_resume(
         assert EvictionTrace.from_state(state).further.keys() == {"visits", "gains"}
     visiting(second, with_visits).train(resume_from_checkpoint=str(checkpoint))
 
-    wanted = whole[done:]
-    assert len(forwards) == len(wanted) > 0
-    for ours, theirs in zip(forwards, wanted, strict=True):
-        assert list(ours) == list(theirs) == ["evict_at", "visits", "gains"]
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    expected = whole[before_checkpoint:]
+    assert len(forwards) == len(expected) > 0
+    for sections, expected_sections in zip(forwards, expected, strict=True):
+        assert list(sections) == list(expected_sections) == ["evict_at", "visits", "gains"]
+        assert all(torch.equal(sections[name], expected_sections[name]) for name in sections)
 
 
 def test_a_section_that_no_view_replays_stops_the_run(grpo: Callable, with_visits: Callable) -> None:

@@ -1,4 +1,4 @@
-"""TRL's table of completions, with the columns that rewards add, shows the trained completions, also after a resume."""
+"""TRL's table of completions has the columns that rewards add and the trained advantages, also after a resume."""
 
 from __future__ import annotations
 
@@ -45,23 +45,25 @@ def tables(trainer: Any) -> dict[str, pandas.DataFrame]:
 
 
 def test_a_checkpoint_keeps_every_column(tmp_path: Path) -> None:
-    """A checkpoint stores the columns as plain data, and after a resume they still hold one generation."""
+    """A checkpoint stores the columns of the table as plain data. After a resume they still have the rows of one
+    generation."""
 
     def empty() -> dict[str, Any]:
         columns = {name: deque(maxlen=2) for name in ("images", "prompt", "completion", "advantages")}
         return {**columns, **{name: defaultdict(lambda: deque(maxlen=2)) for name in ("rewards", "extra")}}
 
-    logs, again = empty(), empty()
+    logs, restored = empty(), empty()
     for name in ("prompt", "completion"):
         logs[name].extend(["a", "b", "c"])
     logs["advantages"].extend([1.0, -1.0])
     logs["rewards"]["digits"].extend([0.5, 0.0])
     logs["extra"]["length"].extend(plain_values("length", [np.int64(3), torch.tensor(4)]))
     torch.save(table_state(logs), tmp_path / "state")
-    load_table(again, torch.load(tmp_path / "state", weights_only=True))
-    assert again == logs and again["extra"]["length"] == deque([3, 4])
-    again["extra"]["length"].append(5)
-    assert again["extra"]["length"] == deque([4, 5])
+    load_table(restored, torch.load(tmp_path / "state", weights_only=True))
+    assert restored == logs
+    assert restored["extra"]["length"] == deque([3, 4])
+    restored["extra"]["length"].append(5)
+    assert restored["extra"]["length"] == deque([4, 5])
 
 
 @pytest.mark.slow
@@ -71,7 +73,8 @@ def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
     whole = grpo("whole", reward=noting, **TABLES)
     whole.train()
     expected = tables(whole)
-    assert len(expected) == 4 and {"length", "words", "noting"} <= set(expected["completions_00004.parquet"])
+    assert len(expected) == 4
+    assert {"length", "words", "noting"} <= set(expected["completions_00004.parquet"])
     with pytest.raises(Killed):
         grpo("stopped", reward=noting, callbacks=(KillAt(3),), **TABLES).train()
     resumed = grpo("stopped", reward=noting, **TABLES)
@@ -83,12 +86,12 @@ def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
 
 
 def test_log_extra_refuses_values_that_checkpoints_cannot_store(grpo: Callable) -> None:
-    def odd(completions: list[str], log_extra: Callable, **_: Any) -> list[float]:
+    def reward(completions: list[str], log_extra: Callable, **_: Any) -> list[float]:
         log_extra("match", [[{}] for _ in completions])
         return digits(completions)
 
     with pytest.raises(RewardError, match="log_extra takes numbers, strings, None and lists of them, got dict in"):
-        grpo(reward=odd).train()
+        grpo(reward=reward).train()
 
 
 def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp_path: Path) -> None:
@@ -97,9 +100,9 @@ def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp
     log.trainer = grpo(max_steps=1, per_device_train_batch_size=4, max_completion_length=8, callbacks=(log,))
     sampled: list[list[Any]] = []
     generate = log.trainer.engine.generate
-    log.trainer.engine.generate = lambda *given: sampled.append(generate(*given)) or sampled[-1]
+    log.trainer.engine.generate = lambda *arguments: sampled.append(generate(*arguments)) or sampled[-1]
     trained(log.trainer)
-    shown = [json.loads(line)["advantage"] for line in log.file.read_text().splitlines()]
-    assert len(shown) == 4
-    assert [value == 0 for value in shown] == [r.finish_reason == "length" for r in sampled[-1]]
-    assert 0 < sum(value == 0 for value in shown) < 4
+    advantages = [json.loads(line)["advantage"] for line in log.file.read_text().splitlines()]
+    assert len(advantages) == 4
+    assert [value == 0 for value in advantages] == [r.finish_reason == "length" for r in sampled[-1]]
+    assert 0 < sum(value == 0 for value in advantages) < 4

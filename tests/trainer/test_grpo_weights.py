@@ -1,4 +1,4 @@
-"""An engine's own weights follow the trainer's after every update; if they do not, the run stops.
+"""An engine with its own weights gets the trainer's after every update; a run whose engine has other weights stops.
 
 The engine is hf, loaded from a directory: it samples, bit for bit, the same tokens as the live module.
 """
@@ -34,8 +34,8 @@ VALIDATED = {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_gene
 
 
 @pytest.fixture
-def own(grpo: Callable, tiny: Callable) -> Callable[..., Any]:
-    """own(name, config={}, **settings) returns a trainer whose engine has its own weights."""
+def with_own_engine(grpo: Callable, tiny: Callable) -> Callable[..., Any]:
+    """with_own_engine(name, config={}, **settings) returns a trainer whose engine has its own weights."""
 
     def make(name: str = "own", config: dict[str, Any] | None = None, **settings: Any) -> Any:
         model = tiny("qwen3", **(config or {}))
@@ -52,42 +52,47 @@ def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
+def test_the_engine_gets_the_weights_of_every_update(
+    tied: bool, with_own_engine: Callable, grpo: Callable, tiny: Callable
+) -> None:
     """Over five updates, trainer and engine agree up to rounding in the probe and in the rollouts, and the run equals a
     run that samples from the live module."""
     config = {"tie_word_embeddings": tied}
-    trainer = own(config=config, max_steps=5)
-    assert not trainer.engine.shares_weights and trainer.engine.model is not trainer.model
+    trainer = with_own_engine(config=config, max_steps=5)
+    assert not trainer.engine.shares_weights
+    assert trainer.engine.model is not trainer.model
     lines = trained(trainer)
     assert len(lines) == 5
     for line in lines:
-        assert line["sync/probe_gap"] <= NOISE and line["replay/gap_max"] <= NOISE and line["time/sync"] > 0
+        assert line["sync/probe_gap"] <= NOISE
+        assert line["replay/gap_max"] <= NOISE
+        assert line["time/sync"] > 0
     live = trained(grpo("live", model=tiny("qwen3", **config), max_steps=5))
     assert without_sync(lines) == without_sync(live)
     assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # the first probe
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
-def test_a_probe_evicts_no_entry(policy: dict, own: Callable) -> None:
+def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> None:
     """The probe never evicts an entry: with a small cache it shortens prompts and completions, and with a full cache it
     does not need to."""
-    trainer = own(policy=policy)
-    generate, seen = trainer.engine.generate, []
+    trainer = with_own_engine(policy=policy)
+    generate, probes = trainer.engine.generate, []
 
     def spy(prompts: Any, sampling: Any) -> Any:
         rollouts = generate(prompts, sampling)
         if sampling.ignore_eos:  # a probe
-            seen.append(rollouts)
+            probes.append(rollouts)
         return rollouts
 
     trainer.engine.generate = spy
     assert max(line["sync/probe_gap"] for line in trained(trainer)) <= NOISE
-    assert len(seen) == 2
+    assert len(probes) == 2
     whole, *_ = trainer._tokenize_prompts(trainer.train_dataset[:8]["prompt"])
     assert len({len(prompt) for prompt in whole}) > 1  # ragged
     cut = 0 if policy["policy"] == "full" else -8
     tokens = {"full": 20, "tova": 1, "gkv": 2}[policy["policy"]]  # 20: max_completion_length
-    for probe in seen:
+    for probe in probes:
         assert [r.prompt_ids for r in probe] == [prompt[cut:] for prompt in whole]
         assert {len(r.completion_ids) for r in probe} == {tokens}
         assert all(bool((r.trace.evict_at >= len(r.trace) - 1).all()) for r in probe)
@@ -99,33 +104,33 @@ def test_a_probe_evicts_no_entry(policy: dict, own: Callable) -> None:
         ({}, [0, 1, 2, 3]),
         ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, [0, 2]),
         ({"num_iterations": 2}, [0, 2]),
-        (VALIDATED, [0, 1, 2, 3, 4]),  # once for a validation and the step after it
+        (VALIDATED, [0, 1, 2, 3, 4]),  # a validation and the step after it share one sync
     ],
     ids=["plain", "buffered", "two iterations", "validated"],
 )
-def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], own: Callable) -> None:
-    trainer = own(max_steps=4, **schedule)
-    load, when = trainer.engine.load_weights, []
+def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], with_own_engine: Callable) -> None:
+    trainer = with_own_engine(max_steps=4, **schedule)
+    load, steps_of_loads = trainer.engine.load_weights, []
 
     def spy(weights: Any) -> None:
-        when.append(trainer.state.global_step)
+        steps_of_loads.append(trainer.state.global_step)
         load(weights)
 
     trainer.engine.load_weights = spy
     trainer.train()
-    assert when == at
+    assert steps_of_loads == at
     lines = read_metrics(trainer.args.output_dir)
     assert all(line["sync/probe_gap"] <= NOISE for line in lines if "loss" in line and line["step"] - 1 in at)
     assert not any("eval_sync/probe_gap" in line for line in lines)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(with_own_engine: Callable) -> None:
     """A resumed run equals an uninterrupted run, though its engine starts from the initial weights again: the engine
     first receives the weights of the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-    whole = trained(own("whole", max_steps=4, **settings))
-    trained(own("stopped", max_steps=2, **settings))
-    second = own("stopped", max_steps=4, **settings)
+    whole = trained(with_own_engine("whole", max_steps=4, **settings))
+    trained(with_own_engine("stopped", max_steps=2, **settings))
+    second = with_own_engine("stopped", max_steps=4, **settings)
     resumed = trained(second, str(Path(second.args.output_dir) / "checkpoint-2"))
     assert [line["step"] for line in resumed] == [1, 2, 3, 4]
     assert timeless(resumed)[2:] == timeless(whole)[2:]
@@ -134,56 +139,61 @@ def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
 # ---- stale weights -------------------------------------------------------------------------------------------------
 
 
-def test_stale_weights_stop_the_run(own: Callable) -> None:
+def test_stale_weights_stop_the_run(with_own_engine: Callable) -> None:
     """If the engine keeps its initial weights, the first sampling after an update detects this and stops the run."""
-    trainer = own(max_steps=3)
+    trainer = with_own_engine(max_steps=3)
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match=r"weight sync: .* stale or wrongly loaded weights"):
         trainer.train()
     assert [line["step"] for line in steps(trainer.args.output_dir)] == [1]
 
 
-def test_without_the_guard_stale_weights_are_only_logged(own: Callable) -> None:
-    trainer = own(max_steps=3, replay_guard=GuardConfig(enabled=False))
+def test_without_the_guard_stale_weights_are_only_logged(with_own_engine: Callable) -> None:
+    trainer = with_own_engine(max_steps=3, replay_guard=GuardConfig(enabled=False))
     trainer.engine.load_weights = lambda weights: None
     lines = trained(trainer)
     assert [line["sync/probe_gap"] > TOLERANCES[torch.float32].floor for line in lines] == [False, True, True]
 
 
-def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
-    """With replay off, mismatched masks are allowed, but the guard still stops a run whose engine has stale weights."""
-    trainer = own(max_steps=3, train_attention="full")
+def test_the_guard_checks_weights_without_replay(with_own_engine: Callable) -> None:
+    """Without replay, a gap from mismatched masks is allowed, but the guard still stops a run whose engine has stale
+    weights."""
+    trainer = with_own_engine(max_steps=3, train_attention="full")
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match="weight sync"):
         trainer.train()
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
-    """Wrong weights at the first probe stop the run. The first probe sets the limit of later gaps, and therefore has a
-    limit of its own, which the user can raise."""
+def test_wrong_weights_at_the_first_probe_stop_the_run(
+    shared: bool, with_own_engine: Callable, grpo: Callable, tiny: Callable
+) -> None:
+    """Wrong weights at the first probe stop the run. The first probe sets the limit of later gaps, and therefore has
+    its own limit, which the user can raise.
+    """
     if shared:
         trainer = grpo()
-        wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
-        trainer.engine.generate = wrong.generate
+        wrong_engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
+        trainer.engine.generate = wrong_engine.generate
     else:
-        trainer = own()
+        trainer = with_own_engine()
         load = trainer.engine.load_weights
         trainer.engine.load_weights = lambda weights: load((name, tensor * 1.05) for name, tensor in weights)
     with pytest.raises(ReplayGapError, match=r"beyond the limit 1\.00e-03"):
         trainer.train()
-    assert trainer.state.global_step == 0 and trainer.probed_engine.limit is None
+    assert trainer.state.global_step == 0
+    assert trainer.probed_engine.limit is None
 
 
 @pytest.mark.parametrize("gap", [0.0, 9e-4])
-def test_the_limit_of_a_sync(gap: float) -> None:
+def test_a_gap_beyond_the_limit_of_a_sync_is_refused(gap: float) -> None:
     limit = TOLERANCES[torch.float32].factor * TOLERANCES[torch.float32].floor
     check_sync(gap, limit)
     with pytest.raises(ReplayGapError):
         check_sync(2 * limit, limit)
-    for wrong in (float("nan"), float("inf")):
+    for value in (float("nan"), float("inf")):
         with pytest.raises(NotFiniteError):
-            check_sync(wrong, limit)
+            check_sync(value, limit)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -202,7 +212,8 @@ def test_weight_names_equal_the_names_in_the_checkpoint(family: str, tied: bool,
         names = [name for name, _ in named_weights(wrapped, ONE_PROCESS)]
         assert sorted(names) == sorted(expected)
         for name, weight in named_weights(wrapped, ONE_PROCESS):
-            assert torch.equal(weight, expected[name]) and not weight.requires_grad
+            assert torch.equal(weight, expected[name])
+            assert not weight.requires_grad
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -234,8 +245,8 @@ def test_an_adapter_is_merged_into_a_copy(new_model: Callable) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-def test_an_adapter_that_learns(own: Callable) -> None:
-    trainer = own(peft_config=LoraConfig(**LORA), learning_rate=1e-2, max_steps=3)
+def test_an_adapter_reaches_the_engine_at_every_step(with_own_engine: Callable) -> None:
+    trainer = with_own_engine(peft_config=LoraConfig(**LORA), learning_rate=1e-2, max_steps=3)
     before = {n: w.clone() for n, w in trainer.model.named_parameters() if "lora_" not in n}
     lines = trained(trainer)
     assert max(line["sync/probe_gap"] for line in lines) <= NOISE >= max(line["replay/gap_max"] for line in lines)
@@ -246,40 +257,40 @@ def test_an_adapter_that_learns(own: Callable) -> None:
 
 
 def as_sleeper(engine: Any) -> list[str]:
-    """Let an engine sleep like vLLM on a GPU: its weights become NaN, and no load or sampling works during sleep.
+    """Make an engine sleep like vLLM on a GPU: its weights become NaN, and loading and sampling fail during sleep.
 
-    Returns a list that collects the engine's calls in order.
+    Return a list that collects the engine's calls in order.
     """
-    done: list[str] = []
+    calls: list[str] = []
     asleep: set[str] = set()
     load, generate = engine.load_weights, engine.generate
 
     def sleep(level: int) -> None:
-        done.append(f"sleep {level}")
+        calls.append(f"sleep {level}")
         asleep.update(("weights", "kv_cache"))
         with torch.no_grad():
             for weight in engine.model.parameters():
                 weight.fill_(float("nan"))
 
     def wake_up(tags: list[str]) -> None:
-        done.append(f"wake {' '.join(tags)}")
+        calls.append(f"wake {' '.join(tags)}")
         asleep.difference_update(tags)
 
     def load_weights(weights: Any) -> None:
-        done.append("load")
+        calls.append("load")
         assert "weights" not in asleep
         load(weights)
 
     def sample(*arguments: Any) -> Any:
-        done.append("generate")
+        calls.append("generate")
         assert not asleep
         return generate(*arguments)
 
     engine.sleep, engine.wake_up, engine.load_weights, engine.generate = sleep, wake_up, load_weights, sample
-    return done
+    return calls
 
 
-def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_sleeps_between_samplings(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep drops the engine's weights. The weights return before the cache does, for a validation too, and the run
     equals a run without sleep."""
     logs, make = [], rollout.hf.HFEngine.__init__
@@ -290,17 +301,17 @@ def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.M
         logs.append(as_sleeper(engine))
 
     monkeypatch.setattr(rollout.hf.HFEngine, "__init__", make_sleeper)
-    awake = trained(own("awake", max_steps=2, **VALIDATED))
-    asleep = trained(own("asleep", max_steps=2, sleep=True, **VALIDATED))
+    awake = trained(with_own_engine("awake", max_steps=2, **VALIDATED))
+    asleep = trained(with_own_engine("asleep", max_steps=2, sleep=True, **VALIDATED))
     assert set(logs[0]) == {"load", "generate"}  # without the setting the engine never sleeps
-    woken = ["wake weights", "load", "wake kv_cache"]
-    once, probed = [*woken, "generate", "sleep 2"], [*woken, "generate", "generate", "sleep 2"]
-    assert logs[1] == ["sleep 2", *probed, *probed, *once, *probed]
+    wake_up = ["wake weights", "load", "wake kv_cache"]
+    one_sampling, probe_and_sampling = [*wake_up, "generate", "sleep 2"], [*wake_up, "generate", "generate", "sleep 2"]
+    assert logs[1] == ["sleep 2", *probe_and_sampling, *probe_and_sampling, *one_sampling, *probe_and_sampling]
     assert timeless(asleep) == timeless(awake)
 
 
 @pytest.mark.parametrize("reward", ["digits", "problems"])
-def test_from_a_recipe_to_the_end(
+def test_a_run_opens_one_engine_and_closes_it_last(
     reward: str, as_vllm: list[str], tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run from a recipe opens one engine once and closes the engine last, even if the run fails; the saved recipe
@@ -322,9 +333,10 @@ def test_from_a_recipe_to_the_end(
     assert load_recipe(tmp_path / "recipe.yaml").rollout.engine == "vllm"
 
 
-def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_closing_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     """An error while closing an engine is logged and hides no earlier error; a trainer without an engine has nothing to
     close."""
     trainer.export.close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
-    assert "the engine could not be closed" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "the engine could not be closed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
     trainer.export.close_engine(SimpleNamespace())

@@ -61,9 +61,11 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
         for weight in student.cache_scorers.parameters():
             weight.data += 0.3 * torch.randn_like(weight)
         teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
-        ours = {key: settings.pop(key) for key in ("train_base",) if key in settings}
-        ours["boundary"] = BoundaryConfig(queries=None)
-        args = KVpopArguments(output_dir=str(tmp_path / "run"), kvpop=KVpopConfig(**ours), **{**SETTINGS, **settings})
+        options = {key: settings.pop(key) for key in ("train_base",) if key in settings}
+        options["boundary"] = BoundaryConfig(queries=None)
+        args = KVpopArguments(
+            output_dir=str(tmp_path / "run"), kvpop=KVpopConfig(**options), **{**SETTINGS, **settings}
+        )
         return KVpopTrainer(student, teacher, policy, args, rows())
 
     return make
@@ -84,13 +86,13 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
-        trace = EvictionTrace(decided, validate=False)  # here the last token is fed to the model too
+        trace = EvictionTrace(decided, validate=False)  # unlike in sampling, the model reads the last token too
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
-        messages = []
-        for one, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
-            out = adopt(one)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(masks), use_cache=False).logits
-            messages.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
-        s, t = messages[0], messages[1].detach()
+        logprobs = []
+        for side, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
+            out = adopt(side)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(masks), use_cache=False).logits
+            logprobs.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
+        s, t = logprobs[0], logprobs[1].detach()
         total = total + loss.kl_weight * (t.exp() * (t - s)).sum()
         total = total - loss.ce_weight * s.gather(-1, torch.tensor(row.completion)[:, None]).sum()
         tokens += len(row.completion)
@@ -110,7 +112,9 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     ],
     ids=str,
 )
-def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
+def test_loss_and_gradients_equal_the_dense_reference(
+    scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable
+) -> None:
     """The loss and its gradients equal the dense float64 reference's: the model's gradients come from KL and CE alone,
     and the gradients of the scorers from the boundary loss alone.
     """
@@ -129,14 +133,19 @@ def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool]
     assert float((loss / count - boundary).detach()) == pytest.approx(expected, abs=1e-5)
     for name, weight in model.named_parameters():
         if "cache_scorers" in name:
-            assert weight.grad is not None and weight.grad.abs().max() > 0, name
+            assert weight.grad is not None, name
+            assert weight.grad.abs().max() > 0, name
         else:
-            wanted = gradients[name]
-            assert (weight.grad - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max())), name
+            wanted_gradient = gradients[name]
+            assert (weight.grad - wanted_gradient).abs().max() <= 1e-5 * max(1.0, float(wanted_gradient.abs().max())), (
+                name
+            )
     if scorer == "recency":
         assert float(boundary) == 0
         return
-    alone = {name: weight.grad.clone() for name, weight in model.named_parameters() if "cache_scorers" in name}
+    boundary_gradients = {
+        name: weight.grad.clone() for name, weight in model.named_parameters() if "cache_scorers" in name
+    }
     model.zero_grad()
     trainer.args.kvpop = dataclasses.replace(trainer.args.kvpop, boundary_weight=0.0)
     loss, *_ = trainer._losses(model, rollouts)
@@ -146,10 +155,10 @@ def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool]
             assert weight.grad is None or (weight.grad == 0).all(), name
         else:
             assert (weight.grad - gradients[name]).abs().max() <= 1e-5 * max(1.0, float(gradients[name].abs().max()))
-    assert all(value.abs().max() > 0 for value in alone.values())
+    assert all(value.abs().max() > 0 for value in boundary_gradients.values())
 
 
-def test_two_learning_rates(kvpop: Callable) -> None:
+def test_model_and_scorers_have_separate_learning_rates(kvpop: Callable) -> None:
     trainer = kvpop("mlstm", learning_rate=1e-4, lr_scheduler_type="constant", weight_decay=0.1, warmup_steps=0)
     trainer.create_optimizer()
     trainer.create_scheduler(400)
@@ -160,16 +169,21 @@ def test_two_learning_rates(kvpop: Callable) -> None:
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
     assert set(rates[False]) == {1e-4}
-    ours = rates[True][::2]
-    assert ours[0] == 0 and ours[100] == pytest.approx(1e-3) and max(ours) == ours[100]
-    assert ours[399] == pytest.approx(8e-5, rel=0.01) and ours[250] == pytest.approx((1e-3 + 8e-5) / 2, rel=0.01)
+    scorer_rates = rates[True][::2]
+    assert scorer_rates[0] == 0
+    assert scorer_rates[100] == pytest.approx(1e-3)
+    assert max(scorer_rates) == scorer_rates[100]
+    assert scorer_rates[399] == pytest.approx(8e-5, rel=0.01)
+    assert scorer_rates[250] == pytest.approx((1e-3 + 8e-5) / 2, rel=0.01)
     assert _warm_cosine(0, warmup=0, steps=10, low=0.1) == 1
     counted = sum(len(group["params"]) for group in trainer.optimizer.param_groups)
     assert counted == len(list(trainer.model.parameters()))
     decayed = {id(w) for g in trainer.optimizer.param_groups if g["weight_decay"] for w in g["params"]}
     names = {name: id(weight) in decayed for name, weight in trainer.model.named_parameters()}
-    assert not names["cache_scorers.0.alpha"] and names["cache_scorers.0.query"]
-    assert not names["model.norm.weight"] and names["model.layers.0.mlp.up_proj.weight"]
+    assert not names["cache_scorers.0.alpha"]
+    assert names["cache_scorers.0.query"]
+    assert not names["model.norm.weight"]
+    assert names["model.layers.0.mlp.up_proj.weight"]
 
 
 def test_a_frozen_model_trains_only_its_scorers(kvpop: Callable) -> None:
@@ -228,34 +242,40 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["mlp", "packed", "mlstm", "streaming+", "masked prefill", "frozen"],
 )
-def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> None:
-    made = recipe(validation=validation(every=2), **keys)
-    final = train(made)
+def test_a_run_logs_its_losses_and_saves_a_loadable_model(
+    keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable
+) -> None:
+    small_recipe = recipe(validation=validation(every=2), **keys)
+    final = train(small_recipe)
     lines = read_metrics(tmp_path / "run")
     steps, held_out = ([line for line in lines if name in line] for name in ("loss", "eval_kl"))
-    assert len(steps) == 4 and len(held_out) == 3
+    assert len(steps) == 4
+    assert len(held_out) == 3
     for line in steps:
-        assert line["kl"] >= 0 and 0 < line["cache/retention"] < 1
-        if made.loss.ce_weight == 0:
+        assert line["kl"] >= 0
+        assert 0 < line["cache/retention"] < 1
+        if small_recipe.loss.ce_weight == 0:
             assert line["loss"] == pytest.approx(line["kl"] + line["boundary_loss"], rel=1e-5)
     assert all(0 < line["eval_recall"] <= 1 for line in held_out)
-    learned = made.cache.scorer.name != "recency"
-    assert all((line["boundary_loss"] > 0) == learned for line in steps)
+    has_weights = small_recipe.cache.scorer.name != "recency"
+    assert all((line["boundary_loss"] > 0) == has_weights for line in steps)
     # The directory is that of an ordinary model, with the scorers and the policy in files beside it.
     assert not any("cache_scorer" in name for name in load_file(final / "model.safetensors"))
     assert (final / "cache_scorer.safetensors").is_file()
     assert json.loads((final / "cache_policy.json").read_text())["policy"] == "kvpop"
-    plain = AutoModelForCausalLM.from_pretrained(final)
-    whole = load_model(final)
-    assert not hasattr(plain, "cache_scorers") and len(whole.cache_scorers) == 2
+    base = AutoModelForCausalLM.from_pretrained(final)
+    with_scorers = load_model(final)
+    assert not hasattr(base, "cache_scorers")
+    assert len(with_scorers.cache_scorers) == 2
     if "train_base" in keys:
         start = AutoModelForCausalLM.from_pretrained(tiny())
-        pairs = zip(start.parameters(), plain.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-        assert whole.cache_scorers[0].out.abs().max() > 0
+        pairs = zip(start.parameters(), base.parameters(), strict=True)
+        assert all(torch.equal(weight, initial) for weight, initial in pairs)
+        assert with_scorers.cache_scorers[0].out.abs().max() > 0
     engine = make_engine("hf", model=str(final))
     (rollout,) = engine.generate([list(range(3, 60))], SamplingConfig(max_tokens=20, seed=0, ignore_eos=True))
-    assert engine.policy.config == made.cache and (rollout.trace.kept_counts() == made.cache.budget).all()
+    assert engine.policy.config == small_recipe.cache
+    assert (rollout.trace.kept_counts() == small_recipe.cache.budget).all()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +300,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
         left, right, early = (
             load_file(folder / file) for folder in (whole / "model", resumed / "model", whole / "checkpoint-4")
         )
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
         assert any(not torch.equal(left[name], early[name]) for name in left)  # the control
     assert timeless(read_metrics(resumed)) == [line for line in timeless(read_metrics(whole)) if line["step"] > 4]
 
@@ -293,21 +314,23 @@ def test_existing_scorers_are_trained_further(
         train(recipe(output_dir=str(tmp_path / "second"), model=str(first), max_steps=1, scorer_learning_rate=1e-9,
                      scorer_final_learning_rate=1e-9, learning_rate=1e-9))  # fmt: skip
     assert "are trained further" in caplog.text
-    one, two = (load_file(tmp_path / name / "model/cache_scorer.safetensors") for name in ("first", "second"))
-    assert all((one[name] - two[name]).abs().max() < 1e-6 for name in one) and one["0.out"].abs().max() > 1e-3
+    before, after = (load_file(tmp_path / name / "model/cache_scorer.safetensors") for name in ("first", "second"))
+    assert all((before[name] - after[name]).abs().max() < 1e-6 for name in before)
+    assert before["0.out"].abs().max() > 1e-3
     with pytest.raises(UserError, match="the model carries scorers"):
         train(recipe(output_dir=str(tmp_path / "third"), model=str(first), cache={**CACHE, "scorer": "linear"}))
 
 
-def test_texts_as_rows(recipe: Callable) -> None:
+def test_texts_become_single_or_packed_rows(recipe: Callable) -> None:
     from sparse_rl.models.load import load_tokenizer
 
-    def examples(made: Any) -> list[Any]:
-        return taught_examples(prepare_training(made))[0]
+    def examples(one_recipe: Any) -> list[Any]:
+        return taught_examples(prepare_training(one_recipe))[0]
 
-    made, packed = recipe(), recipe(packing=True, max_length=80)
-    tokenizer, alone = load_tokenizer(made.model), examples(made)
-    assert len(alone) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in alone)
+    unpacked, packed = recipe(), recipe(packing=True, max_length=80)
+    tokenizer, alone = load_tokenizer(unpacked.model), examples(unpacked)
+    assert len(alone) == 24
+    assert all(row.completion[-1] == tokenizer.eos_token_id for row in alone)
     short = [row for row in alone if len(row.prompt) + len(row.completion) <= 80]
     assert 0 < len(short) < 24  # the longer ones are dropped
     together = examples(packed)
@@ -336,7 +359,8 @@ def test_texts_as_rows(recipe: Callable) -> None:
 def test_invalid_recipes_are_refused(keys: dict, says: str, recipe: Callable) -> None:
     with pytest.raises(UserError) as error:
         recipe(**keys)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_budget_that_is_never_reached_gives_a_warning(recipe: Callable) -> None:
@@ -353,7 +377,8 @@ def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Pat
         train(recipe(output_dir=str(folder), seed=seed, max_steps=1, scorer_learning_rate=1e-9,
                      scorer_final_learning_rate=1e-9))  # fmt: skip
         results.append(load_file(folder / "model/cache_scorer.safetensors")["0.inner"])
-    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(
@@ -369,24 +394,25 @@ def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Pat
         ),
     ],
 )
-def test_a_directory_that_cannot_be_used(harm: Callable, says: str, recipe: Callable, tmp_path: Path) -> None:
+def test_a_damaged_model_directory_is_refused(harm: Callable, says: str, recipe: Callable, tmp_path: Path) -> None:
     final = train(recipe(max_steps=1))
     assert isinstance(saved_policy(final), KVpop)
     harm(final)
     with pytest.raises(UserError) as error:
         load_model(final)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
+def test_the_optimizer_of_the_recipe_is_used(recipe: Callable) -> None:
     """The optimizer named in the recipe trains, with one learning rate for the model and one for the scorers.
     Optimizers that make their own parameter groups are refused."""
-    from sparse_rl.commands.trainers import kvpop as make
+    from sparse_rl.commands.trainers import kvpop as make_trainer
 
     for name, kind in (("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")):
-        made = recipe(optim=name, output_dir=recipe().output_dir + name, attention_kernel="sdpa")
-        Path(made.output_dir).mkdir()
-        optimizer = make(prepare_training(made), Path(made.output_dir)).create_optimizer()
+        small_recipe = recipe(optim=name, output_dir=recipe().output_dir + name, attention_kernel="sdpa")
+        Path(small_recipe.output_dir).mkdir()
+        optimizer = make_trainer(prepare_training(small_recipe), Path(small_recipe.output_dir)).create_optimizer()
         assert type(optimizer).__name__ == kind
         assert {(group["scorer"], group["lr"]) for group in optimizer.param_groups} == {(False, 1e-3), (True, 1e-2)}
     for name in ("lomo", "galore_adamw_8bit_layerwise"):
@@ -398,12 +424,12 @@ def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest
     """A run that diverges ends with status 2 and one line that names the step and the settings to change."""
     from sparse_rl.commands.main import main
 
-    made = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)
-    file = Path(made.output_dir).with_suffix(".yaml")
-    file.write_text(made.as_yaml())
+    small_recipe = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)
+    file = Path(small_recipe.output_dir).with_suffix(".yaml")
+    file.write_text(small_recipe.as_yaml())
     assert main(["train", str(file)]) == 2
-    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl:") or "Trace" in line]
-    assert ours == [
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl:") or "Trace" in line]
+    assert lines == [
         "sparse-rl: error: after step 1 a score is NaN: the tokens cannot be ranked; "
         "start again with a lower scorer_learning_rate, or learning_rate"
     ]

@@ -14,18 +14,21 @@ from trainer.launch import crowded, leave_group
 
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
-def test_an_overloaded_machine_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with too many processes names the overloaded machine. Each machine is checked for its own share of the
-    processes; one process per GPU or CPU core is allowed."""
+def test_more_processes_than_places_are_reported(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with more processes than GPUs or CPU cores gets a message with both numbers. Each machine is checked for
+    its own share of the processes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)  # this process may use the three cores below
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)
-    most = int(places[0])
-    assert crowded(LaunchConfig(processes=most)) is None
-    assert crowded(LaunchConfig(processes=most + 1)) == f"{most + 1} processes on {places}; lower it"
-    several = {"machines": 2, "main_process_ip": "10.0.0.1"}
-    assert crowded(LaunchConfig(processes=2 * most, **several)) is None
-    assert crowded(LaunchConfig(processes=2 * most + 2, **several)) == f"{most + 1} processes on {places}; lower it"
+    maximum = int(places[0])
+    assert crowded(LaunchConfig(processes=maximum)) is None
+    assert crowded(LaunchConfig(processes=maximum + 1)) == f"{maximum + 1} processes on {places}; lower it"
+    two_machines = {"machines": 2, "main_process_ip": "10.0.0.1"}
+    assert crowded(LaunchConfig(processes=2 * maximum, **two_machines)) is None
+    assert (
+        crowded(LaunchConfig(processes=2 * maximum + 2, **two_machines))
+        == f"{maximum + 1} processes on {places}; lower it"
+    )
 
 
 def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,14 @@ def reference(
         cross = -logits.log_softmax(-1)[case["targets"][n]]
         total = total + loss.kl_weight * loss.temperature**2 * divergence + loss.ce_weight * cross
     total.backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     return total.detach(), hidden.grad, weight.grad
 
 
-def ours(case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None) -> tuple[torch.Tensor, ...]:
+def computed(
+    case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
+) -> tuple[torch.Tensor, ...]:
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
 
     def teacher(part: slice) -> torch.Tensor | TopK:
@@ -72,58 +75,64 @@ def ours(case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int
 
     total, _, _ = DistillationLoss(loss)(hidden, lambda h: h @ weight.T, teacher, case["targets"])
     total.backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     return total.detach(), hidden.grad, weight.grad
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 8, VOCAB])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 @pytest.mark.parametrize("divergence", KINDS)
-def test_equals_the_formulas(divergence: str, temperature: float, top_k: int | None, case: dict) -> None:
+def test_loss_and_gradients_equal_the_formulas(
+    divergence: str, temperature: float, top_k: int | None, case: dict
+) -> None:
     loss = DistillationLossConfig(
         temperature=temperature, divergence=divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7
     )
-    for own_part, theirs in zip(ours(case, loss, top_k), reference(case, loss, top_k), strict=True):
-        torch.testing.assert_close(own_part.double(), theirs, rtol=1e-5, atol=1e-5)
+    for part, expected in zip(computed(case, loss, top_k), reference(case, loss, top_k), strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("divergence", KINDS)
-def test_renormalised(divergence: str, case: dict) -> None:
+def test_a_renormalised_top_k_equals_the_formulas(divergence: str, case: dict) -> None:
     loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
-    for own_rows, theirs in zip(ours(case, loss, 8), reference(case, loss, 8), strict=True):
-        torch.testing.assert_close(own_rows.double(), theirs, rtol=1e-5, atol=1e-5)
+    for part, expected in zip(computed(case, loss, 8), reference(case, loss, 8), strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
 def test_losses_do_not_depend_on_the_chunk_size(chunk: int, case: dict) -> None:
-    whole = ours(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
-    for own_part, theirs in zip(
-        ours(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True
+    whole = computed(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
+    for part, expected in zip(
+        computed(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True
     ):
-        torch.testing.assert_close(own_part, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_coarsening_never_adds(case: dict) -> None:
+def test_a_coarser_top_k_never_increases_the_loss(case: dict) -> None:
     """The divergence of the coarsened distributions is a lower bound, and approaches the full divergence as k grows."""
-    values = [float(ours(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
-    whole = float(ours(case, DistillationLossConfig(), None)[0])
-    assert values == sorted(values) and values[0] < 0.9 * whole
+    values = [float(computed(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
+    whole = float(computed(case, DistillationLossConfig(), None)[0])
+    assert values == sorted(values)
+    assert values[0] < 0.9 * whole
     assert values[-1] == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_teacher_equal_to_the_student_has_zero_loss(case: dict) -> None:
     same = {**case, "teacher": case["hidden"] @ case["weight"].T}
     for divergence in KINDS:
-        loss, hidden, weight = ours(same, DistillationLossConfig(temperature=2.0, divergence=divergence), None)
-        assert abs(float(loss)) < 1e-5 and float(hidden.abs().max()) < 1e-5 and float(weight.abs().max()) < 1e-5
+        loss, hidden, weight = computed(same, DistillationLossConfig(temperature=2.0, divergence=divergence), None)
+        assert abs(float(loss)) < 1e-5
+        assert float(hidden.abs().max()) < 1e-5
+        assert float(weight.abs().max()) < 1e-5
 
 
-def test_a_certain_teacher_stays_finite(case: dict) -> None:
+def test_the_loss_of_a_certain_teacher_is_finite(case: dict) -> None:
     sure = torch.full((POSITIONS, VOCAB), -1e4)
     sure[:, 0] = 1e4
     for top_k in (None, 4):
         for divergence in ("forward", "jsd"):
-            parts = ours({**case, "teacher": sure}, DistillationLossConfig(divergence=divergence), top_k)
+            parts = computed({**case, "teacher": sure}, DistillationLossConfig(divergence=divergence), top_k)
             assert all(bool(part.isfinite().all()) for part in parts), (top_k, divergence)
 
 
@@ -145,7 +154,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("top_k", [None, 16])
 def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) -> None:
     """The forward and backward passes of the loss create no tensor larger than the logits of one chunk, and autograd
-    keeps no logits. Control: with all logits in one chunk, this is not so."""
+    keeps no logits. Control: with one chunk for all positions, the full logits are
+    created."""
     vocab, positions = 5000, 512
 
     def measure(chunk: int) -> tuple[int, int]:
@@ -158,12 +168,12 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
             logits = teacher_states[part] @ weight.detach().T
             return logits if top_k is None else TopK.of_logits(logits, top_k, 1.0)
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
+        def record(tensor: torch.Tensor) -> torch.Tensor:
             kept.append(tensor.numel())
             return tensor
 
         with Largest() as largest:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
                 config = DistillationLossConfig(chunk=chunk, ce_weight=0.1)
                 loss = DistillationLoss(config)(hidden, lambda h: h @ weight.T, teacher, targets)[0]
             loss.backward()
@@ -171,6 +181,7 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
         return largest.elements, max(kept)
 
     for chunk in (16, 64):
-        made, kept = measure(chunk)
-        assert made == max(chunk * vocab, vocab * WIDTH) and kept <= positions * WIDTH
+        largest_tensor, kept = measure(chunk)
+        assert largest_tensor == max(chunk * vocab, vocab * WIDTH)
+        assert kept <= positions * WIDTH
     assert measure(positions)[0] == positions * vocab  # the control: the full logits in one chunk

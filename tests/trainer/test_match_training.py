@@ -40,25 +40,27 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
+def test_a_trained_model_samples_without_flags_and_replays_exactly(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """A model trained under Attention Matching samples without flags after the export, and replays exactly. Control:
     match_gradient=constant trains another model."""
     final = train(recipe(kind))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
-    assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)
+    assert len(lines) == 3
+    assert all(0 < line["cache/retention"] < 1 for line in lines)
     if kind == "grpo":
         assert all(line["replay/gap_max"] <= 1e-5 for line in lines)
         assert all(0 < line["match/mass"] < 1 and 0 < line["match/output"] < 1 for line in lines)
         assert all(line["match/bias_max"] > 0 and line["match/ridge"] == 1e-3 for line in lines)
     engine, model = make_engine("hf", model=final), load_model(final)
-    assert engine.policy.name == "am" and engine.policy.parameters()["reference_queries"] == 16
+    assert engine.policy.name == "am"
+    assert engine.policy.parameters()["reference_queries"] == 16
     sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)
     rollouts = engine.generate([list(range(3, 30)), [5, 6, 7]], sampling)
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
-    other = train(recipe(kind, output_dir=str(tmp_path / "constant"), match_gradient="constant"))
-    ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (final, other))
-    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+    constant = train(recipe(kind, output_dir=str(tmp_path / "constant"), match_gradient="constant"))
+    weights, control = (load_file(Path(folder) / "model.safetensors") for folder in (final, constant))
+    assert any(not torch.equal(weights[name], control[name]) for name in weights)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,13 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 @pytest.mark.parametrize("cache", [PAGED, LAYERED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_run_under_pages(kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path) -> None:
+def test_a_model_trained_under_pages_replays_exactly(
+    kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
+) -> None:
     final = train(recipe(kind, cache=cache))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
-    assert len(lines) == 3 and all((line["cache/retention"] == 1) == (cache is PAGED) for line in lines)
+    assert len(lines) == 3
+    assert all((line["cache/retention"] == 1) == (cache is PAGED) for line in lines)
     assert all(line["replay/gap_max"] <= 1e-5 for line in lines if kind == "grpo")
     engine, model = make_engine("hf", model=final), load_model(final)
     assert engine.policy.config.as_block() == make_policy(cache).config.as_block()

@@ -41,12 +41,12 @@ def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], 
     """
     replayed = replay_logprobs(model, [dataclasses.replace(r, trace=changed(r.trace)) for r in rollouts])
     return max(
-        float((theirs.detach() - torch.tensor(r.logprobs)).abs().max())
-        for theirs, r in zip(replayed, rollouts, strict=True)
+        float((logprobs.detach() - torch.tensor(r.logprobs)).abs().max())
+        for logprobs, r in zip(replayed, rollouts, strict=True)
     )
 
 
-def test_the_method_samples_records_and_replays(model_of: Callable, rollouts: list[Rollout]) -> None:
+def test_the_replay_of_the_added_method_is_exact(model_of: Callable, rollouts: list[Rollout]) -> None:
     """The replay of the added method is exact. Controls: a replay without the method's sections, and a replay with the
     sections shifted by one query, are not.
     """
@@ -61,10 +61,10 @@ def test_the_method_samples_records_and_replays(model_of: Callable, rollouts: li
     assert gap(model, rollouts, late) > 1e-4
 
 
-def test_its_record_is_written_read_and_checked(rollouts: list[Rollout], tmp_path: Path) -> None:
+def test_the_methods_sections_are_saved_loaded_and_checked(rollouts: list[Rollout], tmp_path: Path) -> None:
     save_traces(tmp_path / "t.safetensors", [r.trace for r in rollouts])
-    again = load_traces(tmp_path / "t.safetensors")
-    for trace, rollout in zip(again, rollouts, strict=True):
+    loaded = load_traces(tmp_path / "t.safetensors")
+    for trace, rollout in zip(loaded, rollouts, strict=True):
         assert torch.equal(trace.further["cooled_at"], rollout.trace.further["cooled_at"])
     sections = dict(rollouts[0].trace.further)
     with pytest.raises(TraceError, match=r"cooled_at .* is not ascending"):
@@ -74,21 +74,23 @@ def test_its_record_is_written_read_and_checked(rollouts: list[Rollout], tmp_pat
 
 
 def test_recipes_accept_the_method_and_doctor_counts_its_memory(model_of: Callable) -> None:
-    """The memory plan counts the method's entries and the tensors of its view."""
+    """A recipe accepts the method, and the memory plan counts the method's entries and the tensors of its view."""
     recipe = {
         "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
         "data": {"synthetic": {"task": "running_sum", "size": 8}}, "rollout": {"engine": "hf"},
         "max_completion_length": 40,
     }  # fmt: skip
-    made = {}
+    plans = {}
     for name in ("cooling", "streaming"):
         cache = {**POLICY, "policy": name}
         items = plan(make_recipe({**recipe, "cache": cache}), model_of("qwen3").config, cuda=False).items
-        made[name] = {item.name: item.device for item in items}
-    more, less = (next(size for key, size in made[name].items() if key.startswith("KV")) for name in made)
-    assert more > less
-    assert made["cooling"]["cooled queries"] == 8 * 8 * (18 + 40)  # rows, prompt and completion
-    assert "cooled queries" not in made["streaming"]
+        plans[name] = {item.name: item.device for item in items}
+    cooling_size, streaming_size = (
+        next(size for key, size in plans[name].items() if key.startswith("KV")) for name in plans
+    )
+    assert cooling_size > streaming_size
+    assert plans["cooling"]["cooled queries"] == 8 * 8 * (18 + 40)  # rows, prompt and completion
+    assert "cooled queries" not in plans["streaming"]
 
 
 def test_grpo_trains_under_the_method_with_its_loss(grpo: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A launched run reads, tokenises and hashes once per machine, as often as a run of one process.
+"""A launched run reads, tokenises and hashes its data once per machine, as a run of one process does.
 
 A sitecustomize module in each process records each text passed to a tokenizer and each checkpoint file that Python
 opens (safetensors does not open files through Python, so only hashing is recorded).
@@ -63,9 +63,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
-    """seen(kind, processes, *words) runs `sparse-rl train` and returns (count of each tokenised text, hashed files,
-    stderr)."""
+def counted_run(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
+    """counted_run(kind, processes, *words) runs `sparse-rl train` and returns (count of each tokenised text, number of
+    hashed files, stderr)."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     dataset = rows("train", 16, 1, True)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset))
@@ -84,44 +84,47 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
         env = {key: value for key, value in os.environ.items() if key not in drop}
         env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", "NOTES": str(notes)}
         command = [sys.executable, "-m", "sparse_rl.cli", "train", "recipe.yaml", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert process.returncode == 0, process.stderr[-3000:]
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
-        tried = "text"  # each process tokenises this text to check that the tokenizer works
-        texts = Counter(given for _, what, given in lines if what == "text" and given != tried)
+        test_text = "text"  # each process tokenises this text to test the tokenizer
+        texts = Counter(values for _, event, values in lines if event == "text" and values != test_text)
         assert set(texts) >= {row["prompt"] for row in dataset}  # the control: tokenised texts are recorded
-        return texts, sum(what == "hashed" for _, what, _ in lines), done.stderr
+        return texts, sum(event == "hashed" for _, event, _ in lines), process.stderr
 
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
-def test_two_processes_do_shared_work_once(kind: str, zero: int, seen: Callable) -> None:
+def test_two_processes_do_shared_work_once(kind: str, zero: int, counted_run: Callable) -> None:
     """With two processes, texts are tokenised as often as with one process, resumed checkpoints are hashed once, and
     dropped rows are logged once."""
-    alone, without_words, _ = seen(kind, 1, zero=zero)
-    together, none, given_words = seen(kind, 2, zero=zero)
-    assert together == alone and without_words == none == 0
+    alone, hashed_alone, _ = counted_run(kind, 1, zero=zero)
+    together, hashed_together, stderr = counted_run(kind, 2, zero=zero)
+    assert together == alone
+    assert hashed_alone == hashed_together == 0
     if kind == "distill":
-        assert given_words.count("16 of 16 sequences are too long: 16 are truncated, 0 dropped") == 1
-    again, hashed, _ = seen(kind, 2, "max_steps=2", "--resume", zero=zero)
-    assert again == alone and hashed == 1
+        assert stderr.count("16 of 16 sequences are too long: 16 are truncated, 0 dropped") == 1
+    resumed, hashed, _ = counted_run(kind, 2, "max_steps=2", "--resume", zero=zero)
+    assert resumed == alone
+    assert hashed == 1
 
 
 def test_processes_share_results_through_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes reuse the launcher's results and compute missing ones themselves; no file outlives the launcher."""
+    """Processes use the launcher's results and compute missing ones themselves. No file remains after the launcher."""
     import datasets
 
     calls: list[str] = []
 
-    def make(what: str) -> Callable[[], Any]:
-        return lambda: calls.append(what) or {"made": what}
+    def make(name: str) -> Callable[[], Any]:
+        return lambda: calls.append(name) or {"made": name}
 
-    def table(what: str) -> Callable[[], Any]:
-        return lambda: calls.append(what) or datasets.Dataset.from_dict({"text": [what]})
+    def table(name: str) -> Callable[[], Any]:
+        return lambda: calls.append(name) or datasets.Dataset.from_dict({"text": [name]})
 
-    assert once("a", make("a")) == once("a", make("a")) and calls == ["a", "a"]  # no reuse outside the block
+    assert once("a", make("a")) == once("a", make("a"))  # no reuse outside the block
+    assert calls == ["a", "a"]
     with remembered():
         folder = Path(os.environ[FOLDER])
         assert once("a", make("1")) == once("a", make("2")) == {"made": "1"}
@@ -131,8 +134,10 @@ def test_processes_share_results_through_the_launcher(monkeypatch: pytest.Monkey
         assert launched()
         with remembered():
             first, second = once_on_disk("b", table("5")), once_on_disk("b", table("6"))
-            assert calls == ["a", "a", "1", "3"] and first._fingerprint == second._fingerprint
+            assert calls == ["a", "a", "1", "3"]
+            assert first._fingerprint == second._fingerprint
             assert [once("c", make("7")), once("c", make("8"))] == [{"made": "7"}, {"made": "8"}]
         assert folder.is_dir()
         monkeypatch.delenv("RANK")
-    assert not folder.exists() and FOLDER not in os.environ
+    assert not folder.exists()
+    assert FOLDER not in os.environ

@@ -1,5 +1,5 @@
-"""Options and arguments that a trainer does not support are refused in one line, before a model is loaded, in Python as
-in a recipe."""
+"""Unsupported options and arguments of a trainer are refused with an error of one line, before a model is loaded, in
+Python as in a recipe."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ PROMPT = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
 
 def arguments(kind: str, folder: Path, **options: Any) -> Any:
     """Make a trainer's arguments as a Python caller does."""
-    given = {"output_dir": str(folder), **CPU, **options}
+    all_options = {"output_dir": str(folder), **CPU, **options}
     if kind == "grpo":
-        return grpo_arguments(SparseGRPOConfig(), **given)
+        return grpo_arguments(SparseGRPOConfig(), **all_options)
     if kind == "sft":
-        return make_trainer("nowhere", SFTConfig(), given, None, None, None, ())
-    return {"distill": DistillArguments, "kvpop": KVpopArguments}[kind](**given)
+        return make_trainer("nowhere", SFTConfig(), all_options, None, None, None, ())
+    return {"distill": DistillArguments, "kvpop": KVpopArguments}[kind](**all_options)
 
 
 def refused(kind: str) -> list[tuple[str, Any]]:
@@ -63,13 +63,13 @@ def test_python_refuses_the_same_options_as_a_recipe(kind: str, tmp_path: Path) 
         with pytest.raises(UserError) as in_a_recipe:
             make_recipe({"kind": kind, **RECIPES[kind], option: value})
         assert (in_python.value.key, in_a_recipe.value.key) == (option, option)
-        mend = str(instead(option, kind))
-        assert mend in in_python.value.message and mend in in_a_recipe.value.message
+        fix = str(instead(option, kind))
+        assert fix in in_python.value.message
+        assert fix in in_a_recipe.value.message
 
 
-def test_the_options_refused_by_grpo() -> None:
-    """GRPO refuses exactly the options named in this test. The names are repeated here so that none can disappear from
-    the list."""
+def test_grpo_refuses_the_expected_options() -> None:
+    """GRPO refuses the options named here, so that none can disappear from its list unnoticed."""
     names = {option for option, _ in refused("grpo")}
     assert names >= {
         *("use_vllm", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
@@ -79,29 +79,34 @@ def test_the_options_refused_by_grpo() -> None:
     assert not names & {"beta", "loss_type", "sync_ref_model", "temperature"}
 
 
-def test_arguments_made_without_grpo_arguments(tmp_path: Path) -> None:
+def test_arguments_that_are_constructed_directly_are_checked_too(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"use_vllm: not an option here: use rollout\.engine"):
         SparseGRPOArguments(output_dir=str(tmp_path), **CPU, use_vllm=True)
-    made = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, sparse=SparseGRPOConfig(importance_clip=5.0))
-    assert (made.vllm_importance_sampling_mode, made.vllm_importance_sampling_clip_max) == ("token_truncate", 5.0)
-    assert isinstance(made, ReplayedArguments) and made.kind == "grpo"
+    grpo_args = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, sparse=SparseGRPOConfig(importance_clip=5.0))
+    assert (grpo_args.vllm_importance_sampling_mode, grpo_args.vllm_importance_sampling_clip_max) == (
+        "token_truncate",
+        5.0,
+    )
+    assert isinstance(grpo_args, ReplayedArguments)
+    assert grpo_args.kind == "grpo"
 
 
 @pytest.mark.parametrize("kind", ["grpo", "distill", "kvpop"])
-def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
-    """The requested gradient checkpointing is used, or refused in one line; torch's default, reentrant checkpointing,
-    is never used."""
-    for kept in ({"preserve_rng_state": False}, {}):
-        made = arguments(kind, tmp_path, gradient_checkpointing_kwargs=kept)
-        assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, **kept}
-    for wrong, says in (
+def test_gradient_checkpointing_is_never_reentrant(kind: str, tmp_path: Path) -> None:
+    """The requested gradient checkpointing is used, or refused with an error of one line. Reentrant checkpointing,
+    which is torch's default, is never used.
+    """
+    for options in ({"preserve_rng_state": False}, {}):
+        trainer_args = arguments(kind, tmp_path, gradient_checkpointing_kwargs=options)
+        assert trainer_args.gradient_checkpointing_kwargs == {"use_reentrant": False, **options}
+    for refused_options, message in (
         ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: must be among .*, got 'every_n_layers'"),
         ({"use_reentrant": None}, "reentrant gradient checkpointing is not supported"),
         ({"use_reentrant": True}, "reentrant gradient checkpointing is not supported"),
         ('{"use_reentrant": true}', "reentrant gradient checkpointing is not supported"),
     ):
-        with pytest.raises(UserError, match=says):
-            arguments(kind, tmp_path, gradient_checkpointing_kwargs=wrong)
+        with pytest.raises(UserError, match=message):
+            arguments(kind, tmp_path, gradient_checkpointing_kwargs=refused_options)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +128,8 @@ def test_unsupported_trainer_arguments_are_refused(given: dict[str, Any], says: 
     exist."""
     from trainer.grpo.trainer import SparseGRPOTrainer
 
-    def make(**usual: Any) -> Any:
-        return SparseGRPOTrainer(**{**usual, **given})
+    def make(**defaults: Any) -> Any:
+        return SparseGRPOTrainer(**{**defaults, **given})
 
     with pytest.raises(UserError, match=says) as caught:
         grpo(model="nowhere", trainer_class=make)
@@ -141,17 +146,18 @@ def test_a_model_with_adapters_other_than_lora_is_refused(grpo: Callable, new_mo
         DistillTrainer(model, new_model("qwen3"), engine, engine, [])
 
 
-def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> None:
-    """The option sync_ref_model is refused if no reference model is separate from the policy, and under learned
-    policies."""
+def test_sync_ref_model_needs_a_separate_reference_model(grpo: Callable, tmp_path: Path) -> None:
+    """The option sync_ref_model is refused without a reference model that is separate from the policy, and under
+    learned policies.
+    """
     learned = {"policy": "kvpop", "budget": 8, "window": 2}
-    for changed, says in (
+    for keys, message in (
         ({}, "sync_ref_model: needs beta above 0"),
         ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: with lora the reference is the model without the adapter"),
         ({"beta": 0.1, "cache": learned}, "sync_ref_model: does not work with cache.policy kvpop"),
     ):
-        with pytest.raises(UserError, match=says):
-            make_recipe({"kind": "grpo", **RECIPES["grpo"], "sync_ref_model": True, **changed})
+        with pytest.raises(UserError, match=message):
+            make_recipe({"kind": "grpo", **RECIPES["grpo"], "sync_ref_model": True, **keys})
     with pytest.raises(UserError, match="sync_ref_model: needs beta above 0"):
         grpo(model="nowhere", sync_ref_model=True)
     lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
@@ -159,25 +165,25 @@ def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> 
         grpo(sync_ref_model=True, beta=0.1, peft_config=lora)
 
 
-def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None:
-    says = "uniform_groups: drop needs multi_objective_aggregation sum_then_normalize"
+def test_dropping_groups_needs_a_single_sum_of_rewards(grpo: Callable) -> None:
+    message = "uniform_groups: drop needs multi_objective_aggregation sum_then_normalize"
     options = {"uniform_groups": "drop", "multi_objective_aggregation": "normalize_then_sum"}
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         make_recipe({"kind": "grpo", **RECIPES["grpo"], **options})
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         grpo(model="nowhere", **options)
 
 
 def test_settings_that_trl_switches_on_are_refused() -> None:
     """Settings that TRL switches on are refused: reentrant gradient checkpointing, for LoRA under ZeRO-3, and the
     auxiliary loss of mixture-of-experts models."""
-    usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
-    check_made(SimpleNamespace(**usual))
+    accepted = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
+    check_made(SimpleNamespace(**accepted))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):
-        check_made(SimpleNamespace(**{**usual, "aux_loss_enabled": True}))
+        check_made(SimpleNamespace(**{**accepted, "aux_loss_enabled": True}))
     reentrant = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(UserError, match="LoRA under ZeRO-3 makes gradient checkpointing reentrant"):
-        check_made(SimpleNamespace(**{**usual, "args": reentrant}))
+        check_made(SimpleNamespace(**{**accepted, "args": reentrant}))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_settings_that_trl_switches_on_are_refused() -> None:
         ("sft", "packing_strategy", "best", "expected one of bfd, bfd_split, wrapped"),
     ],
 )
-def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any, says: str) -> None:
+def test_invalid_values_are_refused_in_a_recipe(kind: str, option: str, value: Any, says: str) -> None:
     with pytest.raises(UserError, match=f"{option}: {says}"):
         make_recipe({"kind": kind, **RECIPES[kind], option: value})
 
@@ -213,13 +219,13 @@ def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any,
     ],
 )  # fmt: skip
 def test_errors_of_the_libraries_in_training_are_one_line(settings: dict[str, Any], says: str, grpo: Callable) -> None:
-    """If the data loader, optimizer, schedule or metric, which are made late, refuses an option, the error is a
-    one-line user error too."""
+    """If a data loader, optimizer, learning-rate schedule or metric refuses an option, the error is a user error of one
+    line too, although these objects are created late."""
     with pytest.raises(UserError, match=f"an option is refused: .*{says}") as caught:
         grpo(**settings).train()
     assert "\n" not in str(caught.value)
 
 
-def test_activations_on_a_cpu(tmp_path: Path) -> None:
+def test_activation_offloading_is_refused_on_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation_offloading: needs a GPU"):
         arguments("sft", tmp_path, activation_offloading=True)

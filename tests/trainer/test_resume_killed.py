@@ -1,5 +1,6 @@
-"""A run of a command that is killed with SIGKILL, or that fails on a full disk, ends like an uninterrupted run after it
-is resumed."""
+"""A run that is killed with SIGKILL, or that fails on a full disk, ends like an uninterrupted run after it is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 class Runs:
-    """Runs `sparse-rl train` in forked children of one process. `whole` maps a kind to the end of its uninterrupted
+    """Runs `sparse-rl train` in forked children of one process. `whole` maps a kind to the results of its uninterrupted
     run."""
 
     def __init__(self, folder: Path, model: str) -> None:
@@ -85,7 +86,9 @@ class Runs:
         return answer["status"], log.read_text()
 
     def end(self, name: str) -> tuple:
-        """Hashes of the weights, all metrics but timings, the mean loss of the last summary, and the completions."""
+        """Return hashes of the weights, the mean loss of the last summary, all metrics but timings, and the
+        completions.
+        """
         folder = self.folder / name
         lines = read_metrics(folder)
         mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
@@ -94,7 +97,7 @@ class Runs:
         logged = timeless([line for line in lines if "train_loss" not in line])
         return weights, mean, logged, read_metrics(folder, "completions.jsonl")
 
-    def left_alone(self, kind: str) -> tuple:
+    def uninterrupted(self, kind: str) -> tuple:
         if kind not in self.whole:
             record = self.folder / "operations.json"
             status, output = self(kind, f"{kind}-whole", record=str(record))
@@ -106,10 +109,10 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    made = Runs(tmp_path_factory.mktemp("runs"), tiny("qwen3"))
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
+    started = Runs(tmp_path_factory.mktemp("runs"), tiny("qwen3"))
+    yield started
+    started.process.stdin.close()
+    started.process.wait()
 
 
 def number_of(operations: list[str], *words: str, last: bool = False) -> int:
@@ -117,7 +120,8 @@ def number_of(operations: list[str], *words: str, last: bool = False) -> int:
     return results[-1 if last else 0]
 
 
-PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, point of the kill, newest complete one
+# kind, number of the operation at which to kill, step of the newest complete checkpoint
+PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {
     "first file": ("sft", lambda done: number_of(done, "open", "_partial/checkpoint-3"), 2),
     "last file": ("grpo", lambda done: number_of(done, "open", "_partial/checkpoint-4/manifest.json"), 3),
     "before the rename": ("grpo", lambda done: number_of(done, "os.rename", "_partial/checkpoint-6"), 5),
@@ -126,56 +130,65 @@ PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, poin
 }
 
 
-def slowly(cases: Any, *slow: str) -> list[Any]:
+def marked_slow(cases: Any, *slow: str) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
-@pytest.mark.parametrize("place", slowly(PLACES, "first file", "before the rename"))
-def test_killed_at_a_checkpoint(place: str, runs: Runs) -> None:
+@pytest.mark.parametrize("place", marked_slow(PLACES, "first file", "before the rename"))
+def test_a_run_killed_at_a_checkpoint_resumes_exactly(place: str, runs: Runs) -> None:
     kind, where, newest = PLACES[place]
-    expected = runs.left_alone(kind)
+    expected = runs.uninterrupted(kind)
     name = place.replace(" ", "-")
     status, _ = runs(kind, name, kill_at=where(runs.operations[kind]))
     folder = runs.folder / name
-    assert status == -9 and not (folder / "model").exists() and (folder / "_partial").exists()
+    assert status == -9
+    assert not (folder / "model").exists()
+    assert (folder / "_partial").exists()
     assert checkpoints(folder)[-1].name == f"checkpoint-{newest}"
     assert all(damage(path) is None for path in checkpoints(folder))
     status, output = runs(kind, name, "--resume")
-    assert status == 0 and "skipped" not in output, output
-    assert runs.end(name) == expected and not (folder / "_partial").exists()
+    assert status == 0, output
+    assert "skipped" not in output, output
+    assert runs.end(name) == expected
+    assert not (folder / "_partial").exists()
     assert len(checkpoints(folder)) == 2
 
 
-def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> None:
-    """If the newest checkpoint lacks the file of its rank, the command resumes from the checkpoint before it, and the
-    run ends like an uninterrupted run."""
-    expected = runs.left_alone("grpo")
+def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(runs: Runs) -> None:
+    """If the newest checkpoint lacks the file of its rank, the run resumes from the checkpoint before it, and ends like
+    an uninterrupted run."""
+    expected = runs.uninterrupted("grpo")
     shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
     (folder / "checkpoint-6" / "progress_0.pt").unlink()
     status, text = runs("grpo", "damaged", "--resume")
-    assert status == 0 and runs.end("damaged") == expected, text
-    assert text.count("skipped") == 1 and "skipped damaged/checkpoint-6: progress_0.pt is missing" in text
+    assert status == 0, text
+    assert runs.end("damaged") == expected, text
+    assert text.count("skipped") == 1
+    assert "skipped damaged/checkpoint-6: progress_0.pt is missing" in text
     assert {path.name for path in folder.glob("*checkpoint-*")} == {f"{x}checkpoint-{n}" for x, n in PAIRS}
     status, text = runs("grpo", "damaged", "--resume", "damaged/later-checkpoint-6")
     line = "error: --resume: damaged/later-checkpoint-6 is not a complete checkpoint: progress_0.pt is missing"
-    assert status == 2 and text == f"sparse-rl: {line}\n"
+    assert status == 2
+    assert text == f"sparse-rl: {line}\n"
 
 
 @pytest.mark.parametrize(
-    "file", slowly(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt")
+    "file",
+    marked_slow(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt"),
 )
 def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
-    """A checkpoint with a matching manifest is refused in one line if one of its files is a pickle that runs code,
-    holds data of another shape, or is not a pickle."""
-    runs.left_alone("sft")
-    place, made = runs.folder / "crafted/checkpoint-5", runs.folder / "made"
-    contents = (Bomb(made), ["something", "else"], b"nothing that torch has written")
+    """A checkpoint with a matching manifest is refused with an error of one line if one of its files is a pickle that
+    runs code, has data of another structure, or is not a pickle."""
+    runs.uninterrupted("sft")
+    place, touched_file = runs.folder / "crafted/checkpoint-5", runs.folder / "made"
+    contents = (Bomb(touched_file), ["something", "else"], b"nothing that torch has written")
     for content in contents if file == "progress_0.pt" else contents[:1]:
         shutil.rmtree(place.parent, ignore_errors=True)
         shutil.copytree(runs.folder / "sft-whole/checkpoint-5", place)
         craft(place / file, content)
         status, output = runs("sft", "crafted", "--resume")
-        assert status == 2 and not made.exists(), output
+        assert status == 2, output
+        assert not touched_file.exists(), output
         assert only_line(output).startswith("sparse-rl: error: --resume: crafted/checkpoint-5 cannot be loaded: "), (
             output
         )
@@ -186,32 +199,37 @@ PAIRS = (("", 5), ("", 6), ("later-", 6))
 
 @pytest.mark.parametrize("kind", COMMANDED)
 def test_a_changed_recipe_is_refused_by_its_keys(kind: str, runs: Runs) -> None:
-    runs.left_alone(kind)
+    runs.uninterrupted(kind)
     changed = runs(kind, f"{kind}-whole", "--resume", "learning_rate=2e-3", "launch.zero_stage=2", "weight_decay=0.1")
     changes = "launch.zero_stage was 0 and is now 2; learning_rate was 0.001 and is now 0.002; weight_decay was 0.0"
-    assert changed[0] == 2 and changed[1].count("\n") == 1 and changes in changed[1]
+    assert changed[0] == 2
+    assert changed[1].count("\n") == 1
+    assert changes in changed[1]
 
 
-@pytest.mark.parametrize("kind", slowly(COMMANDED, "sft"))
-def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
-    """A full disk, imitated from step 4 on by a limit on file sizes, ends the run in one line. Complete checkpoints
-    stay complete, and the run resumes from them."""
-    expected, name = runs.left_alone(kind), f"{kind}-limited"
+@pytest.mark.parametrize("kind", marked_slow(COMMANDED, "sft"))
+def test_a_full_disk_ends_the_run_with_one_line(kind: str, runs: Runs) -> None:
+    """A full disk ends the run with an error of one line. Complete checkpoints remain complete, and the run resumes
+    from them. Here a limit on file sizes from step 4 on takes the place of a full disk.
+    """
+    expected, name = runs.uninterrupted(kind), f"{kind}-limited"
     status, output = runs(kind, name, full_after=4, largest_file=60_000)
-    assert status == 1 and "Traceback" not in output
+    assert status == 1
+    assert "Traceback" not in output
     line = (
         f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is complete, --resume continues"
     )
     assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(output))
     assert [path.name for path in checkpoints(runs.folder / name)] == ["checkpoint-2", "checkpoint-3"]
     assert not (runs.folder / name / "_partial").exists()
-    assert runs(kind, name, "--resume")[0] == 0 and runs.end(name) == expected
+    assert runs(kind, name, "--resume")[0] == 0
+    assert runs.end(name) == expected
 
 
-def only_line(said: str) -> str:
-    rows = [line for line in said.splitlines() if line.startswith("sparse-rl:")]
-    assert len(rows) == 1, said
-    return rows[0]
+def only_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("sparse-rl:")]
+    assert len(lines) == 1, text
+    return lines[0]
 
 
 @pytest.fixture
@@ -230,8 +248,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
-def test_a_disk_that_is_really_full(small_disk: Callable, runs: Runs) -> None:
-    expected = runs.left_alone("sft")
+def test_a_run_resumes_after_its_disk_was_full(small_disk: Callable, runs: Runs) -> None:
+    expected = runs.uninterrupted("sft")
     size = sum(file.stat().st_size for file in (runs.folder / "sft-whole/checkpoint-6").rglob("*"))
     disk = small_disk(int(2.6 * size))  # two checkpoints and a part of the third
     status, output = runs("sft", str(disk / "run"))
@@ -239,7 +257,8 @@ def test_a_disk_that_is_really_full(small_disk: Callable, runs: Runs) -> None:
     line = "sparse-rl: stopped: checkpoint-3 could not be written: the disk is full; in "
     assert only_line(output) == f"{line}{disk}/run checkpoint-2 is complete, --resume continues from it"
     subprocess.run(["mount", "-o", f"remount,size={9 * size}", str(disk)], check=True)
-    assert runs("sft", str(disk / "run"), "--resume")[0] == 0 and runs.end(str(disk / "run")) == expected
+    assert runs("sft", str(disk / "run"), "--resume")[0] == 0
+    assert runs.end(str(disk / "run")) == expected
 
 
 KILLS, CHAIN = 25, 5
@@ -247,30 +266,31 @@ KILLS, CHAIN = 25, 5
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
-def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
+def test_a_run_killed_at_random_moments_resumes_exactly(kind: str, runs: Runs) -> None:
     """A run that is killed, resumed and killed again, up to five times, ends like an uninterrupted run. The 25 seeded
     SIGKILLs (100 over all trainers) alternate between three moments: a file operation up to the first checkpoint, any
     file operation in the run directory, and any time."""
-    expected, operations = runs.left_alone(kind), runs.operations[kind]
+    expected, operations = runs.uninterrupted(kind), runs.operations[kind]
     first = number_of(operations, "os.rename", "_partial/checkpoint-1")
     draw, kills, partial, fresh, chains = random.Random(f"moments of {kind}"), 0, 0, 0, 0
     while kills < KILLS:
         chains += 1
         name = f"{kind}-{chains}"
-        for left in reversed(range(CHAIN + 1)):
-            whole = checkpoints(runs.folder / name)
+        for kills_left in reversed(range(CHAIN + 1)):
+            complete = checkpoints(runs.folder / name)
             moment: dict[str, Any] = {}
-            if left and kills < KILLS:
+            if kills_left and kills < KILLS:
                 place = {"kill_at": draw.randint(1, first if kills % 3 == 0 else len(operations))}
                 moment = {"kill_after": draw.uniform(0, runs.seconds[f"{kind}-whole"])} if kills % 3 == 2 else place
-            status, output = runs(kind, name, *["--resume"] * bool(whole), **moment)
+            status, output = runs(kind, name, *["--resume"] * bool(complete), **moment)
             if status == 0:
                 break
-            assert status == -9, output  # resuming or starting again always works
+            assert status == -9, output  # a run can always be resumed or started again
             kills += 1
             partial += (runs.folder / name / "_partial").exists()
             fresh += not checkpoints(runs.folder / name)
             assert all(damage(path) is None for path in checkpoints(runs.folder / name))
         assert runs.end(name) == expected, (chains, kills)
         shutil.rmtree(runs.folder / name)
-    assert partial >= 3 and fresh >= 1
+    assert partial >= 3
+    assert fresh >= 1

@@ -1,6 +1,7 @@
-"""Resume under ZeRO 0, 2 and 3 on one and two processes, LoRA and both engines; a full disk on one rank.
+"""A run resumed in mid-buffer, in the first or second epoch, equals an uninterrupted run bit for bit.
 
-A run resumed from a checkpoint in mid-buffer, in the first or second epoch, ends with the same bits.
+This holds for all ZeRO stages on one and two processes, for LoRA, and for both engines. Further tests are about a full
+disk on one rank, and about code in checkpoint files.
 """
 
 from __future__ import annotations
@@ -94,8 +95,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
 
 
 def end(folder: Path) -> tuple:
-    """Return hashes of the weights, all metrics without timings, the mean loss of the last summary, and the
-    completions."""
+    """Return hashes of the weights, the mean loss of the last summary, all metrics but timings, and the completions."""
     lines = read_metrics(folder)
     mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
     files = sorted((folder / "model").glob("*.safetensors"))  # scorers have a separate file
@@ -105,41 +105,45 @@ def end(folder: Path) -> tuple:
     return weights, mean, logged, read_metrics(folder, "completions.jsonl")
 
 
-def resumes_exactly(
-    command: Callable, tmp_path: Path, kind: str, *words: str, stops: tuple[int, ...] = (7,), **given: Any
+def check_resume(
+    command: Callable, tmp_path: Path, kind: str, *words: str, stops: tuple[int, ...] = (7,), **options: Any
 ) -> None:
-    done = command(kind, "whole", *words, **given)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = command(kind, "whole", *words, **options)
+    assert process.returncode == 0, process.stderr[-3000:]
     expected = end(tmp_path / "whole")
     assert [line["step"] for line in expected[2]] == [2, 4, 6, 8]
     for step in stops:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "whole", tmp_path / "run")
         shutil.rmtree(tmp_path / "run" / "model")
-        done = command(kind, "run", *words, "--resume", f"run/checkpoint-{step}", **given)
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = command(kind, "run", *words, "--resume", f"run/checkpoint-{step}", **options)
+        assert process.returncode == 0, process.stderr[-3000:]
         assert end(tmp_path / "run") == expected, (step, end(tmp_path / "run"), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stage", "processes"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
-def test_every_stage(kind: str, stage: int, processes: int, command: Callable, tmp_path: Path) -> None:
+def test_resume_is_exact_under_every_zero_stage(
+    kind: str, stage: int, processes: int, command: Callable, tmp_path: Path
+) -> None:
     stops = (3, 4, 7) if stage == 0 else (7,)  # mid-buffer; end of the first epoch; mid-buffer in the second
-    resumes_exactly(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
-    if (stage, processes, kind) == (2, 2, "sft"):  # a recipe that cannot be resumed: the error names the keys
-        one = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)
-        assert one.returncode == 2 and "launch.processes was 2 and is now 1" in one.stderr
-        other = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
-        assert other.returncode == 2 and "launch.zero_stage was 2 and is now 3" in other.stderr
+    check_resume(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
+    if (stage, processes, kind) == (2, 2, "sft"):  # a changed recipe is refused, and the error names the keys
+        on_one_process = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)
+        assert on_one_process.returncode == 2
+        assert "launch.processes was 2 and is now 1" in on_one_process.stderr
+        under_zero_3 = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
+        assert under_zero_3.returncode == 2
+        assert "launch.zero_stage was 2 and is now 3" in under_zero_3.stderr
 
 
 @pytest.mark.parametrize("learn", [False, True])
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_learned_policy(
+def test_resume_is_exact_under_a_learned_policy(
     stage: int, kind: str, learn: bool, command: Callable, tiny: Callable, tmp_path: Path
 ) -> None:
-    """On two processes, scorers that do not learn keep their weights bit for bit, and the replay is exact."""
+    """On two processes, a resumed run is exact, frozen scorers keep their weights bit for bit, and replay is exact."""
     policy, folder = learned_policy("delayed", 16, window=4), tmp_path / "learned"
     shutil.copytree(tiny("qwen3"), folder)
     write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
@@ -147,81 +151,83 @@ def test_a_learned_policy(
     words = [f"cache={json.dumps(policy.config.as_block())}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
     words += ["scorers={weight: 1.0, learning_rate: 1e-3, boundary: {queries: 8}}"] if learn else []
-    resumes_exactly(command, tmp_path, kind, *words, processes=2, model=str(folder))
+    check_resume(command, tmp_path, kind, *words, processes=2, model=str(folder))
     before, after = (load_file(place / "cache_scorer.safetensors") for place in (folder, tmp_path / "run" / "model"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before) is not learn
     lines = read_metrics(tmp_path / "run")
     retention = [line["cache/retention"] for line in lines if "cache/retention" in line]
-    assert retention and all(0 < share < 1 for share in retention)
+    assert retention
+    assert all(0 < share < 1 for share in retention)
     gaps = [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
-    assert bool(gaps) is (kind == "grpo") and all(gap <= 1e-5 for gap in gaps)
+    assert bool(gaps) is (kind == "grpo")
+    assert all(gap <= 1e-5 for gap in gaps)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
-    """On two processes, each process repeats its own compactions in the forward pass, with gradients."""
+def test_resume_is_exact_under_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
+    """On two processes, each process replays its own compactions, with gradients, and a resumed run is exact."""
     words = ["cache={policy: am, budget: 16, sinks: 1, window: 4, period: 8}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
-    resumes_exactly(command, tmp_path, kind, *words, processes=2)
+    check_resume(command, tmp_path, kind, *words, processes=2)
     lines = read_metrics(tmp_path / "run")
     gaps = [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
-    assert bool(gaps) is (kind == "grpo") and all(gap <= 1e-5 for gap in gaps)
+    assert bool(gaps) is (kind == "grpo")
+    assert all(gap <= 1e-5 for gap in gaps)
     assert any("match/output" in line for line in lines) is (kind == "grpo")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kvpop"])
-def test_lora(kind: str, command: Callable, tmp_path: Path) -> None:
-    resumes_exactly(command, tmp_path, kind, "lora={r: 4}")
+def test_resume_is_exact_with_lora(kind: str, command: Callable, tmp_path: Path) -> None:
+    check_resume(command, tmp_path, kind, "lora={r: 4}")
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
-def test_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path: Path) -> None:
+def test_resume_is_exact_with_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     model = tiny("qwen3", head_dim=32)
     words = ["rollout.engine=vllm", "rollout.kv_cache_gb=0.1", "data.max_prompt_tokens=40"]
     words += ["max_completion_length=64"] if kind == "distill" else []
-    resumes_exactly(command, tmp_path, kind, *words, model=model)
+    check_resume(command, tmp_path, kind, *words, model=model)
 
 
 @pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
-def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
-    """If the disk is full for one rank, this rank reports the failure in one line, the other rank does not hang, and
-    the run can resume from the earlier checkpoint.
+def test_a_full_disk_of_one_rank_ends_the_run(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
+    """If the disk is full for one rank, the run ends with an error of one line, the other rank does not hang, and the
+    run can resume from the earlier checkpoint.
     """
     (tmp_path / "full_disk.py").write_text(FULL_DISK)
     words = (f"launch.zero_stage={stage}", "rewards=[full_disk:digits]")
-    done = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
-    assert len(lines) == 1, done.stderr
+    process = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
+    assert process.returncode == 1
+    lines = [line for line in process.stderr.splitlines() if line.startswith("sparse-rl:")]
+    assert len(lines) == 1, process.stderr
     assert lines[0].startswith("sparse-rl: stopped: checkpoint-5 could not be written: ")
     assert lines[0].endswith("in run checkpoint-4 is complete, --resume continues from it")
-    done = command("grpo", "run", *words, "--resume", processes=2, FULL_AFTER="100", FULL=full)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = command("grpo", "run", *words, "--resume", processes=2, FULL_AFTER="100", FULL=full)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert [line["step"] for line in end(tmp_path / "run")[2]] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_no_code_in_the_files_of_deepspeed_runs(stage: int, command: Callable, tmp_path: Path) -> None:
-    """A checkpoint file that contains code is refused in one line, although DeepSpeed reads its files with
-    weights_only=False.
+def test_no_code_in_a_deepspeed_checkpoint_runs(stage: int, command: Callable, tmp_path: Path) -> None:
+    """A checkpoint file that contains code is refused with an error of one line, although DeepSpeed reads its files
+    with weights_only=False.
     """
     words = (f"launch.zero_stage={stage}", "max_steps=2")
-    done = command("sft", "whole", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = command("sft", "whole", *words)
+    assert process.returncode == 0, process.stderr[-3000:]
     files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole/checkpoint-2").rglob("*_states.pt")]
     assert len(files) == 2
     for file in files:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "run/checkpoint-2")
         craft(tmp_path / "run" / file, Bomb(tmp_path / "made"))
-        done = command("sft", "run", *words, "--resume")
-        assert done.returncode == 2 and not (tmp_path / "made").exists(), done.stderr[-3000:]
-        lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
-        assert (
-            len(lines) == 1
-            and "--resume: run/checkpoint-2 cannot be loaded: one of its files holds more than plain data" in lines[0]
-        )
+        process = command("sft", "run", *words, "--resume")
+        assert process.returncode == 2, process.stderr[-3000:]
+        assert not (tmp_path / "made").exists(), process.stderr[-3000:]
+        lines = [line for line in process.stderr.splitlines() if line.startswith("sparse-rl:")]
+        assert len(lines) == 1
+        assert "--resume: run/checkpoint-2 cannot be loaded: one of its files holds more than plain data" in lines[0]

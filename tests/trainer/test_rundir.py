@@ -38,25 +38,25 @@ from trainer.resume import refuse_used, versions
 from trainer.rundir import RunLog, check_world
 
 
-def recipe_of(folder: Path, *overrides: str, **more):
+def recipe_of(folder: Path, *overrides: str, **keys):
     mapping = {
         "kind": "grpo", "model": "m", "output_dir": str(folder), "data": {"path": "a.jsonl"}, "rewards": ["boxed"],
-        "cache": {"policy": "streaming", "budget": 8}, **more,
+        "cache": {"policy": "streaming", "budget": 8}, **keys,
     }  # fmt: skip
     return make_recipe(mapping, overrides)
 
 
-def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
+def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
     """Write a complete checkpoint of two processes, as if by a run of the recipe `of`, and return its path."""
-    made, place = folder / "_partial" / f"checkpoint-{step}", folder / f"checkpoint-{step}"
-    (made / f"global_step{step}").mkdir(parents=True)
+    partial, place = folder / "_partial" / f"checkpoint-{step}", folder / f"checkpoint-{step}"
+    (partial / f"global_step{step}").mkdir(parents=True)
     for name in ("trainer_state.json", "progress_0.pt", "progress_1.pt", f"global_step{step}/rank_1.pt"):
-        (made / name).write_bytes(f"{name} of step {step}".encode())
+        (partial / name).write_bytes(f"{name} of step {step}".encode())
     recipe = of or recipe_of(folder)
     launch = {"processes": recipe.launch.processes, "zero_stage": recipe.launch.zero_stage}
-    manifest = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **about}
-    write_manifest(made, file_digests(made), **manifest)
-    publish(made, place)
+    manifest = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **fields}
+    write_manifest(partial, file_digests(partial), **manifest)
+    publish(partial, place)
     return place
 
 
@@ -92,7 +92,7 @@ def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_p
         refuse_used(recipe.output_dir)
 
 
-def test_a_fresh_run_in_place_keeps_no_line_of_the_one_before(tmp_path: Path) -> None:
+def test_a_fresh_run_removes_the_metrics_of_the_run_before(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
     for resumed, kept in ((1, [0, 1]), (0, [])):
         state = SimpleNamespace(is_world_process_zero=True, global_step=resumed)
@@ -110,22 +110,25 @@ with locked(sys.argv[1]):
 
 
 def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) -> None:
-    """A run directory is locked until its process dies: any kind of death releases the lock, even if a child of the
-    process lives on.
+    """A run directory is locked until its process ends. A killed process releases the lock too, even if a child process
+    still runs.
     """
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     forks = HOLDER.replace('print("', 'import os, time; os.fork() or time.sleep(5)\n    print("')
     for script in (HOLDER, forks):
         command[2] = script
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-            assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
-            says = rf"output_dir: .*run is in use by a run: process {holder.pid} on {re.escape(socket.gethostname())}; "
-            for refused in (
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            message = (
+                rf"output_dir: .*run is in use by a run: process {holder.pid} on {re.escape(socket.gethostname())}; "
+            )
+            for attempt in (
                 lambda: locked(str(tmp_path / "run")).__enter__(),
                 lambda: refuse_running(f"{tmp_path}/run"),
             ):
-                with pytest.raises(UserError, match=says):
-                    refused()
+                with pytest.raises(UserError, match=message):
+                    attempt()
             holder.kill()
             holder.wait()
             refuse_running(str(tmp_path / "run"))
@@ -134,10 +137,10 @@ def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) ->
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    def none(*_: object) -> None:
+    def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
     with locked(str(tmp_path)):
         assert "has no locks (No locks available): do not start a second run there" in caplog.text
 
@@ -180,9 +183,9 @@ def crafted(folder: Path, content: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
-def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
-    """Check that a manifest with a correct checksum but changed or missing parts is either accepted or refused in one
-    line.
+def check_crafted_manifest(data: st.DataObject, folder: Path) -> None:
+    """Check that a manifest with a correct checksum, but with a changed or missing part, is either accepted or refused
+    with an error of one line.
     """
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(folder)
@@ -198,23 +201,26 @@ def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
         assert checkpoint_to_resume(recipe, "newest") in (before, last)
         assert checkpoint_to_resume(recipe, str(last)) == last
     except UserError as error:
-        assert "\n" not in str(error) and len(str(error)) < LONGEST, error
+        assert "\n" not in str(error), error
+        assert len(str(error)) < LONGEST, error
 
 
 @settings(derandomize=True, max_examples=40, deadline=10_000, database=None)
 @given(data=st.data())
 def test_a_crafted_manifest_is_skipped(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "crafted")
+    check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "crafted")
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=10_000, database=None)
 @given(data=st.data())
-def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "thousand")
+def test_a_thousand_crafted_manifests_are_skipped(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "thousand")
 
 
-def test_a_checkpoint_of_another_recipe_gives_one_short_line(tmp_path: Path) -> None:
+def test_the_error_for_another_recipe_is_one_short_line(tmp_path: Path) -> None:
     """The error for a checkpoint of another recipe is one line, which names the first 20 keys that differ and the
     number of further such keys.
     """
@@ -223,13 +229,13 @@ def test_a_checkpoint_of_another_recipe_gives_one_short_line(tmp_path: Path) -> 
     with pytest.raises(UserError) as error:
         checkpoint_to_resume(recipe, "newest")
     output = str(error.value)
-    assert output.count(" was null and is now ") == 20 and re.search(
-        r"; and \d+ more keys\. Set the old values", output
-    )
-    assert len(output) < LONGEST and "\n" not in output
+    assert output.count(" was null and is now ") == 20
+    assert re.search(r"; and \d+ more keys\. Set the old values", output)
+    assert len(output) < LONGEST
+    assert "\n" not in output
 
 
-def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:
+def test_a_manifest_that_is_deep_or_not_text_is_damaged(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 9)
     for text in ("[" * 100_000, "[" * 900 + "]" * 900, "9" * 5000, "\udcff"):
         (place / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -241,7 +247,7 @@ def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:
     assert damage(place) == "manifest.json is nested more than 20 levels deep"
 
 
-def test_a_file_that_a_library_would_load_is_not_smuggled_in(tmp_path: Path) -> None:
+def test_an_unlisted_file_that_a_library_would_load_is_damage(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 9)
     (place / "notes.txt").write_text("a user's own")
     assert damage(place) is None
@@ -254,15 +260,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(kind, tmp_pa
     recipe = recipe_of(tmp_path)
     before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
-    assert (
-        checkpoint_to_resume(recipe, "newest") == last == checkpoint_to_resume(recipe, str(last))
-        and not caplog.messages
-    )
-    damage, says = DAMAGE[kind]
+    assert checkpoint_to_resume(recipe, "newest") == last == checkpoint_to_resume(recipe, str(last))
+    assert not caplog.messages
+    damage, message = DAMAGE[kind]
     damage(last)
     assert checkpoint_to_resume(recipe, "newest") == before
-    assert len(caplog.messages) == 1 and re.search(f"skipped .*checkpoint-9: {says}", caplog.messages[0])
-    with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a complete checkpoint: {says}"):
+    assert len(caplog.messages) == 1
+    assert re.search(f"skipped .*checkpoint-9: {message}", caplog.messages[0])
+    with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a complete checkpoint: {message}"):
         checkpoint_to_resume(recipe, str(last))
     (before / "progress_0.pt").unlink()
     with pytest.raises(UserError, match="holds no complete checkpoint to resume from"):
@@ -273,8 +278,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(kind, tmp_pa
 def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
-    says = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
-    with pytest.raises(UserError, match=says):
+    message = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
+    with pytest.raises(UserError, match=message):
         checkpoint_to_resume(recipe_of(tmp_path), "newest")
     assert checkpoint_to_resume(two, "newest").name == "checkpoint-3"
     with pytest.raises(UserError, match=r"launch\.processes.*is 2, but 1 processes were started"):
@@ -301,7 +306,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_default_that_is_written_out_is_no_difference(tmp_path: Path) -> None:
+def test_an_explicit_default_is_no_difference(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 3)
     assert checkpoint_to_resume(recipe_of(tmp_path, "cache.sinks=4", "cache.period=1"), "newest") == place
 
@@ -378,18 +383,19 @@ def test_other_versions_give_a_warning(tmp_path: Path, caplog) -> None:
     assert re.search(r"torch was 1\.0 and is .*may differ in rounding", caplog.text)
 
 
-def test_keep_last_counts_whole_checkpoints(tmp_path: Path) -> None:
-    made = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
-    (made[2] / "progress_0.pt").unlink()
-    keep_last(tmp_path, 2, best=str(made[0]))
-    assert checkpoints(tmp_path) == made  # two complete checkpoints, the best one, and a damaged one
+def test_keep_last_counts_complete_checkpoints(tmp_path: Path) -> None:
+    written = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
+    (written[2] / "progress_0.pt").unlink()
+    keep_last(tmp_path, 2, best=str(written[0]))
+    assert checkpoints(tmp_path) == written  # kept: two complete checkpoints, the best one, and a damaged one
     keep_last(tmp_path, 2)
-    assert checkpoints(tmp_path) == made[1:] and not (tmp_path / "_partial").exists()
+    assert checkpoints(tmp_path) == written[1:]
+    assert not (tmp_path / "_partial").exists()
     keep_last(tmp_path, None)
-    assert checkpoints(tmp_path) == made[1:]
+    assert checkpoints(tmp_path) == written[1:]
 
 
-def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 

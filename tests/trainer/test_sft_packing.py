@@ -42,7 +42,8 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[st
 def test_documents_do_not_see_each_other(packed: Callable) -> None:
     model, batch = packed("bfd")
     ids, positions = batch["input_ids"], batch["position_ids"]
-    assert ids.shape[0] == 1 and int((positions == 0).sum()) >= 4
+    assert ids.shape[0] == 1
+    assert int((positions == 0).sum()) >= 4
     starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
     with torch.no_grad():
         together = model(input_ids=ids, position_ids=positions, attention_mask=None).logits[0]
@@ -53,8 +54,11 @@ def test_documents_do_not_see_each_other(packed: Callable) -> None:
     assert float((whole - together).abs().max()) > 1e-2  # the control
 
 
-def test_wrapped_documents_do(packed: Callable) -> None:
+def test_wrapped_documents_see_each_other(packed: Callable) -> None:
     _, batch = packed("wrapped")
-    assert batch["input_ids"].shape == (2, 160) and "position_ids" not in batch
+    assert batch["input_ids"].shape == (2, 160)
+    assert "position_ids" not in batch
     mask, ends = batch["attention_mask"].long(), batch["input_ids"] == EOS_ID
-    assert int((ends & (mask > 0)).sum(1).max()) >= 3 and bool((mask.diff(dim=1) <= 0).all())  # one causal row
+    assert int((ends & (mask > 0)).sum(1).max()) >= 3
+    # the mask is 1 up to the padding, so that the row is one causal sequence
+    assert bool((mask.diff(dim=1) <= 0).all())

@@ -1,4 +1,4 @@
-"""A resumed fine-tuning run equals an uninterrupted run bit for bit; its cadence and length may change."""
+"""A resumed fine-tuning run equals an uninterrupted run bit for bit. Its intervals and its length may change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     def make(name: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        given = {
+        defaults = {
             "output_dir": str(folder),
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
@@ -64,7 +64,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
         data = load_data(DataConfig(synthetic=synthetic), tokenizer, require=("prompt", "completion"))
         return ResumableSFTTrainer(
             model=tiny("qwen3"),
-            args=SFTConfig(**{**given, **settings}),
+            args=SFTConfig(**{**defaults, **settings}),
             train_dataset=data.remove_columns([c for c in data.column_names if c not in ("prompt", "completion")]),
             processing_class=tokenizer,
             callbacks=[RunLog(folder), *callbacks],
@@ -80,9 +80,9 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
     return [*timeless([line for line in lines if "train_loss" not in line]), {"mean": means}]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(trainer: Any, other: Any) -> bool:
     expected = other.model.state_dict()
-    return all(torch.equal(weight, expected[name]) for name, weight in one.model.state_dict().items())
+    return all(torch.equal(weight, expected[name]) for name, weight in trainer.model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
     torch.manual_seed(1234)
     second = sft("stopped")
     second.train(resume_from_checkpoint=str(Path(second.args.output_dir) / f"checkpoint-{at}"))
-    assert logged(second) == logged(whole) and same(second, whole)
+    assert logged(second) == logged(whole)
+    assert same(second, whole)
 
     file = Path(second.args.output_dir) / f"checkpoint-{at}" / "progress_0.pt"
     state = torch.load(file, weights_only=True)
@@ -119,18 +120,21 @@ def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
     by a callback that is absent after the resume."""
     whole = sft("whole", max_steps=3)
     whole.train()
-    again = sft("again", max_steps=3)
-    again.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-3"))
-    assert again.state.global_step == 3 and same(again, whole) and logged(again)[-1] == logged(whole)[-1]
+    resumed = sft("again", max_steps=3)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-3"))
+    assert resumed.state.global_step == 3
+    assert same(resumed, whole)
+    assert logged(resumed)[-1] == logged(whole)[-1]
 
     early = sft("early", StopAt(6))
     early.train()
-    again = sft("again", max_steps=10)
-    again.train(resume_from_checkpoint=str(Path(early.args.output_dir) / "checkpoint-6"))
-    assert again.state.global_step == 6 and same(again, early)
+    resumed = sft("again", max_steps=10)
+    resumed.train(resume_from_checkpoint=str(Path(early.args.output_dir) / "checkpoint-6"))
+    assert resumed.state.global_step == 6
+    assert same(resumed, early)
 
 
-def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
+def test_a_resumed_run_logs_and_saves_at_its_own_intervals(sft: Callable) -> None:
     """A resumed run logs and saves at its own intervals, whereas stock transformers would keep the checkpoint's
     intervals. With a constant learning rate, the resumed run can also be longer than the first run.
     """
@@ -158,13 +162,13 @@ def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
     first.train()
     assert summaries(first) == [3]
     for steps in (3, 4):
-        again = sft("run", max_steps=steps)
-        again.train(resume_from_checkpoint=str(Path(again.args.output_dir) / "checkpoint-3"))
-        assert summaries(again) == [steps]
+        resumed = sft("run", max_steps=steps)
+        resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-3"))
+        assert summaries(resumed) == [steps]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_weight_that_is_tied_is_not_missed(
+def test_a_tied_weight_is_not_reported_as_missing(
     tied: bool, sft: Callable, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = sft("run", max_steps=1, save_steps=1)
@@ -183,10 +187,8 @@ def test_a_weight_that_is_tied_is_not_missed(
     assert ("missing keys" in caplog.text) is not tied
 
 
-def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
-    """A run that resumes from an earlier checkpoint moves the later checkpoints away: the later ones are neither used
-    nor lost.
-    """
+def test_later_checkpoints_are_renamed(sft: Callable) -> None:
+    """A run that resumes from an earlier checkpoint renames the later checkpoints, which are neither used nor lost."""
     sft("run", max_steps=9).train()
     folder = Path(sft("run").args.output_dir)
     (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # a leftover of a killed run
@@ -195,7 +197,7 @@ def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
     assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}
 
 
-def test_checks_of_accuracy_in_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
+def test_accuracy_checks_do_not_change_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
     """A run with accuracy checks, resumed after its first check, ends with the same weights as an uninterrupted run.
     The first check changes the rounding of attention for the steps after it; a resumed run makes this change at its
     start.
@@ -210,6 +212,8 @@ def test_checks_of_accuracy_in_a_resumed_run(tiny: Callable, tmp_path: Path) -> 
     train(make_recipe({**recipe, "output_dir": str(whole)}))
     train(make_recipe({**recipe, "output_dir": str(resumed)}), resume=str(whole / "checkpoint-5"))
     left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
     after = [line for line in timeless(read_metrics(whole)) if line["step"] > 5]
-    assert timeless(read_metrics(resumed)) == after and any("accuracy_full" in line for line in after)
+    assert timeless(read_metrics(resumed)) == after
+    assert any("accuracy_full" in line for line in after)

@@ -1,6 +1,6 @@
 """The members of TRL and transformers that we override or read exist with their signatures (docs/internals.md).
 
-After an update, a failure here names the changed member; the table gives the reason why we use it.
+After an update of these libraries, a failure names the changed member. The table gives the reason why we use it.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("owner", METHODS)
-def test_methods(owner: type) -> None:
+def test_methods_have_the_expected_parameters(owner: type) -> None:
     for name, parameters in METHODS[owner].items():
         assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *parameters.split()], name
 
 
-def test_functions() -> None:
+def test_functions_have_the_expected_parameters_and_bodies() -> None:
     for function, parameters in FUNCTIONS.items():
         assert list(inspect.signature(function).parameters) == parameters.split(), function
     assert {"log_probs", "entropy"} <= {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
@@ -101,13 +101,13 @@ def test_functions() -> None:
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_attributes(owner: type) -> None:
+def test_objects_get_the_attributes_that_we_use(owner: type) -> None:
     source = inspect.getsource(owner)
     for name in ATTRIBUTES[owner].split():
         assert re.search(rf"self\.{name}\b.*=", source), name
 
 
-def test_only_known_functions_read_use_vllm() -> None:
+def test_only_expected_functions_read_use_vllm() -> None:
     """In TRL, only the importance correction and code that we never reach read `use_vllm`, which we set after
     construction."""
     readers = {
@@ -125,23 +125,25 @@ def test_only_known_functions_read_use_vllm() -> None:
     }
 
 
-def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
+def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo: Callable[..., Any]) -> None:
     """Our sampler gives the rows in TRL's order in the first epoch, and in another order in the next epoch."""
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)
-    ours, theirs = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
-    order = list(theirs)
-    assert list(ours) == order and len(ours) == len(theirs) == len(order) > 0
-    ours.set_epoch(1)
-    assert list(ours) != order and sorted(ours) == sorted(order)
+    sampler, trl_sampler = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
+    order = list(trl_sampler)
+    assert list(sampler) == order
+    assert len(sampler) == len(trl_sampler) == len(order) > 0
+    sampler.set_epoch(1)
+    assert list(sampler) != order
+    assert sorted(sampler) == sorted(order)
 
 
 def test_the_table_lists_every_name() -> None:
     """The table of docs/internals.md lists exactly the members of TRL and transformers that are checked here."""
-    held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
-    held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
-    held |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
-    held |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
-    held |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
+    checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
+    checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
+    checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
+    checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
+    checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == held
+    assert set(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == checked

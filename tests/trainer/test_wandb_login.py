@@ -1,5 +1,5 @@
-"""Weights & Biases is online if it finds a login, else offline. The check needs no network, and no failure of W&B stops
-the training."""
+"""Weights & Biases is online if it finds a login, and offline otherwise. The check needs no network, and no failure of
+W&B stops the training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(file: Path, *lines: str) -> None:
     file.write_bytes("\n".join(["[default]", *lines, ""]).encode("latin-1"))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "sparse_rl"]
 
 
@@ -71,10 +71,13 @@ def test_a_login_to_its_server_counts(
         monkeypatch.setenv("NETRC", str(home / netrc))
     server = variable or saved or wandb.Settings().base_url
     log_in(home / netrc, str(server))
-    assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ and not said(caplog)
+    assert wandb_offline_without_key(home)
+    assert "WANDB_MODE" not in os.environ
+    assert not messages(caplog)
     log_in(home / netrc, "http://other.example")
-    assert wandb_offline_without_key(home) and os.environ["WANDB_MODE"] == "offline"
-    (line,) = said(caplog)
+    assert wandb_offline_without_key(home)
+    assert os.environ["WANDB_MODE"] == "offline"
+    (line,) = messages(caplog)
     assert line.startswith(f"nobody is logged in to Weights & Biases at {server}: this run is logged offline. ")
     assert capfd.readouterr() == ("", "")
 
@@ -96,8 +99,9 @@ def test_one_environment_variable_decides(
     name: str, value: str, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert wandb_offline_without_key(home) and os.environ.get("WANDB_MODE") == mode
-    assert len(said(caplog)) == (mode == "offline")
+    assert wandb_offline_without_key(home)
+    assert os.environ.get("WANDB_MODE") == mode
+    assert len(messages(caplog)) == (mode == "offline")
     assert os.environ["WANDB_DIR"] == str(home)
 
 
@@ -105,7 +109,9 @@ def test_one_environment_variable_decides(
 @pytest.mark.parametrize("settings", [USER, WORKSPACE])
 def test_settings_of_wandb_are_respected(settings: str, line: str, home: Path, caplog) -> None:
     save(home / settings, line)
-    assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ and not said(caplog)
+    assert wandb_offline_without_key(home)
+    assert "WANDB_MODE" not in os.environ
+    assert not messages(caplog)
 
 
 def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,22 +121,26 @@ def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", url)
         log_in(home / ".netrc", url)
-        assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ
+        assert wandb_offline_without_key(home)
+        assert "WANDB_MODE" not in os.environ
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
 def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
     """A W&B run that starts after the check uses the new mode, even if W&B had read its settings before. A W&B run that
-    is already active is left alone.
+    is already active is not changed.
     """
     wandb_offline_without_key(home)
     with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:
-        assert run.offline and Path(run.dir).is_relative_to(home / "wandb")
+        assert run.offline
+        assert Path(run.dir).is_relative_to(home / "wandb")
         del os.environ["WANDB_MODE"]
-        assert wandb_offline_without_key(home) and wandb.run is run and "WANDB_MODE" not in os.environ
+        assert wandb_offline_without_key(home)
+        assert wandb.run is run
+        assert "WANDB_MODE" not in os.environ
     wandb.teardown()
-    assert len(said(caplog)) == 1
+    assert len(messages(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,13 +154,14 @@ def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
     ids=["percent", "not UTF-8", "twice", "no scheme"],
 )
 def test_malformed_settings_do_not_stop_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
-    """With malformed W&B settings, training goes on: the run is offline if W&B can start with these settings, and
-    otherwise W&B is off. One line says which of the two holds.
+    """With malformed W&B settings, training continues. If W&B can start with them, the run is logged offline; otherwise
+    it is not logged. A message of one line names the case.
     """
     save(home / USER, *lines)
     assert wandb_offline_without_key(home) == starts
-    assert ("this run is logged offline" if starts else "this run is not logged to") in said(caplog)[0]
-    assert len(said(caplog)) == 1 and "\n" not in said(caplog)[0]
+    assert ("this run is logged offline" if starts else "this run is not logged to") in messages(caplog)[0]
+    assert len(messages(caplog)) == 1
+    assert "\n" not in messages(caplog)[0]
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "a.example", ""])
@@ -159,14 +170,15 @@ def test_malformed_server_urls_do_not_stop_training(
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", url)
     assert not wandb_offline_without_key(home)
-    assert len(said(caplog)) == 1 and "\n" not in said(caplog)[0]
+    assert len(messages(caplog)) == 1
+    assert "\n" not in messages(caplog)[0]
 
 
-def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    def nowhere(path: Path) -> Path:
+def test_without_a_home_directory_the_run_is_not_logged(home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def no_home(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "expanduser", nowhere)
+    monkeypatch.setattr(Path, "expanduser", no_home)
     assert not wandb_offline_without_key(home)
-    why = "Could not determine home directory."
-    assert said(caplog) == [f"this run is not logged to Weights & Biases, which cannot start: {why}"]
+    reason = "Could not determine home directory."
+    assert messages(caplog) == [f"this run is not logged to Weights & Biases, which cannot start: {reason}"]

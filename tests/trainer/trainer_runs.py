@@ -47,7 +47,7 @@ class Killed(Exception):
 
 
 class KillAt(TrainerCallback):
-    """Ends the run like a kill: nothing more is saved or logged."""
+    """Ends the run like a kill: nothing is saved or logged after the step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -71,8 +71,8 @@ def problems(count: int) -> Any:
 
     from sparse_rl.data.running_sum import RunningSum, rows
 
-    made = [rows("train", count, seed=n, task=RunningSum(n=n)) for n in (3, 5, 8)]
-    return Dataset.from_list([made[i % 3][i // 3] for i in range(count)])
+    by_length = [rows("train", count, seed=n, task=RunningSum(n=n)) for n in (3, 5, 8)]
+    return Dataset.from_list([by_length[i % 3][i // 3] for i in range(count)])
 
 
 def trained(trainer: Any, resume: str | None = None) -> list[dict[str, Any]]:
@@ -129,26 +129,27 @@ def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Pa
     whole, resumed = folder / "whole", folder / "resumed"
     final = Path(train(make(output_dir=str(whole), **shared)))
     shutil.copytree(whole, resumed)
-    for dropped in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / dropped)
+    for removed in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / removed)
     train(make(output_dir=str(resumed), **shared), resume="newest")
     files = sorted(file.name for file in final.glob("*.safetensors"))
     assert files == sorted(file.name for file in (resumed / "model").glob("*.safetensors"))
     for file in files:
         left, right = (load_file(place / "model" / file) for place in (whole, resumed))
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
     assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
     return final
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
-    def __init__(self, made: Path) -> None:
-        self.made = made
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def __reduce__(self) -> tuple:
-        return Path.touch, (self.made,)
+        return Path.touch, (self.file,)
 
 
 def craft(file: Path, content: Any) -> None:

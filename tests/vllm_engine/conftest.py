@@ -45,7 +45,7 @@ def imports_are_set_aside() -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Make a tiny engine start quickly, and restore the environment that vLLM changes."""
+    """Set variables with which a tiny engine starts quickly, and restore the environment that vLLM changes."""
     fast = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, fast):
         yield
@@ -53,8 +53,7 @@ def environment() -> Iterator[None]:
 
 @contextmanager
 def quickly(engines_before: int) -> Iterator[None]:
-    """Skip work at the start and the end of an engine that need not be repeated in a process that has already had an
-    engine.
+    """Skip the work at the start and the end of an engine that is needed only once in a process.
 
     After the first engine, the objects of imported modules stay excluded from garbage collection. The search of every
     module for vLLM's kernels, which takes 0.4 s, is skipped too.
@@ -70,7 +69,7 @@ def quickly(engines_before: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def directory_of(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """directory_of(family, seed=0, **config) -> the directory of a tiny model, which tests must not change."""
+    """directory_of(family, seed=0, **config) -> the directory of a tiny model. Tests must not change its files."""
 
     @cache
     def make(family: str, seed: int = 0, **config: Any) -> Path:
@@ -89,14 +88,14 @@ def loaded() -> Callable[[Path], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def opened() -> list[int]:
-    """Holds one entry per engine that this process has had, except engines in separate processes."""
+    """Return a list with one entry for each engine that this process has had, except engines in separate processes."""
     return []
 
 
 @pytest.fixture
 def open_engine(directory_of: Callable[..., Path], opened: list[int]) -> Iterator[Callable[..., Any]]:
-    """open_engine(policy, model="qwen2", **options) -> a vllm engine. It closes the previous engine; the last engine is
-    closed when the test ends.
+    """open_engine(policy, model="qwen2", **options) -> a vllm engine. Each call closes the previous engine; the last
+    engine is closed when the test ends.
     """
     engines: list[Engine] = []
 
@@ -167,16 +166,16 @@ def agrees_with_hf(
         model: str | Path = "qwen2",
     ) -> None:
         reference = loaded(model if isinstance(model, Path) else directory_of(model))
-        wanted = make_engine("hf", model=reference, policy=policy).generate(prompts, sampling)
+        expected = make_engine("hf", model=reference, policy=policy).generate(prompts, sampling)
 
         def alone(i: int) -> tuple[Rollout, Decisions]:
             return sample_alone(monkeypatch, reference, policy, prompts[i], sampling)
 
-        for what, rollouts in sampled.items():
-            record_property(f"{what}: ties", check_same(wanted, rollouts, alone, sampling.temperature, what))
-            assert [r.prompt_ids for r in rollouts] == [r.prompt_ids for r in wanted]
-            own = replay_gap(rollouts, model, sampling.temperature)
-            record_property(f"{what}: gap", own)
-            assert own <= 1e-5, what
+        for label, rollouts in sampled.items():
+            record_property(f"{label}: ties", check_same(expected, rollouts, alone, sampling.temperature, label))
+            assert [r.prompt_ids for r in rollouts] == [r.prompt_ids for r in expected]
+            largest_gap = replay_gap(rollouts, model, sampling.temperature)
+            record_property(f"{label}: gap", largest_gap)
+            assert largest_gap <= 1e-5, label
 
     return check

@@ -57,13 +57,14 @@ class Server:
         raise TimeoutError(self.log.read_text())
 
     def family(self) -> list[psutil.Process]:
-        own = psutil.Process(self.process.pid)
-        return [own, *own.children(recursive=True)]
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
 
-    def end(self, how: signal.Signals, seconds: float = 30) -> int:
-        """Stop the server and return its exit status; all processes that it had started must be gone too."""
+    def end(self, stop_signal: signal.Signals, seconds: float = 30) -> int:
+        """Stop the server by a signal and return its exit status. All processes that it started must end too."""
         family = self.family()
-        (os.killpg if how is signal.SIGINT else os.kill)(self.process.pid, how)  # Ctrl-C goes to the whole group
+        # Ctrl-C goes to the whole group
+        (os.killpg if stop_signal is signal.SIGINT else os.kill)(self.process.pid, stop_signal)
         try:
             status = self.process.wait(seconds)
             until = time.monotonic() + seconds
@@ -76,14 +77,14 @@ class Server:
                     process.kill()
         return status
 
-    def complete(self, prompt: list[int], tokens: int, **more: Any) -> Any:
-        extra = {"return_token_ids": True, "ignore_eos": True, **more.pop("extra_body", {})}
+    def complete(self, prompt: list[int], tokens: int, **options: Any) -> Any:
+        extra = {"return_token_ids": True, "ignore_eos": True, **options.pop("extra_body", {})}
         return self.client.completions.create(
-            model=self.model, prompt=prompt, max_tokens=tokens, **{"temperature": 0, **more}, extra_body=extra
+            model=self.model, prompt=prompt, max_tokens=tokens, **{"temperature": 0, **options}, extra_body=extra
         )
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's metrics without their labels; `blocks` is the number of blocks in the pool."""
+        """Return vLLM's metrics without their labels; `blocks` is the number of blocks in the pool."""
         text = httpx.get(f"{self.url}/metrics").text
         result = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
         match = re.search(r'num_gpu_blocks="(\d+)"', text)
@@ -93,18 +94,18 @@ class Server:
     def idle(self) -> None:
         """Wait until the server runs no request and holds no block."""
         until = time.monotonic() + 60
-        while (now := self.metrics())["num_requests_running"] or now["kv_cache_usage_perc"]:
-            assert time.monotonic() < until, now
+        while (metrics := self.metrics())["num_requests_running"] or metrics["kv_cache_usage_perc"]:
+            assert time.monotonic() < until, metrics
             time.sleep(0.1)
 
 
 @contextmanager
 def running(model: Path, folder: Path, *words: str) -> Iterator[Server]:
-    """Run a server that answers requests; stop it at the end if the test has not done so."""
-    made = Server(model, folder, *words)
+    """Run a server that answers requests. It is stopped at the end if the test has not stopped it."""
+    server = Server(model, folder, *words)
     try:
-        made.wait()
-        yield made
+        server.wait()
+        yield server
     finally:
-        if made.process.poll() is None:
-            made.end(signal.SIGTERM)
+        if server.process.poll() is None:
+            server.end(signal.SIGTERM)

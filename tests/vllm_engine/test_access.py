@@ -1,4 +1,7 @@
-"""Access to the server: vLLM's own app, built from the arguments that `sparse-rl serve` writes, without an engine."""
+"""Access to the server is checked on vLLM's own app, built from the arguments that `sparse-rl serve` writes.
+
+No engine is started.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ def app_of() -> Callable[..., Any]:
 
     from rollout.vllm.compat import server
 
-    def make(*further: str, host: str = "127.0.0.1", tasks: Any = ("generate",), **access: list[str]) -> Any:
+    def make(*after_dashes: str, host: str = "127.0.0.1", tasks: Any = ("generate",), **access: list[str]) -> Any:
         access = {"allowed_hosts": [], "allowed_origins": [], **access}
         words = serve.command_line(model="model", host=host, port=8000, dtype="auto", **access)
-        return entry.build_app(server.read_arguments(words, list(further)), tasks)
+        return entry.build_app(server.read_arguments(words, list(after_dashes)), tasks)
 
     return make
 
@@ -41,8 +44,8 @@ def client(app: Any, host: str = "127.0.0.1:8000") -> TestClient:
 
 
 def routes(owner: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Return (method, path) of every route of an app, including routes of routers and mounts; the method of a WebSocket
-    is "".
+    """Yield (method, path) of every route of an app, including the routes of its routers and mounts. The method of a
+    WebSocket is "".
     """
     for route in owner.routes:
         path = prefix + getattr(route, "path", "")
@@ -51,8 +54,8 @@ def routes(owner: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield from ((method, path) for method in getattr(route, "methods", None) or ("", "GET", "POST"))
 
 
-def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
-    """Return the status of the answer; 101 means that a WebSocket was opened."""
+def status_of(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
+    """Return the status code of the response. 101 means that a WebSocket was opened."""
     if method:
         return client(app).request(method, path, headers=headers).status_code
     try:
@@ -68,19 +71,24 @@ def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
 def test_every_route_requires_the_api_key(
     tasks: tuple[str, ...], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every route that the app itself lists requires the API key; thus a new route of vLLM is tested too."""
+    """Every route that the app lists requires the API key. The routes are read from the app, so that new routes of
+    vLLM are tested too.
+    """
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     app = app_of("--api-key", "other", "secret", *WIDE, tasks=tasks)
-    result = {(method, path) for method, path in routes(app) if path != "/health"}
-    assert len(result) > 40 and {("POST", "/invocations"), ("GET", "/metrics"), ("GET", "/docs")} <= result
-    for method, path in sorted(result | {("GET", "/nothing"), ("GET", "/"), ("GET", "//health"), ("GET", "/health/")}):
+    app_routes = {(method, path) for method, path in routes(app) if path != "/health"}
+    assert len(app_routes) > 40
+    assert {("POST", "/invocations"), ("GET", "/metrics"), ("GET", "/docs")} <= app_routes
+    for method, path in sorted(
+        app_routes | {("GET", "/nothing"), ("GET", "/"), ("GET", "//health"), ("GET", "/health/")}
+    ):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"X-Api-Key": "secret"}):
-            assert answer(app, method, path, headers) == 401, (method, path, headers)
-        assert answer(app, method, path, KEY) != 401, (method, path)
-    assert answer(app, "GET", "/health", {}) != 401
+            assert status_of(app, method, path, headers) == 401, (method, path, headers)
+        assert status_of(app, method, path, KEY) != 401, (method, path)
+    assert status_of(app, "GET", "/health", {}) != 401
     app.user_middleware.pop(0)
     app.middleware_stack = None
-    assert answer(app, "GET", "/metrics", {}) == 200  # control: vLLM's app without our middleware
+    assert status_of(app, "GET", "/metrics", {}) == 200  # control: vLLM's app without our middleware
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], []])
@@ -88,10 +96,10 @@ def test_the_key_may_come_from_the_environment(
     words: list[str], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert answer(app_of(), "GET", "/metrics", {}) == 401
-    assert answer(app_of(), "GET", "/metrics", KEY) == 200
+    assert status_of(app_of(), "GET", "/metrics", {}) == 401
+    assert status_of(app_of(), "GET", "/metrics", KEY) == 200
     monkeypatch.delenv("VLLM_API_KEY")
-    assert answer(app_of(*words), "GET", "/metrics", {}) == 200  # if no key is configured, clients need none
+    assert status_of(app_of(*words), "GET", "/metrics", {}) == 200  # without a configured key, clients need none
 
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LocalHost", "[::1]:8000"]
@@ -105,18 +113,18 @@ FOREIGN = [
     "a b",
     "@",
 ]
-MINE = socket.gethostname()
+HOSTNAME = socket.gethostname()
 
 
 @pytest.mark.parametrize(
     ("host", "hosts", "ours", "foreign"),
     [
-        ("127.0.0.1", [], LOOPBACK, [*FOREIGN, "192.0.2.7", MINE]),
+        ("127.0.0.1", [], LOOPBACK, [*FOREIGN, "192.0.2.7", HOSTNAME]),
         ("localhost", [], LOOPBACK, [*FOREIGN, "192.0.2.7"]),
         ("::1", [], LOOPBACK, [*FOREIGN, "[2001:db8::1]:8000"]),
         ("192.0.2.7", [], ["192.0.2.7:8000"], [*FOREIGN, "localhost", "192.0.2.8"]),
-        ("0.0.0.0", [], [*LOOPBACK, "192.0.2.7:8000", "[2001:db8::1]", MINE], FOREIGN),
-        ("::", [], [*LOOPBACK, "192.0.2.7", MINE], FOREIGN),
+        ("0.0.0.0", [], [*LOOPBACK, "192.0.2.7:8000", "[2001:db8::1]", HOSTNAME], FOREIGN),
+        ("::", [], [*LOOPBACK, "192.0.2.7", HOSTNAME], FOREIGN),
         ("127.0.0.1", ["my.example"], [*LOOPBACK, "my.example", "My.Example:8000"], [*FOREIGN, "not.my.example"]),
         ("127.0.0.1", ["*"], [*LOOPBACK, *FOREIGN], []),
     ],
@@ -124,44 +132,45 @@ MINE = socket.gethostname()
 def test_requests_for_another_host_name_are_refused(
     host: str, hosts: list[str], ours: list[str], foreign: list[str], app_of: Callable
 ) -> None:
-    """Requests under a foreign host name are refused: a foreign page could point its own host name to this address, and
-    would then read the answers as if they came from its own origin.
+    """Requests under a foreign host name are refused. Otherwise a foreign page could point its own host name to this
+    address, and read the responses as if they came from its own origin.
     """
     app = app_of(host=host, allowed_hosts=hosts)
     for name in ours:
-        assert answer(app, "GET", "/metrics", {"Host": name}) == 200, name
+        assert status_of(app, "GET", "/metrics", {"Host": name}) == 200, name
     for name in foreign:
         for path in ("/metrics", "/health", "/v1/models"):
-            assert answer(app, "GET", path, {"Host": name}) == 400, name
+            assert status_of(app, "GET", path, {"Host": name}) == 400, name
 
 
 def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
-    """Pages of other origins are refused, except for allowed origins; the browser's preflight request, which carries no
-    key, is answered.
+    """Requests of pages from other origins are refused, unless the origin is allowed. The browser's preflight request,
+    which carries no key, is answered for allowed origins.
     """
-    own = ["http://127.0.0.1:8000", "https://127.0.0.1:8000"]
+    own_origins = ["http://127.0.0.1:8000", "https://127.0.0.1:8000"]
     foreign = ["https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null", "", "http://127.0.0.1"]
     page = "https://page.example"
-    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight_headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origins, allowed, refused in (
-        ([], own, [*foreign, page]),
-        ([page], [*own, page], foreign),
-        (["*"], [*own, *foreign, page], []),
+        ([], own_origins, [*foreign, page]),
+        ([page], [*own_origins, page], foreign),
+        (["*"], [*own_origins, *foreign, page], []),
     ):
         app = app_of("--api-key", "secret", allowed_origins=origins)
         for origin in allowed:
-            assert answer(app, "GET", "/metrics", {"Origin": origin}) == 401
-            answered = client(app).get("/metrics", headers={"Origin": origin, **KEY})
-            assert answered.status_code == 200, origin
-            assert ("access-control-allow-origin" in answered.headers) is (origin not in own or "*" in origins)
+            assert status_of(app, "GET", "/metrics", {"Origin": origin}) == 401
+            response = client(app).get("/metrics", headers={"Origin": origin, **KEY})
+            assert response.status_code == 200, origin
+            assert ("access-control-allow-origin" in response.headers) is (origin not in own_origins or "*" in origins)
         for origin in refused:
             for method, path in (("GET", "/metrics"), ("POST", "/v1/completions"), ("OPTIONS", "/v1/models")):
-                assert answer(app, method, path, {"Origin": origin, **ask, **KEY}) == 403, origin
-    asked = client(app_of("--api-key", "secret", allowed_origins=[page])).options(
-        "/v1/models", headers={"Origin": page, **ask}
+                assert status_of(app, method, path, {"Origin": origin, **preflight_headers, **KEY}) == 403, origin
+    preflight = client(app_of("--api-key", "secret", allowed_origins=[page])).options(
+        "/v1/models", headers={"Origin": page, **preflight_headers}
     )
-    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == page
-    assert answer(app_of("--api-key", "secret"), "OPTIONS", "/v1/models", {}) == 401
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == page
+    assert status_of(app_of("--api-key", "secret"), "OPTIONS", "/v1/models", {}) == 401
 
 
 @pytest.mark.parametrize(
@@ -184,8 +193,8 @@ def test_a_deeply_nested_request_is_a_client_error(depth: int, app_of: Callable)
     for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
         request = f'{{"model": "m", "prompt": "1", "structured_outputs": {{"json": {value}}}}}'
         for path, body in itertools.product(paths, (value, request)):
-            answered = client(app).post(path, content=body, headers={"Content-Type": "application/json"})
-            assert 400 <= answered.status_code < 500 or depth == 90, (path, body[:40], answered.text)
+            response = client(app).post(path, content=body, headers={"Content-Type": "application/json"})
+            assert 400 <= response.status_code < 500 or depth == 90, (path, body[:40], response.text)
 
 
 @pytest.mark.parametrize("value", [True, -1, 0.5, "x", [], [1], [{"type": "x"}]])
@@ -194,9 +203,10 @@ def test_a_field_of_a_wrong_type_is_a_client_error(value: Any, app_of: Callable)
     would answer with status 500.
     """
     app = app_of()
-    for path, text in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": []})):
-        answered = client(app).post(f"/v1/{path}", json={"model": "m", **text, "structured_outputs": value})
-        assert answered.status_code == 400 and "wrong type" in answered.text, (path, answered.text)
+    for path, prompt_field in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": []})):
+        response = client(app).post(f"/v1/{path}", json={"model": "m", **prompt_field, "structured_outputs": value})
+        assert response.status_code == 400, (path, response.text)
+        assert "wrong type" in response.text, (path, response.text)
 
 
 TEXTS = st.text('a[]{}"\\')

@@ -1,7 +1,6 @@
-"""A server refuses bad settings at its start and bad requests of clients. vLLM's own code runs; one test needs an
-engine.
+"""A server refuses unsupported settings at its start, and unsupported requests of clients.
 
-test_serve.py has the tests over HTTP with an engine.
+The tests run vLLM's own code; only one of them starts an engine. test_serve.py has the tests over HTTP with an engine.
 """
 
 from __future__ import annotations
@@ -66,15 +65,15 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_unservable_configurations_are_refused_before_a_process_starts(
     policy: Any, dtype: str, further: list[str], says: str | None, directory_of: Callable
 ) -> None:
-    """A configuration that cannot be served is refused before a process starts, no matter where its values come from.
+    """A configuration that cannot be served is refused before a process starts, for values from any source.
     Command-line options are checked earlier, by name.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rollout.vllm.compat import server
 
-    given = {"model": str(directory_of("llama")), "dtype": dtype, "allowed_hosts": [], "allowed_origins": []}
-    words = serve.command_line(**given, **engine_arguments(make_policy(policy), dtype=dtype))
+    fields = {"model": str(directory_of("llama")), "dtype": dtype, "allowed_hosts": [], "allowed_origins": []}
+    words = serve.command_line(**fields, **engine_arguments(make_policy(policy), dtype=dtype))
     arguments = server.read_arguments([*words, *further], [])
     server.check_before_it_starts()
     with nullcontext() if says is None else pytest.raises(ValueError, match=says):
@@ -97,8 +96,8 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
 def test_routes_that_would_prefill_running_requests_are_refused(
     request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Development routes that would prefill running requests are refused. No engine is connected, so a request that
-    passes the check fails with status 500.
+    """Development routes that would prefill running requests again are refused with status 400. No engine is connected,
+    so a request that passes the check fails with status 500.
     """
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -112,15 +111,17 @@ def test_routes_that_would_prefill_running_requests_are_refused(
     client = TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
     assert client.post(request_line).status_code == 500  # vLLM alone does not refuse this request
     clients.refuse_what_goes_round_the_policy()
-    answer = client.post(request_line)
-    assert (answer.status_code == 400 and says in answer.text) if says else answer.status_code == 500, answer.text
+    response = client.post(request_line)
+    assert (response.status_code == 400 and says in response.text) if says else response.status_code == 500, (
+        response.text
+    )
 
 
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
 def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, open_engine: Callable) -> None:
-    """Input sessions are refused if the cache evicts; fields that the workers would take for the project's own are
-    always refused.
+    """Input sessions are refused if the cache evicts. A field under the name that our workers read is refused under
+    every policy.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -130,20 +131,21 @@ def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, op
     engine = open_engine(policy_of(name, budget=64, window=8, period=16))
     prompt: Any = {"prompt_token_ids": [5, 6, 7]}
 
-    def asked(parameters: SamplingParams, **more: Any) -> Any:
+    def processed(parameters: SamplingParams, **options: Any) -> Any:
         processor = engine.llm.llm_engine.input_processor
-        return processor.process_inputs("1", prompt, parameters, supported_tasks=("generate",), **more)
+        return processor.process_inputs("1", prompt, parameters, supported_tasks=("generate",), **options)
 
     with nullcontext() if name == "full" else pytest.raises(VLLMValidationError, match="an input session cannot be"):
-        assert asked(SamplingParams(), resumable=True).resumable
+        assert processed(SamplingParams(), resumable=True).resumable
     clients.refuse_what_stops_the_engine()
-    assert not asked(
+    assert not processed(
         SamplingParams(extra_args={"seed": 1, "forced": [3], "place": 0, "context": ["x", 2, 1]})
     ).resumable
     with pytest.raises(VLLMValidationError, match=f"vllm_xargs: the name '{KEY}' is reserved for the server"):
-        asked(SamplingParams(extra_args={KEY: {"seed": 1}}))
-    assert asked(SamplingParams(seed=1)).sampling_params.seed == 1
+        processed(SamplingParams(extra_args={KEY: {"seed": 1}}))
+    assert processed(SamplingParams(seed=1)).sampling_params.seed == 1
     engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never samples draft tokens
-    assert asked(SamplingParams(seed=1, temperature=0)) and asked(SamplingParams())
+    assert processed(SamplingParams(seed=1, temperature=0))
+    assert processed(SamplingParams())
     with pytest.raises(VLLMValidationError, match="seed: vLLM does not support a seed on a CPU with spec"):
-        asked(SamplingParams(seed=1))
+        processed(SamplingParams(seed=1))

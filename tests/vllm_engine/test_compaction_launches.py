@@ -1,8 +1,7 @@
-"""Cost of a compaction in vLLM besides its arithmetic: the number of operators (an upper proxy for launches) and of
-waits.
+"""A compaction in vLLM takes few operators (an upper estimate of the kernel launches) and few waits for the device.
 
-All layers are compacted at once if vLLM keeps their caches in one allocation. test_cuda_layout.py checks the results of
-a compaction in every memory order.
+All layers are compacted together if vLLM keeps their caches in one allocation. test_cuda_layout.py checks the results
+of a compaction in every memory order.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ POLICIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("blocks_inside", [True, False], ids=["LB", "BL"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['policy']}{'' if p.get('redundancy', True) else '-'}")
-def test_a_compaction_of_all_layers_is_a_few_launches(
+def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
     policy: dict, blocks_inside: bool, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compaction of all 28 layers takes few launches, for any number of requests. Compacted layer by layer, as in an
-    earlier version, G-KV took 4,264 operators and 283 waits.
+    """A compaction of all 28 layers takes few operators and waits, for any number of requests. G-KV took 4,264
+    operators and 283 waits in an earlier version, which compacted layer by layer.
     """
     pytest.importorskip("vllm")
     from rollout.vllm import compacting
@@ -42,44 +41,48 @@ def test_a_compaction_of_all_layers_is_a_few_launches(
     monkeypatch.setitem(compacting.AT_ONCE, DEVICE.type, compacting.AT_ONCE["cuda"])
     monkeypatch.setitem(redundancy.AT_ONCE, DEVICE.type, redundancy.AT_ONCE["cuda"])
     settings = {"budget": 128, "window": 16, "period": 1 if policy["policy"] in ("h2o", "tova") else 128, **policy}
-    made = policy_of(settings.pop("policy"), **settings)
+    cache_policy = policy_of(settings.pop("policy"), **settings)
     for requests in (1, 8):
-        with Counted() as counted:
-            state, table = state_of(made, requests, blocks_inside, monkeypatch)
-            peak, left = made.schedule.peak, made.schedule.left(0, 0)
+        with Counted() as counter:
+            state, table = state_of(cache_policy, requests, blocks_inside, monkeypatch)
+            peak, left = cache_policy.schedule.peak, cache_policy.schedule.left(0, 0)
             assert peak is not None
-            held = peak + 8 * made.schedule.before_attending
+            held = peak + 8 * cache_policy.schedule.before_attending
             starts = torch.arange(requests + 1, dtype=torch.int32)
             seen = torch.full((requests,), held, dtype=torch.int32)
             state.make_plan(table.to(DEVICE), seen.to(DEVICE), starts.to(DEVICE), starts)
-            counted.taken()
+            counter.taken()
             state.compact([Due(str(i), int(row[0]), held, held, left) for i, row in enumerate(table)])
-            operators, waits = counted.taken()
+            operators, waits = counter.taken()
         assert LAYERS < operators <= MOST_OPERATORS
         assert 0 < waits <= MOST_WAITS
 
 
-def test_layers_that_lie_elsewhere_are_refused() -> None:
-    """Layers that are not laid out at equal distances are refused. vLLM itself has no such layout: test_cuda_layout.py
-    has its three memory orders.
+def test_layers_at_unequal_distances_are_refused() -> None:
+    """Layers that are not at equal distances in one allocation are refused. vLLM itself has no such layout;
+    test_cuda_layout.py has its three memory orders.
     """
     pytest.importorskip("vllm")
     from rollout.vllm.slabs import Arrangement
 
-    whole = torch.zeros(3, 4, 2)
-    assert Arrangement.of(list(whole)) == Arrangement(4, 1)
-    assert Arrangement.of(list(whole.transpose(0, 1))) == Arrangement(1, 4)
-    elsewhere = [torch.zeros(4, 2), torch.zeros(4, 2)], [whole[0], whole[2], whole[1]], list(whole[:, :3])
-    for views in elsewhere:
+    allocation = torch.zeros(3, 4, 2)
+    assert Arrangement.of(list(allocation)) == Arrangement(4, 1)
+    assert Arrangement.of(list(allocation.transpose(0, 1))) == Arrangement(1, 4)
+    unequal = (
+        [torch.zeros(4, 2), torch.zeros(4, 2)],
+        [allocation[0], allocation[2], allocation[1]],
+        list(allocation[:, :3]),
+    )
+    for views in unequal:
         with pytest.raises(UserError, match="are not at equal distances in one allocation"):
             Arrangement.of(views)
-    for views in (list(whole), list(whole.transpose(0, 1))):
-        result = Arrangement.of(views)
-        joined = result.joined(views)
+    for views in (list(allocation), list(allocation.transpose(0, 1))):
+        arrangement = Arrangement.of(views)
+        joined = arrangement.joined(views)
         for layer, view in enumerate(views):
             for block in range(len(view)):
-                place = joined[layer * result.of_layer + block * result.of_block]
+                place = joined[layer * arrangement.of_layer + block * arrangement.of_block]
                 assert place.data_ptr() == view[block].data_ptr()
-        apart = result.apart(joined, len(views))
-        for layer, view in zip(apart, views, strict=True):
+        separate = arrangement.apart(joined, len(views))
+        for layer, view in zip(separate, views, strict=True):
             assert (layer.shape, layer.stride(), layer.data_ptr()) == (view.shape, view.stride(), view.data_ptr())

@@ -1,4 +1,4 @@
-"""Memory that a compaction of all layers takes besides the cache: the count of `doctor` against the real allocation."""
+"""The memory of a compaction of all layers besides the cache: the bytes that `doctor` counts equal those allocated."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ class Spread(Policy):
         return (keys - mean).square().sum(-1).float()
 
 
-def check_counted(made: Policy, slack: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the counted bytes for all layers at once and for two layers at a time."""
+def check_counted(policy: Policy, slack: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the counted bytes, for a compaction of all layers together and of two layers at a time."""
     from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
-    peak, left = made.schedule.peak, made.schedule.left(0, 0)
+    peak, left = policy.schedule.peak, policy.schedule.left(0, 0)
     assert peak is not None
     starts, lengths = torch.arange(REQUESTS + 1, dtype=torch.int32), torch.full((REQUESTS,), peak, dtype=torch.int32)
-    for at_once in (LAYERS, 2):
-        monkeypatch.setitem(compacting.AT_ONCE, "cpu", at_once * REQUESTS * HEADS * peak * DIM)
+    for layers_together in (LAYERS, 2):
+        monkeypatch.setitem(compacting.AT_ONCE, "cpu", layers_together * REQUESTS * HEADS * peak * DIM)
         state, table = state_of(
-            made, REQUESTS, True, monkeypatch, shape=(LAYERS, DIM), dtype=dtype, device=torch.device("cpu")
+            policy, REQUESTS, True, monkeypatch, shape=(LAYERS, DIM), dtype=dtype, device=torch.device("cpu")
         )
         state.make_plan(table, lengths, starts, starts)
         for name in state.index:
             state.after_layer(name, torch.randn(REQUESTS, HEADS * GROUP, DIM, dtype=dtype))
-        with Peak() as taken:
+        with Peak() as memory:
             state.after_forward()
             state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
         shape = (LAYERS, HEADS, DIM)
-        result = transient_bytes(
-            made, REQUESTS, peak, shape, GROUP, str(dtype).removeprefix("torch."), "cpu", vllm=True
+        bytes_of_parts = transient_bytes(
+            policy, REQUESTS, peak, shape, GROUP, str(dtype).removeprefix("torch."), "cpu", vllm=True
         )
-        counted = sum(size for size, _ in result.values())
-        assert 0.98 * taken.bytes <= counted <= slack * taken.bytes, (taken.bytes, counted)
+        counted = sum(size for size, _ in bytes_of_parts.values())
+        assert 0.98 * memory.bytes <= counted <= slack * memory.bytes, (memory.bytes, counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -92,27 +92,27 @@ def test_bytes_of_a_score_of_only_keys_are_counted(
 def test_requests_are_compacted_in_parts_that_fit(
     policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many requests are due, they are compacted in parts that fit: the kept entries equal those of each request
-    compacted alone, and no more memory is taken than for one part.
+    """Many due requests are compacted in parts that fit in memory. The kept entries equal those of a compaction of all
+    requests together, and the peak memory is less than half.
     """
     from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
-    made = policy_of("gkv", budget=96, period=64, window=16, redundancy=False)
-    peak, left = made.schedule.peak, made.schedule.left(0, 0)
+    policy = policy_of("gkv", budget=96, period=64, window=16, redundancy=False)
+    peak, left = policy.schedule.peak, policy.schedule.left(0, 0)
     assert peak is not None
-    kept, taken = [], []
-    for most in (compacting.MOST, 2 * HEADS * peak * DIM):
+    kept, peak_bytes = [], []
+    for limit in (compacting.MOST, 2 * HEADS * peak * DIM):
         torch.manual_seed(0)
-        monkeypatch.setattr(compacting, "MOST", most)
-        state, table = state_of(made, 5, True, monkeypatch, shape=(2, DIM), device=torch.device("cpu"))
+        monkeypatch.setattr(compacting, "MOST", limit)
+        state, table = state_of(policy, 5, True, monkeypatch, shape=(2, DIM), device=torch.device("cpu"))
         starts = torch.arange(6, dtype=torch.int32)
         state.make_plan(table, torch.full((5,), peak, dtype=torch.int32), starts, starts)
         for name in state.index:
             state.after_layer(name, torch.randn(5, HEADS * GROUP, DIM))
-        with Peak() as measured:
+        with Peak() as memory:
             state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
         kept.append(state.positions[:, table[:, : left // 16].long()])
-        taken.append(measured.bytes)
+        peak_bytes.append(memory.bytes)
     assert torch.equal(*kept)
-    assert taken[1] < 0.5 * taken[0]
+    assert peak_bytes[1] < 0.5 * peak_bytes[0]

@@ -1,4 +1,4 @@
-"""The key of vLLM's compile cache: one compilation serves every policy and budget, but no other forward pass."""
+"""In vLLM's compile cache, all policies and budgets share one compilation; other forward passes have their own."""
 
 from __future__ import annotations
 
@@ -32,44 +32,49 @@ def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.M
 
     def make(name: str, parameters: dict, *, on_gpu: bool = True, as_words: bool = False, **options: Any) -> Any:
         monkeypatch.setattr(arguments, "on_cpu", lambda: not on_gpu)
-        ours = arguments.engine_arguments(policy_of(name, **parameters), **{"dtype": "float32", **options})
-        given = {"model": str(directory_of("qwen2")), "dtype": "float32", "skip_tokenizer_init": True, **ours}
+        policy_arguments = arguments.engine_arguments(policy_of(name, **parameters), **{"dtype": "float32", **options})
+        engine_arguments = {
+            "model": str(directory_of("qwen2")),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            **policy_arguments,
+        }
         if not as_words:
-            return EngineArgs(**given).create_engine_config()
+            return EngineArgs(**engine_arguments).create_engine_config()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        return EngineArgs.from_cli_args(parser.parse_args(command_line(**given))).create_engine_config()
+        return EngineArgs.from_cli_args(parser.parse_args(command_line(**engine_arguments))).create_engine_config()
 
     return make
 
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["engine", "serve"])
 def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: Callable) -> None:
-    """Policies and budgets share one compilation on a GPU, in an engine and in a server; each worker still knows its
-    own policy.
+    """Policies and budgets share one compilation on a GPU, in an engine and in a server. The configuration of each
+    worker still has its own policy.
     """
     configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
     configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
-    keys = [arguments.cache_config(config) for config in configs]
-    assert [one.policy.config.name for one in keys] == [name for name, _ in EVICTING] + ["gkv"]
-    assert [one.policy.config.budget for one in keys] == [64, 128, 64, 64, 64, 64]
-    assert [one.max_prompt for one in keys] == [None] * len(EVICTING) + [700]
+    cache_configs = [arguments.cache_config(config) for config in configs]
+    assert [settings.policy.config.name for settings in cache_configs] == [name for name, _ in EVICTING] + ["gkv"]
+    assert [settings.policy.config.budget for settings in cache_configs] == [64, 128, 64, 64, 64, 64]
+    assert [settings.max_prompt for settings in cache_configs] == [None] * len(EVICTING) + [700]
     assert len({config.compute_hash() for config in configs}) == 1
 
 
 def test_changes_of_the_forward_pass_are_recompiled(config_of: Callable) -> None:
-    """A full cache with vLLM's own backend, heads with room for biases, and attention in the trainer's float32 are each
-    compiled anew.
+    """A full cache with vLLM's own backend, heads with room for biases, and attention in the trainer's float32 each
+    have a compilation of their own.
     """
-    plain = config_of(*EVICTING[0])
+    default = config_of(*EVICTING[0])
     others = {
         "a full cache": config_of("full", {}),
         "biases in the heads": config_of("full", {}, contexts=[]),
         "vLLM's kernels on a CPU": config_of(*EVICTING[0], on_gpu=False, exact=False),
         "the trainer's float32 on a CPU": config_of(*EVICTING[0], on_gpu=False),
     }
-    hashes = {what: config.compute_hash() for what, config in {"plain": plain, **others}.items()}
+    hashes = {label: config.compute_hash() for label, config in {"plain": default, **others}.items()}
     assert len(set(hashes.values())) == len(hashes), hashes
-    for config in (plain, *others.values()):
+    for config in (default, *others.values()):
         stored = arguments.cache_config(config)
         assert config.additional_config[arguments.KEY] == {"exact": stored.exact, "folds": stored.folds}
 

@@ -23,11 +23,11 @@ LENGTHS = (5, 17, 33, 63, 64, 79, 80, 81, 130, 256, 450)
 GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
 
 
-# ---- without their kernels ------------------------------------------------------------------------------------------
+# ---- torch in place of the kernels ----------------------------------------------------------------------------------
 
 
 def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *_: Any) -> None:
-    """Stand in for reshape_and_cache_flash; rows beyond the slots, and rows whose slot is -1, are padding."""
+    """Stand in for reshape_and_cache_flash. Rows beyond the slots, and rows whose slot is -1, are padding."""
     real, size = slot_mapping >= 0, key_cache.shape[1]
     slots = slot_mapping[real]
     for cache, new in ((key_cache, key), (value_cache, value)):
@@ -51,7 +51,9 @@ def attend(
     """Stand in for flash_attn_varlen_func and unified_attention: causal attention over a paged cache, one request at a
     time.
     """
-    assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
+    assert causal
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k >= int(seqused_k.max())
     for i, held in enumerate(seqused_k.tolist()):
         rows = slice(*cu_seqlens_q[i : i + 2].tolist())
         if rows.start == rows.stop:  # padding of a graph's batch
@@ -91,7 +93,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_all_but_the_kernels(
+def test_backends_with_torchs_kernels_equal_the_reference_engine(
     kernels: str,
     policy_name: str,
     use_backend: Callable,
@@ -100,8 +102,8 @@ def test_all_but_the_kernels(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """With torch's kernels, tokens, traces and log-probs equal those of the reference engine and its replay; prompts
-    come in chunks.
+    """With torch in place of the kernels and prompts in chunks, tokens, traces and log-probs equal those of the
+    reference engine and of its replay.
     """
     use_backend(kernels)
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
@@ -113,7 +115,7 @@ def test_all_but_the_kernels(
     agrees_with_hf(policy, prompts, GREEDY, {kernels: rollouts})
 
 
-# ---- which is chosen ------------------------------------------------------------------------------------------------
+# ---- the choice of a backend ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_all_but_the_kernels(
         ((8, 0), 2, torch.bfloat16, 20, None),
     ],
 )
-def test_the_kernels_that_are_chosen(
+def test_the_backend_is_chosen_by_gpu_dtype_and_head_size(
     capability: tuple, version: int | None, dtype: Any, head_size: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.platforms.interface import DeviceCapability
@@ -138,18 +140,20 @@ def test_the_kernels_that_are_chosen(
     from rollout.vllm import backend_cuda
 
     monkeypatch.setattr(backend_cuda, "get_flash_attn_version", lambda: version)
-    asked = AttentionSelectorConfig(head_size, dtype, "auto", None, use_kv_connector=True)
+    selector_config = AttentionSelectorConfig(head_size, dtype, "auto", None, use_kv_connector=True)
     backend = backend_cuda.EvictingBackend
-    reasons = backend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
+    reasons = backend.validate_configuration(
+        device_capability=DeviceCapability(*capability), **selector_config._asdict()
+    )
     assert (reasons == []) is (chosen is not None)
     if chosen:
         assert resolve_obj_by_qualname(".".join(backend.full_cls_name())).__name__ == chosen
 
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
-    """By default vLLM uses no graph of a whole forward pass, no cascade attention and no logical slots; our K/V write
-    is called.
+def test_vllm_uses_no_unsupported_feature_by_default(kernels: str) -> None:
+    """By default, vLLM uses no graph of a whole forward pass, no cascade attention and no logical slots, and it calls
+    our K/V write.
     """
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -161,7 +165,8 @@ def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
     assert builder.get_cudagraph_support(SimpleNamespace(additional_config={}, kv_transfer_config=None), None) is (
         AttentionCGSupport.NEVER
     )
-    assert not builder.supports_update_block_table and not builder.use_cascade_attention(None)
+    assert not builder.supports_update_block_table
+    assert not builder.use_cascade_attention(None)
     assert not backend.forward_includes_kv_cache_update
     assert backend.get_impl_cls().do_kv_cache_update is backend_cuda.EvictingImpl.do_kv_cache_update
     assert AttentionBackendEnum[backend.get_name()] in (
@@ -171,11 +176,11 @@ def test_vllm_uses_no_unsupported_features_unasked(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("full_graphs", [False, True])
-def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM accepts the arguments for a GPU, and leaves the K/V write out of its graphs, except for graphs of whole
-    decode steps if those are requested.
-
-    A full cache uses vLLM's own backends and graphs.
+def test_vllm_accepts_the_arguments_for_a_gpu(
+    full_graphs: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM accepts the arguments for a GPU. It leaves the K/V write out of its graphs, unless graphs of whole decode
+    steps are requested. A full cache uses vLLM's own backends and graphs.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, KVTransferConfig
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -185,7 +190,8 @@ def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeyp
 
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
     evicting = arguments.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16", full_graphs=full_graphs)
-    assert evicting["attention_backend"] == "CUSTOM" and not evicting["async_scheduling"]
+    assert evicting["attention_backend"] == "CUSTOM"
+    assert not evicting["async_scheduling"]
     compilation = CompilationConfig(**evicting["compilation_config"])
     assert compilation.cudagraph_mode is CUDAGraphMode["FULL_AND_PIECEWISE" if full_graphs else "PIECEWISE"]
     assert not compilation.pass_config.fuse_rope_kvcache
@@ -193,20 +199,20 @@ def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeyp
     compilation.set_splitting_ops_for_v1("allgather_reducescatter")
     assert "vllm::unified_kv_cache_update" in compilation.splitting_ops
     transfer = KVTransferConfig(**evicting["kv_transfer_config"])
-    made = configuration(
+    vllm_config = configuration(
         compilation_config=compilation, kv_transfer_config=transfer, additional_config=evicting["additional_config"]
     )
-    support = EvictingFlashBuilder.get_cudagraph_support(made, None)
+    support = EvictingFlashBuilder.get_cudagraph_support(vllm_config, None)
     assert support is AttentionCGSupport["UNIFORM_SINGLE_TOKEN_DECODE" if full_graphs else "NEVER"]
     extra = transfer.kv_connector_extra_config
     assert EvictionConnector.requires_piecewise_for_cudagraph(extra) is not full_graphs
     assert compilation.resolve_cudagraph_mode_and_sizes(support, "ours") is compilation.cudagraph_mode
-    refusals.refuse_unsupported(made, full_graphs)
+    refusals.refuse_unsupported(vllm_config, full_graphs)
     full = arguments.engine_arguments(policy_of("full"), dtype="bfloat16")
     assert not {"attention_backend", "compilation_config", "kv_transfer_config"} & set(full)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def configuration(**changes: Any) -> Any:
@@ -259,7 +265,7 @@ def configuration(**changes: Any) -> Any:
         ("compilation_config.splitting_ops", ["vllm::unified_attention_with_output"], "K/V write inside CUDA graphs"),
     ],
 )
-def test_configurations_that_are_refused(name: str, value: Any, message: str) -> None:
+def test_unsupported_configurations_are_refused(name: str, value: Any, message: str) -> None:
     from vllm.config import CUDAGraphMode
 
     refusals.refuse_unsupported(configuration())
@@ -268,7 +274,7 @@ def test_configurations_that_are_refused(name: str, value: Any, message: str) ->
         refusals.refuse_unsupported(configuration(**{name: value}))
 
 
-def test_breakable_graphs_are_refused_and_eager_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_breakable_graphs_are_refused_and_eager_execution_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import envs
     from vllm.config import CUDAGraphMode
 
@@ -291,8 +297,8 @@ def test_breakable_graphs_are_refused_and_eager_is_not(monkeypatch: pytest.Monke
         ("attn_type", "encoder_only", "encoder_only attention"),
     ],
 )
-def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
-    plain = {
+def test_unsupported_layers_are_refused(name: str, value: Any, message: str) -> None:
+    supported = {
         "sliding_window": (-1, -1),
         "alibi_slopes": None,
         "sinks": None,
@@ -300,36 +306,36 @@ def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
         "kv_sharing_target_layer_name": None,
         "attn_type": "decoder",
     }
-    refused = SimpleNamespace(**{**plain, name: value})
-    for physical, why in ((True, "vLLM cannot evict from a layer with"), (False, "does not support")):
+    refused = SimpleNamespace(**{**supported, name: value})
+    for physical, prefix in ((True, "vLLM cannot evict from a layer with"), (False, "does not support")):
         config: Any = SimpleNamespace(physical=physical)
-        refusals.refuse_layer(SimpleNamespace(**plain), config)
-        with pytest.raises(ValueError, match=f"{why} {message}"):
+        refusals.refuse_layer(SimpleNamespace(**supported), config)
+        with pytest.raises(ValueError, match=f"{prefix} {message}"):
             refusals.refuse_layer(refused, config)
 
 
-def test_caches_that_are_refused() -> None:
+def test_unsupported_caches_are_refused() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
     from rollout.vllm.spec import EvictingSpec
     from sparse_rl.policies.schedule import Schedule
 
-    plain = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-    refusals.refuse_spec(FullAttentionSpec(**plain))
+    fields = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    refusals.refuse_spec(FullAttentionSpec(**fields))
     for spec, message in (
-        (SlidingWindowSpec(**plain, sliding_window=128), "SlidingWindowSpec"),
-        (FullAttentionSpec(**plain, head_size_v=32), "FullAttentionSpec"),
-        (FullAttentionSpec(**plain, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantized cache"),
+        (SlidingWindowSpec(**fields, sliding_window=128), "SlidingWindowSpec"),
+        (FullAttentionSpec(**fields, head_size_v=32), "FullAttentionSpec"),
+        (FullAttentionSpec(**fields, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantized cache"),
     ):
         with pytest.raises(ValueError, match=message):
             refusals.refuse_spec(spec)
 
-    ours = SimpleNamespace(kv_cache_spec=EvictingSpec(**plain, schedule=Schedule(64)))
-    theirs = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**plain))
-    whole, split = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
-    refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": whole})
+    our_group = SimpleNamespace(kv_cache_spec=EvictingSpec(**fields, schedule=Schedule(64)))
+    vllm_group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**fields))
+    whole_blocks, split_blocks = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
+    refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": whole_blocks})
     with pytest.raises(ValueError, match="split blocks; set block_size to the kernel's 8"):
-        refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": split})
-    for groups in ([theirs], [ours, theirs], []):
+        refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": split_blocks})
+    for groups in ([vllm_group], [our_group, vllm_group], []):
         with pytest.raises(ValueError, match="attention backend is not ours"):
             refusals.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))

@@ -27,17 +27,8 @@ from rollout.vllm.plan import Fixed
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.models.load import load_model
 
-LENGTHS = (
-    5,
-    33,
-    64,
-    79,
-    80,
-    81,
-    100,
-    130,
-    193,
-)  # the last length is computed alone: a prompt's last token, in a batch that looks like decoding
+# the last length runs alone: its last chunk has one token, so that the batch looks like a decode step
+LENGTHS = (5, 33, 64, 79, 80, 81, 100, 130, 193)
 SIZES = (1, 4, 8)  # sizes of the batches that have a graph
 GREEDY = SamplingConfig(60, temperature=0, ignore_eos=True)
 HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
@@ -62,7 +53,8 @@ class Graph(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         indices = args[1] if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)) else ()
         masked = any(index is not None and index.dtype == torch.bool for index in indices)
-        assert name not in WAITS and not masked, f"{name} waits for the device"
+        assert name not in WAITS, f"{name} waits for the device"
+        assert not masked, f"{name} waits for the device"
         out = func(*args, **(kwargs or {}))
         outputs = [] if func._schema.is_mutable or name in EMPTY else _listed(out)
         self.steps.append((func, args, kwargs or {}, outputs))
@@ -81,7 +73,7 @@ def _listed(out: Any) -> list[torch.Tensor]:
 
 
 def kernel(function: Callable) -> Callable:
-    """Wrap a function that a graph records as one call."""
+    """Return the function wrapped so that a graph records it as one call."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
@@ -98,7 +90,7 @@ class Graphs:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.graphs: dict[Any, tuple[Graph, Any, list[int]]] = {}
-        self.replayed: list[tuple[int, int]] = []  # number of rows, and how many of them are padding
+        self.replayed: list[tuple[int, int]] = []  # (number of rows, number of padding rows)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -111,16 +103,16 @@ class Graphs:
         if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
             return self.model(**inputs)
         size = context.batch_descriptor.num_tokens
-        at = [tensor.data_ptr() for tensor in inputs.values() if tensor is not None]
+        addresses = [tensor.data_ptr() for tensor in inputs.values() if tensor is not None]
         if size not in self.graphs:
             Graph.recording = Graph()
             with Graph.recording as graph:
                 out = self.model(**inputs)
             Graph.recording = None
-            self.graphs[size] = graph, out, at
+            self.graphs[size] = graph, out, addresses
             return out
-        graph, out, before = self.graphs[size]
-        assert at == before
+        graph, out, recorded_addresses = self.graphs[size]
+        assert addresses == recorded_addresses
         graph.replay()
         starts = next(iter(context.attn_metadata.values())).query_start_loc
         self.replayed.append((size, int((starts.diff() == 0).sum())))
@@ -133,18 +125,18 @@ def runner_of(engine: Any) -> Any:
 
 @contextmanager
 def graphs_of(engine: Any) -> Iterator[Graphs]:
-    """From here on the engine decodes by graphs if the batch is small enough."""
+    """Within the block, the engine decodes by graphs if the batch is small enough; after the block it does not."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import BatchDescriptor
 
     runner = runner_of(engine)
-    graphs, stock = Graphs(runner.model), runner._determine_batch_execution_and_padding
+    graphs, original = Graphs(runner.model), runner._determine_batch_execution_and_padding
 
-    def determine(num_tokens: int, num_reqs: int, scheduled: Any = None, **given: Any) -> Any:
-        scheduled = given.pop("num_scheduled_tokens_np", scheduled)
+    def determine(num_tokens: int, num_reqs: int, scheduled: Any = None, **options: Any) -> Any:
+        scheduled = options.pop("num_scheduled_tokens_np", scheduled)
         padded = next((size for size in SIZES if size >= num_reqs), None)
-        if padded is None or num_tokens != num_reqs or given["max_num_scheduled_tokens"] > 1:
-            return stock(num_tokens, num_reqs, scheduled, **given)
+        if padded is None or num_tokens != num_reqs or options["max_num_scheduled_tokens"] > 1:
+            return original(num_tokens, num_reqs, scheduled, **options)
         batch = BatchDescriptor(num_tokens=padded, num_reqs=padded, uniform=True)
         return CUDAGraphMode.FULL, batch, False, None, None
 
@@ -178,7 +170,7 @@ def kernels(use_backend: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("streaming", "Flash"), ("gkv", "Triton"))),
     ],
 )
-def test_a_graph_decodes_as_python_does(
+def test_decoding_with_graphs_equals_the_reference_engine(
     policy_name: str, kind: str, kernels: Callable, open_engine: Callable, policy_of: Callable,
     random_prompts: Callable, agrees_with_hf: Callable,
 ) -> None:  # fmt: skip
@@ -188,17 +180,18 @@ def test_a_graph_decodes_as_python_does(
     with graphs_of(engine) as graphs:
         rollouts = engine.generate(prompts[:-1], GREEDY) + engine.generate(prompts[-1:], GREEDY)
     assert {size for size, _ in graphs.replayed} == set(SIZES)
-    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    assert len(graphs.replayed) > 50
+    assert any(padding for _, padding in graphs.replayed)
     agrees_with_hf(policy, prompts, GREEDY, {"graphs": rollouts})
 
 
 @pytest.mark.parametrize("scorer", [pytest.param("linear", marks=pytest.mark.slow), "delayed"])
-def test_a_graph_decides_before_a_layer_attends(
+def test_a_graph_evicts_before_a_layer_attends(
     scorer: str, kernels: Callable, open_engine: Callable, random_prompts: Callable, new_model: Callable,
     tmp_path: Any,
 ) -> None:  # fmt: skip
-    """A graph decides on evictions before a layer attends, for scores of new tokens and for scores of tokens that leave
-    the window.
+    """Under a learned policy, a graph evicts before a layer attends: for scores of new tokens, and for scores of tokens
+    that leave the window.
     """
     kernels("Flash")
     policy, prompts = learned_policy(scorer), random_prompts(LENGTHS)
@@ -206,14 +199,15 @@ def test_a_graph_decides_before_a_layer_attends(
     engine = open_engine(None, tmp_path, exact=False, max_batch=8, max_num_batched_tokens=192)
     with graphs_of(engine) as graphs:
         rollouts = engine.generate(prompts[:-1], GREEDY) + engine.generate(prompts[-1:], GREEDY)
-    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    assert len(graphs.replayed) > 50
+    assert any(padding for _, padding in graphs.replayed)
     model = load_model(tmp_path)
     assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, GREEDY))
     assert gap(replay_logprobs(model, rollouts, 1.0), rollouts) <= 1e-5
 
 
 @pytest.mark.slow
-def test_a_graph_decodes_behind_a_context(
+def test_graphs_continue_a_compacted_context_as_hf_does(
     kernels: Callable, open_engine: Callable, directory_of: Callable, policy_of: Callable, random_prompts: Callable
 ) -> None:
     kernels("Flash")
@@ -223,24 +217,25 @@ def test_a_graph_decodes_behind_a_context(
     engine = open_engine(policy_of("full"), exact=False, context_entries=200)
     with graphs_of(engine) as graphs:
         rollouts = engine.generate(prompts, GREEDY, context)
-    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    assert len(graphs.replayed) > 50
+    assert any(padding for _, padding in graphs.replayed)
     assert same(rollouts, hf.generate(prompts, GREEDY, context))
 
 
-# ---- what the recordings would miss ---------------------------------------------------------------------------------
+# ---- faults that the comparison must detect -------------------------------------------------------------------------
 
 
 def fresh_lengths(runner: Any, patch: pytest.MonkeyPatch) -> None:
-    copied(patch, {"lengths"})
+    return_new_tensors(patch, {"lengths"})
 
 
 def fresh_places_of_queries(runner: Any, patch: pytest.MonkeyPatch) -> None:
-    copied(patch, {"block", "place"})
+    return_new_tensors(patch, {"block", "place"})
 
 
-def copied(patch: pytest.MonkeyPatch, but: set[str]) -> None:
+def return_new_tensors(patch: pytest.MonkeyPatch, names: set[str]) -> None:
     copy = Fixed.copy
-    patch.setattr(Fixed, "copy", lambda self, name, *given: given[0] if name in but else copy(self, name, *given))
+    patch.setattr(Fixed, "copy", lambda self, name, *given: given[0] if name in names else copy(self, name, *given))
 
 
 class Fresh:
@@ -253,43 +248,44 @@ def fresh_slots(runner: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builder, "slots", Fresh())
 
 
-def padding_in_somebodys_row(runner: Any, patch: pytest.MonkeyPatch) -> None:
+def padding_in_the_row_of_a_request(runner: Any, patch: pytest.MonkeyPatch) -> None:
     state = paged.live_state()
     begin = state.begin
 
-    def wrong(ended: Any, begun: Any) -> None:
+    def begin_with_fault(ended: Any, begun: Any) -> None:
         begin(ended, begun)
         for item in begun:
             state.row[0] = state.row_of[item.block]
 
-    patch.setattr(state, "begin", wrong)
+    patch.setattr(state, "begin", begin_with_fault)
 
 
 def bounds_of_a_dummy_batch(runner: Any, patch: pytest.MonkeyPatch) -> None:
-    """Attention's own longest sequence is a fixed number in the graph."""
+    """Make the graph's longest sequence that of a dummy batch. In a graph it is a fixed number."""
     patch.setattr(paged.live_state(), "longest", lambda logical, new: 1 if logical == 1024 else logical)
 
 
-def test_sabotaged_inputs_of_a_graph_are_detected(
+def test_control_faults_in_the_inputs_of_a_graph_are_detected(
     kernels: Callable, open_engine: Callable, policy_of: Callable, random_prompts: Callable
 ) -> None:
     kernels("Flash")
     prompts, sampling = random_prompts((60, 64, 70)), SamplingConfig(40, temperature=0, ignore_eos=True)
     engine = open_engine(policy_of("gkv", budget=64, window=8, period=16), exact=False)
     rows = paged.live_state().free_rows
-    # the contents of the null block belong to no request
-    assert int(paged.live_state().row[0]) not in rows and len(rows) == 16
-    wanted = engine.generate(prompts, sampling)
+    # the null block has a row that belongs to no request
+    assert int(paged.live_state().row[0]) not in rows
+    assert len(rows) == 16
+    expected = engine.generate(prompts, sampling)
     with graphs_of(engine):
-        assert same(engine.generate(prompts, sampling), wanted)
-    for sabotage in (
+        assert same(engine.generate(prompts, sampling), expected)
+    for add_fault in (
         fresh_lengths,
         fresh_slots,
         fresh_places_of_queries,
-        padding_in_somebodys_row,
+        padding_in_the_row_of_a_request,
         bounds_of_a_dummy_batch,
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
-            sabotage(runner_of(engine), patch)
+            add_fault(runner_of(engine), patch)
             with graphs_of(engine):
-                assert same(engine.generate(prompts, sampling), wanted), sabotage.__name__
+                assert same(engine.generate(prompts, sampling), expected), add_fault.__name__

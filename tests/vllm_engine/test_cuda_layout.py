@@ -1,8 +1,8 @@
 """The cache in the memory layout of FlashAttention and Triton, tested on the CPU without an engine.
 
 These tests check the places of keys and values, and compare CacheState on such a cache with dictionaries that give the
-expected content of every slot. Random requests come and go, are prefilled in chunks, share a pool of blocks and compact
-many times. All slots of the cache that belong to no request are NaN, as they may be after a sleep.
+expected content of every slot. Random requests begin and end, are prefilled in chunks, share a pool of blocks and are
+compacted many times. All slots of the cache that belong to no request are NaN, as they may be after a sleep.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
     from rollout.vllm.compat import paged
 
     for cache in allocate(order).values():
-        stock = stock_views(cache)
-        ours = paged.key_value_views(cache, transposed=False)
-        for written, read in zip(stock, ours, strict=True):
+        vllm_views = stock_views(cache)
+        our_views = paged.key_value_views(cache, transposed=False)
+        for written, read in zip(vllm_views, our_views, strict=True):
             written.copy_(torch.arange(written.numel()).view(written.shape))
             assert read.shape == (BLOCKS, HEADS, SIZE, DIM)
             assert torch.equal(read.transpose(1, 2), written)
@@ -70,7 +70,7 @@ def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
         assert not bool(cache.isnan().any())
 
 
-def test_transposed_keys_on_the_cpu() -> None:
+def test_keys_on_the_cpu_are_read_transposed() -> None:
     from rollout.vllm.compat import paged
 
     cache = torch.arange(3 * HEADS * SIZE * 2 * DIM).view(3, HEADS, SIZE, 2 * DIM)
@@ -83,9 +83,9 @@ def test_transposed_keys_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_are_read_whole(transposed: bool) -> None:
-    """Blocks are read whole through the views of key_value_views, with the buffers stored beside them, even if a block
-    is requested twice.
+def test_read_blocks_copies_whole_blocks(transposed: bool) -> None:
+    """`read_blocks` returns whole blocks as a copy, for the views of key_value_views and for the buffers beside them,
+    even if a block is requested twice.
     """
     from rollout.vllm.compat import paged
 
@@ -104,7 +104,7 @@ def test_blocks_are_read_whole(transposed: bool) -> None:
         assert torch.equal(buffer, before), "a view, not a copy"
 
 
-# ---- what is compared -----------------------------------------------------------------------------------------------
+# ---- the policy and the reference -----------------------------------------------------------------------------------
 
 
 class ArithmeticConfig(EvictingConfig):
@@ -130,7 +130,9 @@ class Arithmetic(Policy):
         entries.state["mass"] += (content[..., None] * sees).sum(2) * entries.keys[..., 0].float()
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        assert entries.keys is not None and entries.values is not None and entries.queries is not None
+        assert entries.keys is not None
+        assert entries.values is not None
+        assert entries.queries is not None
         total = entries.queries.float().unflatten(1, (HEADS, GROUP)).sum((2, 3))
         score = (entries.keys.float() * total[:, :, None]).sum(-1) + entries.values.float().sum(-1)
         score = score + entries.state["mass"] + 3 * entries.state["history"].clamp(min=0)
@@ -253,7 +255,7 @@ class Pool:
         for r, count in zip(batch, counts, strict=True):
             r.blocks += [self.free.pop() for _ in range(self.blocks(r, r.seen + count) - len(r.blocks))]
         used_blocks = sorted({b for r in batch for b in r.blocks})
-        others = [b for b in range(1, BLOCKS) if b not in used_blocks]  # slot 0 takes the writes of padding
+        others = [b for b in range(1, BLOCKS) if b not in used_blocks]  # block 0 takes the writes of padding
         before = self.bits(others)
 
         from rollout.vllm.messages import Begun
@@ -283,48 +285,49 @@ class Pool:
         self.compact([r for r in batch if self.policy.schedule.due(r.prompt, r.seen)])
         for r in batch:
             self.check(r, self.policy.schedule.held(r.prompt, r.seen))
-        for ours, theirs in zip(before, self.bits(others), strict=True):
-            assert torch.equal(ours, theirs), "a block of another request, or of nobody, was written"
+        for old, new_bits in zip(before, self.bits(others), strict=True):
+            assert torch.equal(old, new_bits), "a block of another request, or a free block, was written"
         self.release(batch)
 
     def compact(self, due: list[Request]) -> None:
         from rollout.vllm.messages import Due
 
-        at = {str(i): r for i, r in enumerate(due)}
+        by_id = {str(i): r for i, r in enumerate(due)}
         peak, left = self.peak, self.policy.config.budget
         self.state.compact(
             [
                 Due(i, r.blocks[0], r.seen, r.seen if r.seen <= max(r.prompt, peak) else peak, left)
-                for i, r in at.items()
+                for i, r in by_id.items()
             ]
         )
         for r in due:
             r.compact(self.policy)
         record = self.state.record
-        assert record is not None and record.dropped.keys() == at.keys()
+        assert record is not None
+        assert record.dropped.keys() == by_id.keys()
         for i, (dropped,) in record.dropped.items():
-            assert (dropped.at == at[i].seen).all()
-            assert [[sorted(head) for head in layer] for layer in dropped.positions.transpose(1, 2, 0).tolist()] == at[
-                i
-            ].dropped
+            assert (dropped.at == by_id[i].seen).all()
+            assert [
+                [sorted(head) for head in layer] for layer in dropped.positions.transpose(1, 2, 0).tolist()
+            ] == by_id[i].dropped
         record.dropped.clear()
         self.compactions += len(due)
 
     def check(self, r: Request, length: int) -> None:
-        """Check that the first `length` slots of a request hold the expected entries, with the rows of each position
-        together.
+        """Check that the first `length` slots of a request hold the expected entries. A slot's key, value, position and
+        memory belong to the same token.
         """
         slots = torch.tensor(r.blocks).repeat_interleave(SIZE)[:length], torch.arange(length) % SIZE
         for layer, name in enumerate(NAMES):
             keys, values = (view[slots].tolist() for view in stock_views(self.caches[name]))
             for head in range(HEADS):
-                at = (slots[0], head, slots[1])
-                positions = self.state.positions[layer][at].tolist()
-                history, mass = (self.state.state[n][layer][at].tolist() for n in ("history", "mass"))
+                head_slots = (slots[0], head, slots[1])
+                positions = self.state.positions[layer][head_slots].tolist()
+                history, mass = (self.state.state[n][layer][head_slots].tolist() for n in ("history", "mass"))
                 rows = zip(positions, keys, values, history, mass, strict=True)
-                result = {p: Entry(k[head], v[head], h, m) for p, k, v, h, m in rows}
-                assert len(result) == length
-                assert result == r.held[layer][head]
+                entries = {p: Entry(k[head], v[head], h, m) for p, k, v, h, m in rows}
+                assert len(entries) == length
+                assert entries == r.held[layer][head]
 
     def bits(self, blocks: list[int]) -> list[torch.Tensor]:
         """Return the exact bits of these blocks of the cache and of the buffers stored beside it."""
@@ -333,9 +336,7 @@ class Pool:
         return [t[blocks].view(BITS[t.element_size()]) for t in tensors]
 
     def table(self, batch: list[Request]) -> torch.Tensor:
-        """Return the block table; after its own blocks a request's row has blocks of other requests, as vLLM leaves
-        them there.
-        """
+        """Return the block table. After its own blocks, a request's row names random other blocks, as in vLLM."""
         table = torch.tensor([[self.rng.randrange(BLOCKS) for _ in range(30)] for _ in batch], dtype=torch.int32)
         for row, r in zip(table, batch, strict=True):
             row[: len(r.blocks)] = torch.tensor(r.blocks)
@@ -384,35 +385,35 @@ def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: b
 def another_head(state: Any) -> None:
     listed = state._listed
 
-    def wrong(*args: Any) -> tuple[torch.Tensor, ...]:
+    def next_head(*args: Any) -> tuple[torch.Tensor, ...]:
         block, head, place = listed(*args)
         return block, (head + 1) % HEADS, place
 
-    state._listed = wrong
+    state._listed = next_head
 
 
 def keys_of_the_next_slot(state: Any) -> None:
     entries = state._entries
 
-    def wrong(*args: Any, **kwargs: Any) -> Entries:
-        shown = entries(*args, **kwargs)
-        return replace(shown, keys=shown.keys.roll(1, dims=2))
+    def with_shifted_keys(*args: Any, **kwargs: Any) -> Entries:
+        result = entries(*args, **kwargs)
+        return replace(result, keys=result.keys.roll(1, dims=2))
 
-    state._entries = wrong
+    state._entries = with_shifted_keys
 
 
 def one_row_of_queries(state: Any) -> None:
     begin = state.begin
 
-    def wrong(*args: Any) -> None:
+    def begin_in_row_0(*args: Any) -> None:
         begin(*args)
         state.row.zero_()
 
-    state.begin = wrong
+    state.begin = begin_in_row_0
 
 
 def rows_of_the_plan(state: Any) -> None:
-    """Add a fault that only V1 would tolerate: rows that are already known when the plan is made."""
+    """Use the rows that were valid when the plan was made. Only vLLM's V1 runner would tolerate this fault."""
     make_plan, after_layer = state.make_plan, state.after_layer
 
     def early(*args: Any) -> Any:
@@ -420,9 +421,9 @@ def rows_of_the_plan(state: Any) -> None:
         return make_plan(*args)
 
     def stale(*args: Any) -> None:
-        state.row, now = state.known, state.row
+        state.row, current = state.known, state.row
         after_layer(*args)
-        state.row = now
+        state.row = current
 
     state.make_plan, state.after_layer = early, stale
 
@@ -436,7 +437,7 @@ def padding_written(state: Any) -> None:
 @pytest.mark.parametrize(
     "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
 )
-def test_sabotaged_pools_are_detected(sabotage: Callable[[Any], None]) -> None:
+def test_control_faults_are_detected(sabotage: Callable[[Any], None]) -> None:
     with pytest.raises(AssertionError):
         for seed in range(4):
             pool = Pool(MEMORY_ORDERS[0], True, seed)

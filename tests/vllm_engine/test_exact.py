@@ -1,4 +1,4 @@
-"""Exact attention over the paged cache equals plain softmax, and a prefill makes no tensor of the size (query tokens x
+"""Exact attention over the paged cache equals plain softmax, and a prefill creates no tensor of size (query tokens x
 entries).
 """
 
@@ -18,7 +18,7 @@ SCALE = DIM**-0.5
 
 
 class Largest(TorchDispatchMode):
-    """Number of elements of the largest tensor that an operator made."""
+    """Records the number of elements of the largest floating-point tensor that an operator returns."""
 
     elements = 0
 
@@ -31,8 +31,8 @@ class Largest(TorchDispatchMode):
 
 
 def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention by exact.py, whose operators `largest` watches, and by plain softmax: [T, Hq, D] each, for T
-    query tokens.
+    """Return the attention by exact.py and by plain softmax: [T, Hq, D] each, for T query tokens. `largest` records the
+    operators of exact.py.
     """
     from rollout.vllm.compat.paged import key_value_views
     from rollout.vllm.exact import attend
@@ -41,9 +41,9 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     keys, values = key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
     needed = [-(-length // SIZE) for length in lengths]
     blocks = torch.full((len(lengths), max(needed)), BLOCKS - 1, dtype=torch.int32)
-    for row, ours in enumerate(torch.randperm(BLOCKS - 1)[: sum(needed)].split(needed)):
-        blocks[row, : len(ours)] = ours
-    # blocks of another request, as they follow a request's own blocks in a table
+    for row, row_blocks in enumerate(torch.randperm(BLOCKS - 1)[: sum(needed)].split(needed)):
+        blocks[row, : len(row_blocks)] = row_blocks
+    # in a block table, blocks of other requests follow a request's own blocks
     keys[-1], values[-1] = math.nan, math.nan
     query = torch.randn(sum(counts), HEADS * GROUP, DIM)
     starts, out = torch.tensor([0, *counts]).cumsum(0), torch.empty_like(query)
@@ -67,14 +67,14 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
 )
 def test_attention_equals_plain_softmax(counts: list[int], lengths: list[int]) -> None:
-    """Exact attention equals plain softmax for decoding, for a whole prompt and for a prompt's last chunk, alone and in
-    one batch.
+    """Exact attention equals plain softmax for decode steps, for a whole prompt and for a prompt's last chunk, alone
+    and mixed in one batch.
     """
     out, expected = attended(counts, lengths, Largest())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
-def test_a_prefill_makes_no_matrix_of_its_scores() -> None:
+def test_a_prefill_creates_no_matrix_of_scores() -> None:
     tokens, largest = 400, Largest()
     out, expected = attended([tokens], [tokens], largest)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The records of a worker: the record of each request is handed over exactly once, in one piece."""
+"""A worker returns the record of each request exactly once, and completely."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ LAYERS, HEADS = 2, 2
 
 @pytest.fixture
 def record() -> Any:
-    """The record of request "a-1" with number 7 and 6 tokens, 3 of them sampled, and of "b-1" with number 3 and 5
-    tokens, 2 of them sampled.
+    """Return the records of two requests: "a-1" with number 7 and 6 tokens, of which 3 are sampled; "b-1" with number 3
+    and 5 tokens, of which 2 are sampled.
     """
     from rollout.vllm.record import RunRecord
 
-    made = RunRecord()
+    run_record = RunRecord()
     for request_id in ("a-1", "b-1"):
-        made.begin(request_id)
-    draw(made, {"a-1": 0, "b-1": 0}, -1.0)  # void, since the prefill of both requests is not complete
-    draw(made, {"a-1": 0, "b-1": 0}, -2.0)
-    drop(made, {"a-1": 4}, [[0], [1], [2], [3]])
-    draw(made, {"a-1": 1, "b-1": 1}, -3.0)
-    drop(made, {"a-1": 5, "b-1": 4}, [[1, 2], [0, 2], [0, 1], [0, 1]])
-    draw(made, {"a-1": 2}, -4.0)
-    return made
+        run_record.begin(request_id)
+    draw(run_record, {"a-1": 0, "b-1": 0}, -1.0)  # replaced below: the prefill of both requests was not complete
+    draw(run_record, {"a-1": 0, "b-1": 0}, -2.0)
+    drop(run_record, {"a-1": 4}, [[0], [1], [2], [3]])
+    draw(run_record, {"a-1": 1, "b-1": 1}, -3.0)
+    drop(run_record, {"a-1": 5, "b-1": 4}, [[1, 2], [0, 2], [0, 1], [0, 1]])
+    draw(run_record, {"a-1": 2}, -4.0)
+    return run_record
 
 
 def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
@@ -38,11 +38,11 @@ def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
     record.draw(list(steps), places, list(steps.values()), values)
 
 
-def drop(record: Any, at: dict[str, int], each: list[list[int]]) -> None:
-    """Record evictions. `each` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that
-    each request drops.
+def drop(record: Any, at: dict[str, int], entries: list[list[int]]) -> None:
+    """Record evictions. `entries` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that each request
+    drops.
     """
-    positions = np.array(each, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
+    positions = np.array(entries, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
     record.drop(list(at), list(at.values()), [1] * len(at), positions)
 
 
@@ -54,12 +54,13 @@ def logprobs(result: Any) -> list:
     return np.frombuffer(result["logprobs"], np.float32).reshape(-1, 2).tolist()
 
 
-def test_evictions_and_log_probs_leave_together(record: Any) -> None:
+def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any) -> None:
     """Evictions and log-probs of a request are returned together, in the order of the requested numbers. A step that
     was sampled again counts once, with its last log-probs.
     """
     b, a = record.take({3: 5, 7: 6})
-    assert not a["preempted"] and not b["preempted"]
+    assert not a["preempted"]
+    assert not b["preempted"]
     assert evict_at(a, 6) == [
         [[4, 5, NEVER, NEVER, NEVER, NEVER], [5, 4, NEVER, NEVER, NEVER, NEVER]],
         [[5, NEVER, 4, NEVER, NEVER, NEVER], [5, NEVER, NEVER, 4, NEVER, NEVER]],
@@ -70,101 +71,115 @@ def test_evictions_and_log_probs_leave_together(record: Any) -> None:
     assert logprobs(b) == [[v - 0.375, v - 0.875] for v in (-2.0, -3.0)]
 
 
-def test_evictions_leave_the_device_before_the_buffer_is_full() -> None:
-    """Evictions leave the device before the buffer is full: two requests drop one token each in 200 steps, one of them
-    nothing at first, and a compaction comes before.
+def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
+    """Evictions are copied from the device before the buffer is full. Here "a-1" is compacted once and later drops one
+    token of each head in each of 170 steps; "b-1" drops none.
     """
     from rollout.vllm.record import STEPS, RunRecord
 
-    made, wanted = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
-    numbers = torch.tensor([made.begin("b-1"), made.begin("a-1")])
-    draw(made, {"a-1": 0, "b-1": 0}, -1.0)
-    drop(made, {"a-1": 40}, [[0], [1], [2], [3]])
+    run_record, expected = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
+    numbers = torch.tensor([run_record.begin("b-1"), run_record.begin("a-1")])
+    draw(run_record, {"a-1": 0, "b-1": 0}, -1.0)
+    drop(run_record, {"a-1": 40}, [[0], [1], [2], [3]])
     for head, token in enumerate((0, 1, 2, 3)):
-        wanted[head // 2, head % 2, token] = 40
+        expected[head // 2, head % 2, token] = 40
     for step in range(200):
         dropped = torch.full((LAYERS, 2, HEADS), -1)
         if step >= 30:
             for head in range(4):
                 dropped[head // 2, 1, head % 2] = 10 + step + head
-                wanted[head // 2, head % 2, 10 + step + head] = 50 + step
-        made.arrive(numbers, torch.tensor([45 + step, 50 + step]), dropped)
-        assert len(made._arrived) < STEPS
-    a, b = made.take({7: 300, 3: 290})
-    assert evict_at(a, 300) == wanted.tolist() and b["evict_at"] is None
+                expected[head // 2, head % 2, 10 + step + head] = 50 + step
+        run_record.arrive(numbers, torch.tensor([45 + step, 50 + step]), dropped)
+        assert len(run_record._arrived) < STEPS
+    a, b = run_record.take({7: 300, 3: 290})
+    assert evict_at(a, 300) == expected.tolist()
+    assert b["evict_at"] is None
 
 
-def test_taking_in_parts_equals_at_once_and_empties_the_record(record: Any) -> None:
+def test_requests_may_be_taken_one_by_one_and_are_then_removed(record: Any) -> None:
     (a,) = record.take({7: 6})
     (b,) = record.take({3: 5})
-    assert len(logprobs(a)) == 3 and len(logprobs(b)) == 2 and a["evict_at"] and b["evict_at"]
-    assert not record.drawn and not record.dropped and not record._logprobs and not record._fetched
+    assert len(logprobs(a)) == 3
+    assert len(logprobs(b)) == 2
+    assert a["evict_at"]
+    assert b["evict_at"]
+    assert not record.drawn
+    assert not record.dropped
+    assert not record._logprobs
+    assert not record._fetched
 
 
-def test_requests_may_drop_different_counts(record: Any) -> None:
-    """Requests may drop different numbers of entries per head: "a-1" drops one, "b-1" two, and two steps later "a-1"
-    three.
+def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
+    """Requests may drop different numbers of entries in each head. Here "a-1" drops one and "b-1" two; two steps later
+    "a-1" drops three.
     """
     # entries dropped from (layer 0 head 0), (0, 1), (1, 0), (1, 1)
     a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]
     rows = [[*a[i], *a[i + 1], *b[i], *b[i + 1]] for i in (0, 2)]
     record.drop(["a-1", "b-1"], [7, 8], [1, 2], np.array(rows, np.int32))
-    further = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
-    record.drop(["a-1"], [9], [3], np.array([further[0] + further[1], further[2] + further[3]], np.int32))
+    later = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
+    record.drop(["a-1"], [9], [3], np.array([later[0] + later[1], later[2] + later[3]], np.int32))
     results = zip(record.take({7: 10, 3: 9}), (10, 9), strict=True)
-    ours, theirs = ([head for layer in evict_at(result, length) for head in layer] for result, length in results)
+    heads_of_a, heads_of_b = (
+        [head for layer in evict_at(result, length) for head in layer] for result, length in results
+    )
     for head in range(LAYERS * HEADS):
-        assert [t for t, at in enumerate(ours[head]) if at == 7] == a[head]
-        assert [t for t, at in enumerate(ours[head]) if at == 9] == sorted(further[head])
-        assert [t for t, at in enumerate(theirs[head]) if at == 8] == b[head]
+        assert [t for t, at in enumerate(heads_of_a[head]) if at == 7] == a[head]
+        assert [t for t, at in enumerate(heads_of_a[head]) if at == 9] == sorted(later[head])
+        assert [t for t, at in enumerate(heads_of_b[head]) if at == 8] == b[head]
 
 
-def test_an_eviction_of_the_last_step_is_there(record: Any) -> None:
-    """No eviction is lost if the request ends with the same step that compacts it."""
+def test_an_eviction_of_the_last_step_is_recorded(record: Any) -> None:
+    """No eviction is lost if a request ends in the step that compacts it."""
     drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
-    # the eviction is visible under a policy that decides before it attends, in a longer sequence
+    # the eviction can be seen in a longer sequence, and under a policy that evicts before it attends
     (b,) = record.take({3: 6})
     assert [head[3] for layer in evict_at(b, 6) for head in layer] == [5] * 4
 
 
-def test_a_request_that_begins_again_was_preempted(record: Any) -> None:
+def test_a_request_that_begins_again_counts_as_preempted(record: Any) -> None:
     """A request that begins again counts as preempted: its recorded evictions are discarded, and the record of the
     other request is unchanged.
     """
     record.begin("a-1")
     a, b = record.take({7: 6, 3: 5})
-    assert a["preempted"] and a["evict_at"] is None
-    assert not b["preempted"] and b["evict_at"] is not None
+    assert a["preempted"]
+    assert a["evict_at"] is None
+    assert not b["preempted"]
+    assert b["evict_at"] is not None
 
 
-def test_without_a_compaction_there_are_no_evictions() -> None:
+def test_without_a_compaction_no_evictions_are_returned() -> None:
     from rollout.vllm.record import RunRecord
 
     record = RunRecord()
     draw(record, {"a-1": 0}, -1.0)  # with a full cache no request is reported to begin
     (a,) = record.take({7: 4})
-    assert a["evict_at"] is None and not a["preempted"] and len(logprobs(a)) == 1
+    assert a["evict_at"] is None
+    assert not a["preempted"]
+    assert len(logprobs(a)) == 1
 
 
 @pytest.mark.parametrize(
     "counts", [[1] * 60, [17, 8, 8, 8, 8], [40], [5, 1, 1, 0, 12]], ids=["one at a time", "prompt", "once", "mixed"]
 )
 def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[int]) -> None:
-    """Evictions are written at the positions of their entries, as by a plain loop, for pieces that lie in memory as
-    `drop` and `arrive` leave them.
+    """Evictions are written at the positions of their entries, as a plain loop writes them, for arrays in the memory
+    orders that `drop` and `arrive` give.
     """
     from rollout.vllm.record import Dropped, _evict_at
 
     layers, heads, length = 3, 2, 70
     chosen = np.argsort(np.random.default_rng(0).random((layers, heads, length)), axis=-1).astype(np.int32)
-    dropped, wanted, start = [], np.full((layers, heads, length), NEVER), 0
+    dropped, expected, start = [], np.full((layers, heads, length), NEVER), 0
     for number, count in enumerate(counts):
         piece, at = chosen[..., start : start + count], np.arange(count) + 100 * number
         if number % 2:
             piece = np.ascontiguousarray(piece.transpose(0, 2, 1)).transpose(0, 2, 1)
         dropped.append(Dropped(at, piece.transpose(2, 0, 1)))
-        np.put_along_axis(wanted, piece.astype(np.int64), at[None, None], axis=-1)
+        np.put_along_axis(expected, piece.astype(np.int64), at[None, None], axis=-1)
         start += count
     computed = _evict_at(dropped, length)
-    assert computed.dtype == np.int32 and computed.tobytes() == wanted.astype(np.int32).tobytes()
+    assert computed.dtype == np.int32
+    assert computed.tobytes() == expected.astype(np.int32).tobytes()
     assert (computed == NEVER).sum() == layers * heads * (length - sum(counts))

@@ -1,4 +1,4 @@
-"""`sparse-rl serve --context`: prompts that begin with the context's text continue from its compacted entries."""
+"""Under `sparse-rl serve --context`, prompts that begin with the context's text continue from its compacted entries."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Collect the command lines that `serve` would execute."""
-    results: list[list[str]] = []
-    monkeypatch.setattr(serve, "_become", results.append)
-    return results
+    command_lines: list[list[str]] = []
+    monkeypatch.setattr(serve, "_become", command_lines.append)
+    return command_lines
 
 
 def run(*words: Any) -> int:
@@ -67,28 +67,30 @@ def test_a_text_is_compacted_before_the_server_starts(
     run(model, "--port", free_port(), "--context", text, "--prompt-cache", settings)
     (words,) = started
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-    ours = transfer["kv_connector_extra_config"]["sparse_rl"]
-    (path,) = ours["contexts"]
+    extra_config = transfer["kv_connector_extra_config"]["sparse_rl"]
+    (path,) = extra_config["contexts"]
     context, tokenizer = load_context(path), load_tokenizer(str(model))
-    whole = prompt_ids([{"role": "user", "content": TEXT + "a1?"}], tokenizer)
-    assert context.tokens == whole[: len(context.tokens)] and len(context.tokens) == 3 + len(TEXT)
-    # the template's three tokens do not belong to the context's own text
+    chat_tokens = prompt_ids([{"role": "user", "content": TEXT + "a1?"}], tokenizer)
+    assert context.tokens == chat_tokens[: len(context.tokens)]
+    assert len(context.tokens) == 3 + len(TEXT)
+    # the template's three tokens come before the text and are not compacted
     assert context.entries == 3 + 2 + round(0.25 * (len(TEXT) - 2))
     assert "ContextConnector" in words[words.index("--kv-transfer-config") + 1]
     assert f"context: {context.entries} entries left of {len(context.tokens)} (prefill" in capfd.readouterr().out
 
 
 def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> None:
-    """Tokens that the following text changes are not cached: this tokenizer joins the last letter with the text after
-    it.
+    """Tokens that can change with the following text are not cached. Here the tokenizer joins the last letter with the
+    text after it.
     """
 
     class Joins:
-        def __call__(self, given: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [ord(c) for c in given.replace("za", "Z").replace("z ", "Y")]}
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) for c in text.replace("za", "Z").replace("z ", "Y")]}
 
     tokens, first, study = _tokens("abz", "abz", Joins())
-    assert (tokens, first) == ([ord("a"), ord("b")], 0) and bytes(study[0][:6]) == b"z\n\nAsk"
+    assert (tokens, first) == ([ord("a"), ord("b")], 0)
+    assert bytes(study[0][:6]) == b"z\n\nAsk"
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,12 @@ def test_invalid_contexts_are_refused(
     Path("raw.txt").write_bytes(b"\xff\xfe\x00")
     assert run(model, "--port", free_port(), *(text if word == "TEXT" else word for word in words)) == 2
     err = capfd.readouterr().err
-    assert len(err.splitlines()) == 1 and says in err, err
+    assert len(err.splitlines()) == 1, err
+    assert says in err, err
     assert not started
 
 
-def test_a_model_with_a_saved_policy(
+def test_a_context_is_refused_if_the_models_policy_evicts(
     model: Path, text: Path, tmp_path: Path, started: list, capfd: pytest.CaptureFixture
 ) -> None:
     for file in model.iterdir():
@@ -129,21 +132,21 @@ def test_a_model_with_a_saved_policy(
 
 
 @pytest.mark.slow
-def test_a_server_goes_on_from_the_text(model: Path, text: Path, tmp_path: Path) -> None:
-    """Messages that begin with the context's text get the tokens that the engine samples after the compacted context;
-    other messages use a full cache.
+def test_messages_that_begin_with_the_context_continue_from_it(model: Path, text: Path, tmp_path: Path) -> None:
+    """Messages that begin with the context's text get the tokens that the engine samples after the compacted context.
+    Other messages get those of a full cache.
     """
     server = Server(model, tmp_path, "--context", str(text), "--prompt-cache", "ratio=0.1", "--kv-cache-gb", "0.005")
     try:
         server.wait()
         tokenizer, engine = load_tokenizer(str(model)), make_engine("hf", model=model)
-        whole = prompt_ids([{"role": "user", "content": TEXT}], tokenizer)[: 3 + len(TEXT)]
-        context = engine.compact(whole, PromptCacheConfig(ratio=0.1, first=3))
+        context_tokens = prompt_ids([{"role": "user", "content": TEXT}], tokenizer)[: 3 + len(TEXT)]
+        context = engine.compact(context_tokens, PromptCacheConfig(ratio=0.1, first=3))
         greedy = SamplingConfig(60, temperature=0, ignore_eos=True)
         for question in ("a1?", "h3g2:4"):
             content = TEXT + question
-            behind = prompt_ids([{"role": "user", "content": content}], tokenizer)[len(whole) :]
-            (wanted,) = engine.generate([behind], greedy, context)
+            question_tokens = prompt_ids([{"role": "user", "content": content}], tokenizer)[len(context_tokens) :]
+            (expected,) = engine.generate([question_tokens], greedy, context)
             answer = server.client.chat.completions.create(
                 model=server.model,
                 messages=[{"role": "user", "content": content}],
@@ -151,16 +154,20 @@ def test_a_server_goes_on_from_the_text(model: Path, text: Path, tmp_path: Path)
                 temperature=0,
                 extra_body={"return_token_ids": True, "ignore_eos": True},
             )
-            assert answer.choices[0].token_ids == wanted.completion_ids
-        plain = engine.generate([whole[:-1]], greedy)[0].completion_ids
-        assert server.complete(whole[:-1], 60).choices[0].token_ids == plain != wanted.completion_ids
-        named = {"vllm_xargs": {"context": ["x", 10, 5]}}  # only our engine may set this
-        assert server.complete(whole[:-1], 60, extra_body=named).choices[0].token_ids == plain
-        logprobs = server.complete([*whole, *behind], 60, extra_body={"prompt_logprobs": 0}).choices[0]
-        # prompt_logprobs need every token of the prompt, so the whole prompt is computed
-        (full,) = engine.generate([[*whole, *behind]], greedy)
-        assert logprobs.token_ids == full.completion_ids != wanted.completion_ids
-        assert server.complete([*whole, *behind], 60).choices[0].token_ids == wanted.completion_ids
+            assert answer.choices[0].token_ids == expected.completion_ids
+        without_context = engine.generate([context_tokens[:-1]], greedy)[0].completion_ids
+        assert (
+            server.complete(context_tokens[:-1], 60).choices[0].token_ids == without_context != expected.completion_ids
+        )
+        reserved = {"vllm_xargs": {"context": ["x", 10, 5]}}  # a client cannot set the field of our engine
+        assert server.complete(context_tokens[:-1], 60, extra_body=reserved).choices[0].token_ids == without_context
+        with_logprobs = server.complete(
+            [*context_tokens, *question_tokens], 60, extra_body={"prompt_logprobs": 0}
+        ).choices[0]
+        # with prompt_logprobs the whole prompt is computed, without the compacted context
+        (full,) = engine.generate([[*context_tokens, *question_tokens]], greedy)
+        assert with_logprobs.token_ids == full.completion_ids != expected.completion_ids
+        assert server.complete([*context_tokens, *question_tokens], 60).choices[0].token_ids == expected.completion_ids
         server.idle()
     finally:
         assert server.end(signal.SIGTERM) in (0, 143)

@@ -1,4 +1,4 @@
-"""If the model gives log-probs that are not finite, the server fails that request and keeps running."""
+"""If a request's log-probs are not finite, the server refuses this request with an error and continues to run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = [[5, POISON, 7], [*range(3, 60), POISON], [POISON] * 90]
 
 @pytest.fixture(scope="module", params=["gkv", "full"])
 def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose model has a NaN embedding of one token; greedy sampling never chooses that token."""
+    """Start a server whose model has a NaN embedding for one token. Greedy sampling never chooses this token."""
     folder = tmp_path_factory.mktemp("poisoned")
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
     model = new_model("qwen3", **sizes, eos_token_id=EOS_ID)
@@ -35,8 +35,8 @@ def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathF
     build_tokenizer().save_pretrained(folder)
     if request.param == "gkv":
         save_policy(folder, make_policy("gkv", budget=48, window=8, period=16))
-    with running(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005") as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005") as started:
+        yield started
 
 
 def tokens_of(server: Server, prompt: list[int]) -> tuple[list[int], list[float]]:
@@ -44,41 +44,44 @@ def tokens_of(server: Server, prompt: list[int]) -> tuple[list[int], list[float]
     return choice.token_ids, choice.logprobs.token_logprobs
 
 
-def failed(server: Server, prompt: list[int], **more: Any) -> httpx.Response:
-    words = {"model": server.model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **more}
-    return httpx.post(f"{server.url}/v1/completions", json=words, timeout=120)
+def post(server: Server, prompt: list[int], **options: Any) -> httpx.Response:
+    fields = {"model": server.model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **options}
+    return httpx.post(f"{server.url}/v1/completions", json=fields, timeout=120)
 
 
-def test_the_request_fails_with_status_500_and_the_server_lives(server: Server) -> None:
-    """The failed request's error is one line with the reason. Requests beside it and after it get the same answers as
-    without it, to the last bit.
+def test_a_failed_request_does_not_affect_other_requests(server: Server) -> None:
+    """A failed request gets status 500 and an error of one line. Requests that run beside it or after it get the same
+    answers as without it, to the last bit.
     """
-    wanted = [tokens_of(server, prompt) for prompt in GOOD]
+    expected = [tokens_of(server, prompt) for prompt in GOOD]
     beams = [] if saved_policy(server.model) else [{"use_beam_search": True, "n": 2}]
-    for more in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, *beams):
-        answer = failed(server, BAD[0], **more)
-        assert answer.status_code == 500, (more, answer.text)
+    for options in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, *beams):
+        answer = post(server, BAD[0], **options)
+        assert answer.status_code == 500, (options, answer.text)
         message = answer.json()["error"]["message"]
         assert message.startswith("the model's log-probabilities for this request are not finite: its weights, or its")
         assert "\n" not in message
-        assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
+        assert [tokens_of(server, prompt) for prompt in GOOD] == expected
     mixed = [prompt for pair in zip(GOOD, BAD, strict=True) for prompt in pair] * 4
     with ThreadPoolExecutor(len(mixed)) as pool:
-        result = list(pool.map(lambda p: failed(server, p).status_code if POISON in p else tokens_of(server, p), mixed))
-    assert [one for one in result if one != 500] == wanted * 4 and result.count(500) == 12
-    assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
+        outputs = list(pool.map(lambda p: post(server, p).status_code if POISON in p else tokens_of(server, p), mixed))
+    assert [output for output in outputs if output != 500] == expected * 4
+    assert outputs.count(500) == 12
+    assert [tokens_of(server, prompt) for prompt in GOOD] == expected
     server.idle()
 
 
 def test_a_stream_ends_with_the_error(server: Server) -> None:
-    """A stream ends with the error, before its first token. With n samples, one failed sample is enough."""
-    for more in ({}, {"n": 2, "temperature": 1}, {"echo": True}):
-        text = failed(server, BAD[1], stream=True, **more).text
-        assert text.count("are not finite") == 1 and json.loads(text.split("data: ")[-2])["error"]["code"] == 500, text
+    """A stream ends with the error, before its first token, even if only one of n samples fails."""
+    for options in ({}, {"n": 2, "temperature": 1}, {"echo": True}):
+        text = post(server, BAD[1], stream=True, **options).text
+        assert text.count("are not finite") == 1, text
+        assert json.loads(text.split("data: ")[-2])["error"]["code"] == 500, text
     assert tokens_of(server, GOOD[0])[0]
 
 
 def test_other_errors_are_still_client_errors(server: Server) -> None:
     """Control: a structure that no text can satisfy is still a client error, with status 400."""
-    answer = failed(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
-    assert answer.status_code == 400 and "no text fits the structure" in answer.text
+    answer = post(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
+    assert answer.status_code == 400
+    assert "no text fits the structure" in answer.text

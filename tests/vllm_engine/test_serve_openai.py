@@ -1,7 +1,6 @@
-"""OpenAI's client against `sparse-rl serve`: each request is answered with the engine's samples or refused with a clear
-message.
+"""OpenAI's client gets the engine's samples from `sparse-rl serve`, or a clear message if a request is not supported.
 
-Slow: all of these tests share one server in a separate process.
+All tests are slow; they share one server in a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MODEL = Path(__file__).parents[2] / "recipes/quickstart/model"
 POLICY = {"policy": "gkv", "budget": 40, "window": 8, "period": 8}
 TEXTS = [row["prompt"] for row in rows("calibration", 40, seed=3)]
 TOKENS = 60
-# with this template, a chat of one message is that message's text
+# with this template, the prompt of a chat is the text of its messages
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -35,8 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "chat.jinja").write_text(PLAIN)
     words = ("--cache", ",".join(f"{key}={value}" for key, value in POLICY.items()), "--kv-cache-gb", "0.05")
-    with running(MODEL, folder, *words, "--", "--chat-template", str(folder / "chat.jinja")) as made:
-        yield made
+    with running(MODEL, folder, *words, "--", "--chat-template", str(folder / "chat.jinja")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -61,42 +60,40 @@ def tokens_of(answer: Any) -> list[list[int]]:
     return [choice.token_ids for choice in sorted(answer.choices, key=lambda choice: choice.index)]
 
 
-def test_completions(server: Server, rollout: Callable, decoded: Callable) -> None:
-    """Greedy completions with log-probs, of prompts given as text and as tokens, equal the engine's. Control: the
-    server does evict.
-    """
-    (wanted,) = rollout(TEXTS[0])
-    for prompt in (TEXTS[0], wanted.prompt_ids):
+def test_completions_equal_the_engines_samples(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """Greedy completions and their log-probs equal the engine's, for prompts that are given as text and as tokens."""
+    (expected,) = rollout(TEXTS[0])
+    for prompt in (TEXTS[0], expected.prompt_ids):
         answer = server.complete(prompt, TOKENS, logprobs=3)
-        assert tokens_of(answer) == [wanted.completion_ids]
-        assert answer.choices[0].text == decoded(wanted.completion_ids)
-        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(wanted.model_logprobs, abs=1e-5)
+        assert tokens_of(answer) == [expected.completion_ids]
+        assert answer.choices[0].text == decoded(expected.completion_ids)
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.model_logprobs, abs=1e-5)
         usage = answer.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(wanted.prompt_ids), TOKENS)
-    several = server.client.completions.create(
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(expected.prompt_ids), TOKENS)
+    batch = server.client.completions.create(
         model=server.model,
         prompt=TEXTS[:3],
         max_tokens=TOKENS,
         temperature=0,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    assert tokens_of(several) == [rollout(text)[0].completion_ids for text in TEXTS[:3]]
+    assert tokens_of(batch) == [rollout(text)[0].completion_ids for text in TEXTS[:3]]
 
 
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.9, "top_k": 8}]
 )
-def test_seeds_and_samples(sampling: dict[str, Any], server: Server, rollout: Callable) -> None:
+def test_a_seed_gives_the_engines_samples(sampling: dict[str, Any], server: Server, rollout: Callable) -> None:
     settings = {"temperature": 1.0, "n": 3, "seed": 11, **sampling}
-    wanted = [one.completion_ids for one in rollout(TEXTS[1], **settings)]
+    expected = [completion.completion_ids for completion in rollout(TEXTS[1], **settings)]
     extra = {"top_k": settings.pop("top_k")} if "top_k" in settings else {}
-    assert tokens_of(server.complete(TEXTS[1], TOKENS, **settings, extra_body=extra)) == wanted
-    assert len({tuple(one) for one in wanted}) > 1
+    assert tokens_of(server.complete(TEXTS[1], TOKENS, **settings, extra_body=extra)) == expected
+    assert len({tuple(completion) for completion in expected}) > 1
     other = tokens_of(server.complete(TEXTS[1], TOKENS, **{**settings, "seed": 12}, extra_body=extra))
-    assert other != wanted
+    assert other != expected
 
 
-def test_chats(server: Server, rollout: Callable, decoded: Callable) -> None:
+def test_chats_equal_the_engines_samples(server: Server, rollout: Callable, decoded: Callable) -> None:
     messages: Any = [{"role": "user", "content": TEXTS[2]}]
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "n": 2}):
         answer = server.client.chat.completions.create(
@@ -108,34 +105,34 @@ def test_chats(server: Server, rollout: Callable, decoded: Callable) -> None:
             extra_body={"ignore_eos": True, "return_token_ids": True},
             **sampling,  # type: ignore[call-overload]
         )
-        wanted = rollout(TEXTS[2], **sampling)
-        assert tokens_of(answer) == [one.completion_ids for one in wanted]
-        for choice, one in zip(answer.choices, wanted, strict=True):
-            assert choice.message.content == decoded(one.completion_ids)
-            seen = [item.logprob for item in choice.logprobs.content]
-            assert seen == pytest.approx(one.model_logprobs, abs=1e-5)
+        expected = rollout(TEXTS[2], **sampling)
+        assert tokens_of(answer) == [sample.completion_ids for sample in expected]
+        for choice, sample in zip(answer.choices, expected, strict=True):
+            assert choice.message.content == decoded(sample.completion_ids)
+            logprobs = [item.logprob for item in choice.logprobs.content]
+            assert logprobs == pytest.approx(sample.model_logprobs, abs=1e-5)
 
 
-def test_responses(server: Server, rollout: Callable, decoded: Callable) -> None:
+def test_responses_equal_the_engines_samples(server: Server, rollout: Callable, decoded: Callable) -> None:
     answer = server.client.responses.create(
         model=server.model, input=TEXTS[3], max_output_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
     )
-    (wanted,) = rollout(TEXTS[3])
-    assert answer.output_text == decoded(wanted.completion_ids)
+    (expected,) = rollout(TEXTS[3])
+    assert answer.output_text == decoded(expected.completion_ids)
     assert answer.usage.output_tokens == TOKENS
 
 
-def test_streams(server: Server, rollout: Callable, decoded: Callable) -> None:
-    """The pieces of a stream add up to the whole answer, and usage comes last, for completions, chats and responses."""
-    wanted = decoded(rollout(TEXTS[4], temperature=1.0, seed=3)[0].completion_ids)
+def test_the_pieces_of_a_stream_make_the_whole_answer(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """The pieces of a stream make the whole answer, for completions, chats and responses. The usage comes last."""
+    expected = decoded(rollout(TEXTS[4], temperature=1.0, seed=3)[0].completion_ids)
     common: dict[str, Any] = {"model": server.model, "temperature": 1, "seed": 3, "stream": True}
     common |= {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
     pieces = list(server.client.completions.create(prompt=TEXTS[4], max_tokens=TOKENS, **common))
-    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == wanted
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
     assert pieces[-1].usage.completion_tokens == TOKENS
     messages = [{"role": "user", "content": TEXTS[4]}]
     pieces = list(server.client.chat.completions.create(messages=messages, max_tokens=TOKENS, **common))
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == wanted
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected
     assert pieces[-1].usage.completion_tokens == TOKENS
     greedy = decoded(rollout(TEXTS[4])[0].completion_ids)
     events = server.client.responses.create(
@@ -153,18 +150,20 @@ def test_completions_stop_at_the_end_a_string_or_a_token(server: Server, rollout
     """A completion stops at the end of the text, at the client's stop string, and at a stop token."""
     (whole,) = rollout(TEXTS[5], ignore_eos=False, max_tokens=200)
     answer = server.complete(TEXTS[5], 200, extra_body={"ignore_eos": False})
-    assert tokens_of(answer) == [whole.completion_ids] and answer.choices[0].finish_reason == "stop"
+    assert tokens_of(answer) == [whole.completion_ids]
+    assert answer.choices[0].finish_reason == "stop"
     text = decoded(whole.completion_ids)
-    cut = server.complete(TEXTS[5], 200, stop=[";"])
-    assert cut.choices[0].text == text[: text.index(";")] and cut.choices[0].finish_reason == "stop"
+    stopped = server.complete(TEXTS[5], 200, stop=[";"])
+    assert stopped.choices[0].text == text[: text.index(";")]
+    assert stopped.choices[0].finish_reason == "stop"
     token = whole.completion_ids[7]
     at = whole.completion_ids.index(token)
-    cut = server.complete(TEXTS[5], 200, extra_body={"stop_token_ids": [token]})
-    assert tokens_of(cut) == [whole.completion_ids[: at + 1]]
+    stopped = server.complete(TEXTS[5], 200, extra_body={"stop_token_ids": [token]})
+    assert tokens_of(stopped) == [whole.completion_ids[: at + 1]]
 
 
 def test_the_prompt_is_echoed(server: Server, rollout: Callable, decoded: Callable) -> None:
-    (wanted,) = rollout(TEXTS[6])
+    (expected,) = rollout(TEXTS[6])
     answer = server.client.completions.create(
         model=server.model,
         prompt=TEXTS[6],
@@ -174,13 +173,14 @@ def test_the_prompt_is_echoed(server: Server, rollout: Callable, decoded: Callab
         logprobs=1,
         extra_body={"ignore_eos": True},
     )
-    assert answer.choices[0].text == decoded(wanted.prompt_ids) + decoded(wanted.completion_ids)
+    assert answer.choices[0].text == decoded(expected.prompt_ids) + decoded(expected.completion_ids)
     logprobs = answer.choices[0].logprobs.token_logprobs
-    assert logprobs[0] is None and len(logprobs) == len(wanted.prompt_ids) + TOKENS
-    assert logprobs[len(wanted.prompt_ids) :] == pytest.approx(wanted.model_logprobs, abs=1e-5)
+    assert logprobs[0] is None
+    assert len(logprobs) == len(expected.prompt_ids) + TOKENS
+    assert logprobs[len(expected.prompt_ids) :] == pytest.approx(expected.model_logprobs, abs=1e-5)
 
 
-def test_structures(server: Server) -> None:
+def test_structured_outputs_match_their_structure(server: Server) -> None:
     for structure, form in (
         ({"regex": "[0-9]{7}"}, r"\d{7}"),
         ({"choice": ["a1A1;", "b2B2;"]}, "a1A1;|b2B2;"),
@@ -192,27 +192,27 @@ def test_structures(server: Server) -> None:
 
 
 def test_penalties_and_biases_change_the_tokens(server: Server, rollout: Callable) -> None:
-    """Penalties and biases change the tokens; without them the answer is the engine's."""
-    strange = "?c4C4A4"  # a prompt after which the model is uncertain
-    plain = rollout(strange)[0].completion_ids
-    assert tokens_of(server.complete(strange, TOKENS)) == [plain]
-    for more in (
+    """Penalties and biases change the tokens. Without them, the tokens are the engine's."""
+    prompt = "?c4C4A4"  # a prompt after which the model is uncertain
+    plain = rollout(prompt)[0].completion_ids
+    assert tokens_of(server.complete(prompt, TOKENS)) == [plain]
+    for options in (
         {"presence_penalty": 2.0},
         {"frequency_penalty": 2.0},
         {"extra_body": {"repetition_penalty": 2.0}},
         {"extra_body": {"bad_words": [";"]}},
     ):
-        assert tokens_of(server.complete(strange, TOKENS, **more)) != [plain], more
-    assert tokens_of(server.complete(strange, 9, logit_bias={"20": 100})) == [[20] * 9]
-    least = server.complete(strange, TOKENS, temperature=1, seed=2, extra_body={"min_p": 1.0})
-    assert tokens_of(least) == [plain]  # only the best token remains possible
+        assert tokens_of(server.complete(prompt, TOKENS, **options)) != [plain], options
+    assert tokens_of(server.complete(prompt, 9, logit_bias={"20": 100})) == [[20] * 9]
+    restricted = server.complete(prompt, TOKENS, temperature=1, seed=2, extra_body={"min_p": 1.0})
+    assert tokens_of(restricted) == [plain]  # only the best token remains possible
 
 
-def test_two_hundred_concurrent_requests(server: Server, rollout: Callable) -> None:
-    """200 concurrent requests of many lengths, each with a separate seed, are answered as by the engine; half of the
-    prompts are given as tokens.
+def test_concurrent_requests_get_the_engines_samples(server: Server, rollout: Callable) -> None:
+    """200 concurrent requests of different lengths and seeds get the engine's tokens. Half of the prompts are given as
+    tokens.
     """
-    asked = [(TEXTS[i % len(TEXTS)], 1 + i % 50, i) for i in range(200)]
+    requests = [(TEXTS[i % len(TEXTS)], 1 + i % 50, i) for i in range(200)]
     tokenizer = load_tokenizer(MODEL)
 
     def ask(text: str, length: int, seed: int) -> list[int]:
@@ -220,14 +220,14 @@ def test_two_hundred_concurrent_requests(server: Server, rollout: Callable) -> N
         return tokens_of(server.complete(prompt, length, temperature=1, seed=seed))[0]
 
     with ThreadPoolExecutor(200) as pool:
-        answers = list(pool.map(lambda each: ask(*each), asked))
-    for (text, length, seed), answer in zip(asked, answers, strict=True):
-        (wanted,) = rollout(text, max_tokens=length, temperature=1.0, seed=seed)
-        assert answer == wanted.completion_ids
+        answers = list(pool.map(lambda request: ask(*request), requests))
+    for (text, length, seed), answer in zip(requests, answers, strict=True):
+        (expected,) = rollout(text, max_tokens=length, temperature=1.0, seed=seed)
+        assert answer == expected.completion_ids
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "change",
     [
         {"extra_body": {"use_beam_search": True}},
         {"n": 0},
@@ -249,10 +249,11 @@ def test_two_hundred_concurrent_requests(server: Server, rollout: Callable) -> N
     ],
     ids=str,
 )
-def test_unsupported_requests_get_status_400_with_a_message(wrong: dict[str, Any], server: Server) -> None:
+def test_unsupported_requests_get_status_400_with_a_message(change: dict[str, Any], server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        server.client.completions.create(**{"model": server.model, "prompt": TEXTS[0], "max_tokens": 8, **wrong})
-    assert refused.value.status_code == 400 and len(refused.value.body["message"]) > 10
+        server.client.completions.create(**{"model": server.model, "prompt": TEXTS[0], "max_tokens": 8, **change})
+    assert refused.value.status_code == 400
+    assert len(refused.value.body["message"]) > 10
 
 
 def test_another_model_is_not_found(server: Server) -> None:
@@ -260,7 +261,7 @@ def test_another_model_is_not_found(server: Server) -> None:
         server.client.completions.create(model="another", prompt=TEXTS[0])
 
 
-def test_the_server_is_alive_at_the_end(server: Server, rollout: Callable) -> None:
+def test_the_server_answers_correctly_after_all_other_tests(server: Server, rollout: Callable) -> None:
     assert tokens_of(server.complete(TEXTS[0], TOKENS)) == [rollout(TEXTS[0])[0].completion_ids]
     server.idle()
     assert "Traceback" not in server.log.read_text()

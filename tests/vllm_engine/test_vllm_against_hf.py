@@ -1,6 +1,4 @@
-"""The vLLM engine makes the same decisions as the reference engine: the same tokens and the same evictions, except for
-ties.
-"""
+"""The vLLM engine samples the same tokens and evicts the same entries as the reference engine, except for ties."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ ON_BOTH = [family for family, only_hf in FAMILIES.items() if only_hf is None]
 CELLS = [
     (policy, period) for policy in ON_VLLM for period in ((1, 16) if "period" in accepted_parameters(policy) else (1,))
 ]
-# Every policy meets two families in `make test`, every family both periods; the whole matrix is slow, and so is am with
-# period 1, whose 18 seconds of fits are those of test_vllm_replay.py.
+# In `make test`, every policy runs with two families, and every family with both periods. The other cases are slow
+# tests, and so is am with period 1: its fits take 18 seconds, and test_vllm_replay.py runs them too.
 MATRIX = [
     pytest.param(
         *cell,
@@ -34,7 +32,7 @@ GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)
-def test_the_same_tokens_and_traces(
+def test_greedy_tokens_and_traces_equal_the_reference_engines(
     policy_name: str,
     period: int,
     family: str,
@@ -57,12 +55,10 @@ def test_the_same_tokens_and_traces(
         assert bool((r.trace.evict_at == NEVER).all()) is unevicted
 
 
-def test_tokens_are_forced_alike(
+def test_forced_tokens_are_the_same_in_both_engines(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Tokens are forced alike in both engines in the middle of a completion; after the forced tokens, the draws are
-    those of their steps.
-    """
+    """Both engines force the same tokens in the middle of a completion, and then sample the same tokens."""
     policy, prompts = policy_of("am", budget=32, window=8, period=16), random_prompts((5, 33, 60))
     forced = SamplingConfig(40, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True, forced=(7, 8, 9), forced_from=20)
     sampled = open_engine(policy).generate(prompts, forced)
@@ -70,10 +66,10 @@ def test_tokens_are_forced_alike(
     agrees_with_hf(policy, prompts, forced, {"exact": sampled})
 
 
-def test_another_policy_does_not_agree(
+def test_control_another_policy_is_detected(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Control: a sampler that makes other decisions is refused, for one prompt as well as for many."""
+    """Control: a sampler with another policy is detected, for one prompt and for several."""
     morphkv, snapkv = (policy_of(name, budget=64, window=8, period=16) for name in ("morphkv", "snapkv"))
     prompts = random_prompts((90, 200))
     sampled = open_engine(morphkv).generate(prompts, GREEDY)

@@ -1,5 +1,5 @@
-"""The vLLM engine's batches: prompts in chunks, requests that join and leave, several samples of one prompt, ends of
-completions.
+"""Results of the vLLM engine do not depend on the batch: prompts in chunks, requests that begin and end at any time,
+several samples of one prompt, and stop tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("am", 16), ("full", 1)])
-def test_prompts_in_chunks(
+def test_prompts_in_chunks_give_the_same_results(
     policy_name: str,
     period: int,
     exact: bool,
@@ -37,8 +37,8 @@ def test_prompts_in_chunks(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Prompts that are longer than a forward pass and are prefilled beside decoding requests get the same evictions as
-    prompts that are prefilled whole.
+    """Prompts that are prefilled in several forward passes, beside requests that decode, get the same tokens and
+    evictions as prompts that are prefilled in one forward pass.
     """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(RAGGED)
     engine = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=64)
@@ -46,11 +46,11 @@ def test_prompts_in_chunks(
 
 
 @pytest.mark.parametrize("policy_name", ON_VLLM)
-def test_requests_join_and_leave(
+def test_freed_blocks_and_rows_are_reused(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """12 requests of different lengths, 3 at a time, prefilled in chunks, equal the reference engine's: freed blocks
-    and rows are reused at once.
+    """Blocks and rows that a request frees are reused for the next one: 12 requests of different lengths, of which 3
+    run at a time, get the reference engine's tokens and evictions.
     """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=4), random_prompts(RAGGED)
     engine = open_engine(policy, "qwen3", max_batch=3, max_num_batched_tokens=48)
@@ -62,11 +62,11 @@ def test_requests_join_and_leave(
     agrees_with_hf(policy, prompts, stopping, {"backwards": backwards}, "qwen3")
 
 
-def test_samples_and_seeds(
+def test_a_seed_reproduces_the_samples_in_any_batch(
     policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:
-    """The n samples of a prompt differ, and the same seed reproduces them in any order and in any batch; another seed,
-    or no seed, does not.
+    """The n samples of a prompt differ. The same seed reproduces them in any order and in any batch; another seed, or
+    no seed, does not.
     """
     prompts, engine = random_prompts((5, 70, 200)), open_engine(policy, max_batch=5)
 
@@ -83,20 +83,21 @@ def test_samples_and_seeds(
     assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
     alone = run(prompts[1:2], 7, 4)
     assert same(alone, sampled[4:8])
-    repeated = run(prompts[::-1] * 4, 7, 1)  # a repeated prompt is sampled anew
+    repeated = run(prompts[::-1] * 4, 7, 1)  # a repeated prompt gets another sample
     assert same([repeated[3 * k + 2 - i] for i in range(3) for k in range(4)], sampled)
     for seed in (8, None):
         assert not {tuple(r.completion_ids) for r in run(prompts, seed, 4)} & {tuple(r.completion_ids) for r in sampled}
 
     greedy = engine.generate(prompts[:1], SamplingConfig(40, temperature=0, n=3, ignore_eos=True))
-    assert same_decisions(greedy[0], greedy[1]) and same_decisions(greedy[1], greedy[2])
+    assert same_decisions(greedy[0], greedy[1])
+    assert same_decisions(greedy[1], greedy[2])
 
 
 def test_stop_tokens_end_a_completion(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
 ) -> None:
-    """A stop token ends a completion and is its last token. The stop tokens are the model's own,
-    the caller's, or none.
+    """A completion ends with the first stop token. The stop tokens are those of the model or of the caller, or there
+    are none.
     """
     prompts = random_prompts(RAGGED[:6])
     model = new_model("llama", hidden_size=128, head_dim=32)
@@ -105,31 +106,32 @@ def test_stop_tokens_end_a_completion(
     endless = engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True))
     assert {(len(r.completion_ids), r.finish_reason) for r in endless} == {(50, "length")}
     tokens = [endless[0].completion_ids[8], endless[3].completion_ids[35]]
-    wanted = [shortened(r, set(tokens)) for r in endless]
-    assert len({len(r.completion_ids) for r in wanted}) >= 3 and "stop" in {r.finish_reason for r in wanted}
-    assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=tokens)), wanted)
+    expected = [shortened(r, set(tokens)) for r in endless]
+    assert len({len(r.completion_ids) for r in expected}) >= 3
+    assert "stop" in {r.finish_reason for r in expected}
+    assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=tokens)), expected)
     explicit = SamplingConfig(50, seed=4, stop_token_ids=tokens, ignore_eos=True)
-    assert same(engine.generate(prompts, explicit), wanted)
-    one = engine.generate(prompts, SamplingConfig(9, seed=4, stop_token_ids=range(64)))
-    assert {(len(r.completion_ids), r.finish_reason) for r in one} == {(1, "stop")}
+    assert same(engine.generate(prompts, explicit), expected)
+    immediate = engine.generate(prompts, SamplingConfig(9, seed=4, stop_token_ids=range(64)))
+    assert {(len(r.completion_ids), r.finish_reason) for r in immediate} == {(1, "stop")}
 
     for eos in (tokens[0], tokens):
         model.generation_config.eos_token_id = eos
         model.generation_config.pad_token_id = 0
         model.save_pretrained(tmp_path)
         engine = open_engine(policy, tmp_path)
-        own = [shortened(r, {eos} if isinstance(eos, int) else set(eos)) for r in endless]
-        assert same(engine.generate(prompts, SamplingConfig(50, seed=4)), own)
+        shortened_rollouts = [shortened(r, {eos} if isinstance(eos, int) else set(eos)) for r in endless]
+        assert same(engine.generate(prompts, SamplingConfig(50, seed=4)), shortened_rollouts)
         assert same(engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True)), endless)
         assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=[])), endless)
 
 
 @pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv", "am"])
-def test_prompts_at_the_edges(
+def test_prompt_lengths_at_the_edges_give_the_reference_engines_results(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Prompts whose length is budget, budget + period, one more or one less, or whole blocks, equal the reference
-    engine's, from 1 token to many.
+    """Completions of 1 to 40 tokens equal the reference engine's for prompts at the edges: the length is the budget,
+    budget + period, or a multiple of the block size, or differs from these by one.
     """
     policy = policy_of(policy_name, budget=64, window=0 if policy_name == "tova" else 8, period=16)
     prompts = random_prompts((1, 2, 31, 32, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 128))
@@ -142,28 +144,27 @@ def test_prompts_at_the_edges(
             assert all(bool((r.trace.evict_at == NEVER).all()) for r in rollouts)
 
 
-def test_a_budget_beyond_the_sequence_is_the_full_cache(
+def test_a_budget_longer_than_the_sequence_equals_the_full_cache(
     policy_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     prompts, sampling = random_prompts((5, 64, 130)), SamplingConfig(40, seed=0, ignore_eos=True)
     full = open_engine("full").generate(prompts, sampling)
     for name in ON_VLLM:
         wide = open_engine(policy_of(name, budget=256, window=8, period=16)).generate(prompts, sampling)
-        assert all(bool((r.trace.evict_at == NEVER).all()) for r in wide) and same(wide, full)
+        assert all(bool((r.trace.evict_at == NEVER).all()) for r in wide)
+        assert same(wide, full)
     assert not same(open_engine(policy_of("tova", budget=32, period=16)).generate(prompts, sampling), full)
 
 
-def test_a_temperature_near_zero(
+def test_a_temperature_near_zero_is_applied_as_given(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:
-    """Temperatures near zero work: vLLM alone would raise them to 0.01, but the temperature and the rest of the
-    sampling are ours.
-    """
+    """Temperatures near zero are applied as given. vLLM alone would raise them to 0.01, but our own code samples."""
     policy, sampling = policy_of("streaming", budget=40, period=16), SamplingConfig(60, temperature=0.002, seed=5)
     prompts = random_prompts((5, 90, 33))
     outputs = open_engine(policy).generate(prompts, sampling)
-    wanted = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy).generate(prompts, sampling)
-    assert [r.completion_ids for r in outputs] == [r.completion_ids for r in wanted]
-    for ours, theirs in zip(outputs, wanted, strict=True):
+    expected = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy).generate(prompts, sampling)
+    assert [r.completion_ids for r in outputs] == [r.completion_ids for r in expected]
+    for output, reference in zip(outputs, expected, strict=True):
         # a gap of 1e-6 in the logits becomes 5e-4 at this temperature
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+        assert output.logprobs == pytest.approx(reference.logprobs, abs=1e-3)

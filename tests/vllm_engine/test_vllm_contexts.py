@@ -1,4 +1,4 @@
-"""The vLLM engine continues from compacted contexts as the hf engine does, and uses only the blocks of their kept
+"""The vLLM engine continues from compacted contexts as the hf engine does, and uses blocks only for the kept
 entries.
 """
 
@@ -60,24 +60,24 @@ def test_continuations_equal_those_of_hf(
     family: str, compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable,
     loaded: Callable, directory_of: Callable,
 ) -> None:  # fmt: skip
-    """Continuations of several contexts, one after another, equal those of hf and of the slow reference that attends
-    entry by entry.
+    """Continuations of several contexts in turn equal those of hf, and those of the slow reference that attends to one
+    entry at a time.
     """
     engine, questions = open_engine("full", family, context_entries=200), random_prompts(LENGTHS)
-    for what, settings in SETTINGS.items():
+    for label, settings in SETTINGS.items():
         context = compacted(family, **settings)
         rollouts = engine.generate(questions, SAMPLING, context)
-        assert same(wanted_of(questions, SAMPLING, context, family), rollouts), what
+        assert same(wanted_of(questions, SAMPLING, context, family), rollouts), label
         for question, rollout in zip(questions, rollouts[::2], strict=True):
             slow = slow_logprobs(loaded(directory_of(family)), context, question, rollout.completion_ids)
-            assert gap([slow], [rollout]) <= 1e-5, what
-    (again,) = engine.simulate(questions[1:2], [rollouts[2].completion_ids], context=context)
-    assert gap([torch.tensor(rollouts[2].model_logprobs)], [again]) <= 1e-5
-    plain = make_engine("hf", model=loaded(directory_of(family))).generate(questions, SAMPLING)
-    assert same(plain, engine.generate(questions, SAMPLING))
+            assert gap([slow], [rollout]) <= 1e-5, label
+    (simulated,) = engine.simulate(questions[1:2], [rollouts[2].completion_ids], context=context)
+    assert gap([torch.tensor(rollouts[2].model_logprobs)], [simulated]) <= 1e-5
+    without_context = make_engine("hf", model=loaded(directory_of(family))).generate(questions, SAMPLING)
+    assert same(without_context, engine.generate(questions, SAMPLING))
 
 
-def test_heads_and_layers_of_different_lengths(
+def test_heads_and_layers_may_keep_different_numbers_of_entries(
     compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     engine, questions = open_engine("full", context_entries=200), random_prompts(LENGTHS)
@@ -86,7 +86,7 @@ def test_heads_and_layers_of_different_lengths(
     assert same(wanted_of(questions, SAMPLING, context), engine.generate(questions, SAMPLING, context))
 
 
-def test_questions_in_chunks(
+def test_questions_may_be_prefilled_in_chunks(
     compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
     engine = open_engine("full", context_entries=400, max_num_batched_tokens=40)
@@ -94,40 +94,43 @@ def test_questions_in_chunks(
     assert same(wanted_of(questions, SAMPLING, context), engine.generate(questions, SAMPLING, context))
 
 
-def test_forks_share_the_blocks_that_a_context_fills(
+def test_completions_share_the_blocks_that_a_context_fills(
     compacted: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """Forks share the blocks that a context fills. Its 5 + 67 entries fill two blocks of 32 and leave 8 for a third;
-    with question and answer each fork needs a fourth.
+    """Completions of one context share the blocks that the context fills. Its 5 + 67 entries fill two blocks of 32, and
+    8 entries are in a third block. Each of the 8 completions needs a copy of the third block and a fourth block.
     """
     engine, context = open_engine("full", context_entries=200), compacted(counts=[[67, 67]] * 2)
     free = pool_of(engine).get_num_free_blocks()
     sampling = SamplingConfig(max_tokens=40, seed=1, n=8, ignore_eos=True)
-    with watched(engine) as seen:
+    with watched(engine) as records:
         first = engine.generate(random_prompts([3]), sampling, context)
-    assert context.entries == 72 and max(seen.running) == 8 and max(seen.used) == 2 + 8 * 2
+    assert context.entries == 72
+    assert max(records.running) == 8
+    assert max(records.used) == 2 + 8 * 2
     assert pool_of(engine).get_num_free_blocks() == free
     assert same(first, engine.generate(random_prompts([3]), sampling, context))
-    with watched(engine) as seen:
+    with watched(engine) as records:
         engine.generate([[*context.tokens, *random_prompts([3])[0]]], sampling)
-    assert max(seen.used) == 8 * 5  # the whole context: 100 + 3 + 39 tokens each
+    assert max(records.used) == 8 * 5  # without compaction: 100 + 3 + 39 tokens for each completion
 
 
-def test_a_pool_with_room_only_for_the_kept_entries(
+def test_a_pool_with_room_only_for_the_kept_entries_is_enough(
     compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """A pool of five blocks is enough for the kept entries. The whole context would take four blocks, so that no
-    sequence after it would fit.
+    """A pool of five blocks is enough for the kept entries and the sequences. The context before its compaction would
+    take four blocks, and leave too few for a sequence.
     """
     # five blocks and the null block: keys and values, block size, Hkv, D, bytes of float32, layers
-    five = (5 + 1) * 2 * 32 * 2 * 32 * 4 * 2 / 2**30
-    engine = open_engine("full", context_entries=96, kv_cache_gb=five)
+    five_blocks = (5 + 1) * 2 * 32 * 2 * 32 * 4 * 2 / 2**30
+    engine = open_engine("full", context_entries=96, kv_cache_gb=five_blocks)
     assert pool_of(engine).get_num_free_blocks() == 5
     questions, context = random_prompts((10, 20, 5, 8)), compacted(ratio=0.3)
-    with watched(engine) as seen:
+    with watched(engine) as records:
         rollouts = engine.generate(questions, SamplingConfig(40, seed=3, ignore_eos=True), context)
     assert same(wanted_of(questions, SamplingConfig(40, seed=3, ignore_eos=True), context), rollouts)
-    assert max(seen.used) <= 5 and pool_of(engine).get_num_free_blocks() == 5
+    assert max(records.used) <= 5
+    assert pool_of(engine).get_num_free_blocks() == 5
 
 
 APART = [
@@ -137,12 +140,12 @@ APART = [
 
 
 @pytest.mark.parametrize("apart", APART, ids=str)
-def test_in_other_kernels_and_processes(
+def test_other_kernels_and_processes_give_the_same_continuations(
     apart: dict, compacted: Callable, open_engine: Callable, random_prompts: Callable, loaded: Callable,
     directory_of: Callable, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Continuations equal those of hf under vLLM's own kernel, which takes biases as a coordinate of the keys, and with
-    workers in separate processes, which read the context from a file.
+    """Continuations equal the slow reference under vLLM's own kernel, where a coordinate of the keys holds the biases,
+    and with workers in separate processes, which read the context from a file.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     engine, questions = open_engine("full", context_entries=200, **apart), random_prompts((1, 9, 40))

@@ -1,6 +1,4 @@
-"""A learned policy in vLLM makes the same evictions as in training and in the reference engine,
-before a query attends.
-"""
+"""Under a learned policy, vLLM evicts the same entries as training and the reference engine, before a query attends."""
 
 from __future__ import annotations
 
@@ -28,17 +26,17 @@ LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # with 65 and 81, the last chunk has 
 
 @pytest.fixture(scope="module")
 def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """learned(scorer, family="qwen3", seed=0) -> the directory of a model whose scorers are far from their initial
+    """learned(scorer, family="qwen3", seed=0) -> the directory of a model whose scorers differ much from their initial
     values.
     """
-    made: dict[Any, Path] = {}
+    folders: dict[Any, Path] = {}
 
     def make(scorer: str, family: str = "qwen3", seed: int = 0) -> Path:
-        if (scorer, family, seed) not in made:
+        if (scorer, family, seed) not in folders:
             policy, folder = learned_policy(scorer, B), tmp_path_factory.mktemp(scorer)
             save_learned(with_scorers(new_model(family, **SIZES), policy, seed, scale=0.2), policy, folder)
-            made[scorer, family, seed] = folder
-        return made[scorer, family, seed]
+            folders[scorer, family, seed] = folder
+        return folders[scorer, family, seed]
 
     return make
 
@@ -53,8 +51,8 @@ def test_evictions_equal_those_of_training_and_hf(
     random_prompts: Callable,
     record_property: Callable,
 ) -> None:
-    """Evictions equal those of training and of hf, for prompts whole and in chunks, several samples of each, and more
-    sequences than run at a time.
+    """Evictions equal those of training and of hf. Prompts come whole or in chunks, each has one or several samples,
+    and there are more sequences than can run together.
     """
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     model, policy = load_model(folder), learned_policy(scorer, B)
@@ -63,14 +61,15 @@ def test_evictions_equal_those_of_training_and_hf(
     for n, temperature in ((3, 1.0), (1, 0.0)):
         sampling = SamplingConfig(max_tokens=30, seed=2, n=n, temperature=temperature, ignore_eos=True)
         rollouts = engine.generate(prompts, sampling)
-        wrong, ties, heads = wrong_decisions(model, policy, rollouts)
-        assert not wrong and ties <= heads / 100
-        own = gap(replay_logprobs(model, rollouts, temperature or 1.0), rollouts)
-        record_property("gap", own)
-        assert own <= 1e-5
+        wrong_evictions, ties, heads = wrong_decisions(model, policy, rollouts)
+        assert not wrong_evictions
+        assert ties <= heads / 100
+        largest_gap = gap(replay_logprobs(model, rollouts, temperature or 1.0), rollouts)
+        record_property("gap", largest_gap)
+        assert largest_gap <= 1e-5
         for name, others in wrong_traces(rollouts).items():
             if name != "heads swapped" or scorer != "recency":
-                assert gap(replay_logprobs(model, others, temperature or 1.0), rollouts) >= 100 * own, name
+                assert gap(replay_logprobs(model, others, temperature or 1.0), rollouts) >= 100 * largest_gap, name
         reference = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
         assert same(rollouts, reference)
         for r in rollouts:
@@ -79,27 +78,28 @@ def test_evictions_equal_those_of_training_and_hf(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_among_equal_scores_the_latest_is_evicted(
+def test_among_equal_scores_the_latest_token_is_evicted(
     scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """Among equal scores the latest token is evicted, as in training: without training, all tokens in one step of the
-    decay rank alike.
+    """Among tokens with equal scores the latest is evicted, as in training. Untrained scorers give equal scores to all
+    tokens within one step of the decay.
     """
     policy = learned_policy(scorer, B, decay_every=8)
     save_learned(with_scorers(new_model("qwen3", **SIZES), policy, scale=0.0), policy, tmp_path)
     rollouts = open_engine(None, tmp_path).generate(
         random_prompts(LENGTHS), SamplingConfig(30, seed=2, ignore_eos=True)
     )
-    wrong, ties, heads = wrong_decisions(load_model(tmp_path), policy, rollouts)
-    assert not wrong and ties == 0 < heads
+    wrong_evictions, ties, heads = wrong_decisions(load_model(tmp_path), policy, rollouts)
+    assert not wrong_evictions
+    assert ties == 0 < heads
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-def test_blocks_of_exactly_b_and_no_preemption(
+def test_no_request_is_preempted_if_its_budget_has_blocks(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """A pool with exactly the blocks that all sequences need never preempts: ceil(max(P, B) / block) blocks for a
-    prompt of P tokens and a budget of B, and the blocks of B once the prompt is compacted.
+    """No request is preempted if the pool has exactly the blocks that all sequences need. A prompt of P tokens needs
+    ceil(max(P, B) / block size) blocks under the budget B, and ceil(B / block size) after its compaction.
     """
     folder, prompts = learned(scorer), random_prompts([5, 40, 41, 70, 130])
     size, needed = 32, [2, 2, 2, 3, 5]
@@ -108,10 +108,12 @@ def test_blocks_of_exactly_b_and_no_preemption(
     policy, memory = learned_policy(scorer, 40), (blocks + 1) * block_bytes / 2**30
     engine = open_engine(policy, folder, max_batch=5, max_prompt=130, block_size=size, kv_cache_gb=memory)
     assert pool_of(engine).get_num_free_blocks() == blocks
-    with watched(engine) as seen:
+    with watched(engine) as records:
         rollouts = engine.generate(prompts, SamplingConfig(max_tokens=120, seed=0, ignore_eos=True))
-    assert seen.preempted == 0 and max(seen.running) == 5
-    assert seen.used[0] == 1 + 2 + 2 + 3 + 5 == max(seen.used) and seen.used[-1] == 5 * 2  # 40 entries need 2 blocks
+    assert records.preempted == 0
+    assert max(records.running) == 5
+    assert records.used[0] == 1 + 2 + 2 + 3 + 5 == max(records.used)  # 40 entries need 2 blocks
+    assert records.used[-1] == 5 * 2
     assert not wrong_decisions(load_model(folder), engine.policy, rollouts)[0]
     assert pool_of(engine).get_num_free_blocks() == blocks
 
@@ -120,34 +122,33 @@ def test_blocks_of_exactly_b_and_no_preemption(
 def test_scorers_are_updated_with_the_weights(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """After load_weights from a model with other scorers, the engine samples as from that model's directory, and its
-    scorer digests are those of the new scorers.
+    """After load_weights with the weights of another model, the engine samples as that model does, and its scorer
+    digests are those of the new scorers.
     """
-    one, other = learned(scorer), load_model(learned(scorer, seed=1))
+    folder, other = learned(scorer), load_model(learned(scorer, seed=1))
     prompts, sampling = random_prompts(LENGTHS), SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
-    engine, policy = open_engine(None, one), learned_policy(scorer, B)
+    engine, policy = open_engine(None, folder), learned_policy(scorer, B)
     before = engine.generate(prompts, sampling)
-    own = dict(other.cache_scorers.named_parameters())
-    assert engine.scorer_digests() != head_digests(own)
+    scorers = dict(other.cache_scorers.named_parameters())
+    assert engine.scorer_digests() != head_digests(scorers)
     engine.load_weights(other.named_parameters())
-    assert engine.scorer_digests() == head_digests(own)
+    assert engine.scorer_digests() == head_digests(scorers)
     after = engine.generate(prompts, sampling)
     assert same(after, make_engine("hf", model=other, policy=policy).generate(prompts, sampling))
-    assert not same(after, before) and not wrong_decisions(other, policy, after)[0]
+    assert not same(after, before)
+    assert not wrong_decisions(other, policy, after)[0]
     with torch.no_grad():
-        next(iter(own.values())).view(-1)[0].add_(1e-6)
-    assert engine.scorer_digests() != head_digests(own)
-    without = [(name, weight) for name, weight in other.named_parameters() if "scorers.1" not in name]
+        next(iter(scorers.values())).view(-1)[0].add_(1e-6)
+    assert engine.scorer_digests() != head_digests(scorers)
+    incomplete = [(name, weight) for name, weight in other.named_parameters() if "scorers.1" not in name]
     with pytest.raises(UserError, match=r"were not handed over: cache_scorers\.1"):
-        engine.load_weights(without)
+        engine.load_weights(incomplete)
 
 
-def test_vllm_loads_a_directory_with_scorers(
+def test_vllm_ignores_scorers_under_a_policy_without_scorers(
     learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """vLLM loads a model directory that has scorers under another policy too; plain vLLM and transformers ignore the
-    scorers.
-    """
+    """vLLM loads a model directory that contains scorers also under a policy without scorers, and ignores them."""
     folder, prompts = learned("delayed"), random_prompts([9, 50])
     sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     for policy in ("full", {"policy": "streaming", "budget": 16}):
@@ -190,8 +191,8 @@ def test_an_engine_in_another_process_gives_the_same_results(
     random_prompts: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine in a separate process, or with its heads split over two processes, gives the same results as one in
-    this process, also after a weight sync.
+    """An engine in a separate process, or with its heads split over two processes, gives the results of an engine in
+    this process, also after an update of the weights.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
@@ -201,8 +202,9 @@ def test_an_engine_in_another_process_gives_the_same_results(
         engine.load_weights(model.named_parameters())
         assert engine.scorer_digests() == head_digests(dict(model.cache_scorers.named_parameters()))
         rollouts = engine.generate(prompts, sampling)
-        wrong, ties, heads = wrong_decisions(model, policy, rollouts)
-        assert not wrong and ties <= heads / 100
+        wrong_evictions, ties, heads = wrong_decisions(model, policy, rollouts)
+        assert not wrong_evictions
+        assert ties <= heads / 100
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
         if not options.get("tensor_parallel"):
             assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, sampling))

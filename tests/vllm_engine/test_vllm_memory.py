@@ -1,4 +1,4 @@
-"""Evicted entries are really freed: sequences run together in the blocks of their budgets and are never preempted."""
+"""Evicted entries free memory: sequences run together in the blocks of their budgets, and none is preempted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.fixture
 def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
-    """with_blocks(policy, blocks, max_batch) -> a one-layer engine whose pool has `blocks` blocks besides the null
+    """with_blocks(policy, blocks, max_batch) -> an engine of one layer, whose pool has `blocks` blocks besides the null
     block.
     """
 
@@ -46,34 +46,40 @@ def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., 
     return make
 
 
-def test_as_many_requests_run_as_budgets_fit_in_the_pool(
+def test_the_pool_runs_one_request_for_each_peak_that_fits(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
     record_property: Callable,
 ) -> None:  # fmt: skip
-    """64 sequences of more than 400 tokens run at once in the blocks of 64 budgets and one long prompt. A full cache
+    """64 sequences of more than 400 tokens run together in the blocks of 64 peaks and one long prompt. A full cache
     would need 1,000 blocks.
     """
     prompt_blocks = 7
     blocks = 64 * PEAK + prompt_blocks - PEAK
     engine = with_blocks(policy, blocks, 64)
     prompts = random_prompts([5 + 3 * i for i in range(63)] + [prompt_blocks * BLOCK])
-    with watched(engine) as seen:
+    with watched(engine) as records:
         rollouts = engine.generate(prompts, SamplingConfig(400, seed=0, ignore_eos=True))
-    record_property("peak blocks", max(seen.used))
-    assert max(seen.running) == 64 and seen.running.count(64) > 350 and seen.preempted == 0
-    assert max(seen.used) <= blocks
-    decoding = [used for used, running in zip(seen.used, seen.running, strict=True) if running == 64][prompt_blocks:]
+    record_property("peak blocks", max(records.used))
+    assert max(records.running) == 64
+    assert records.running.count(64) > 350
+    assert records.preempted == 0
+    assert max(records.used) <= blocks
+    decoding = [used for used, running in zip(records.used, records.running, strict=True) if running == 64][
+        prompt_blocks:
+    ]
     assert max(decoding) == 64 * PEAK
     chosen = [rollouts[i] for i in (0, 31, 63)]
-    own = replay_gap(chosen, directory_of("qwen2", **ONE_LAYER))
-    record_property("gap", own)
-    assert own <= 1e-5 and all(len(r.completion_ids) == 400 for r in rollouts)
+    largest_gap = replay_gap(chosen, directory_of("qwen2", **ONE_LAYER))
+    record_property("gap", largest_gap)
+    assert largest_gap <= 1e-5
+    assert all(len(r.completion_ids) == 400 for r in rollouts)
 
-    for tokens in (1, 90, 150):  # tokens of requests that never compact, that compact once, and that compact often
+    for tokens in (1, 90, 150):  # with this many tokens, requests are compacted never, once, and several times
         assert pool_of(engine).get_num_free_blocks() == blocks
-        with watched(engine) as seen:
+        with watched(engine) as records:
             engine.generate(prompts, SamplingConfig(tokens, n=2, seed=0, ignore_eos=True))
-        assert seen.preempted == 0 and max(seen.used) <= blocks
+        assert records.preempted == 0
+        assert max(records.used) <= blocks
     assert pool_of(engine).get_num_free_blocks() == blocks
 
 
@@ -86,17 +92,19 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
     directory_of: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """If the pool is one block smaller than all requests need, one request waits; none is preempted, and the samples
-    are unchanged.
+    """If the pool has one block less than all requests need, one request waits. None is preempted, and the samples do
+    not change.
     """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     prompts, sampling = random_prompts([20 + i for i in range(12)]), SamplingConfig(110, seed=0, ignore_eos=True)
     sampled = {}
-    for blocks, most in ((12 * PEAK, 12), (12 * PEAK - 1, 11), (8, 2)):
+    for blocks, running in ((12 * PEAK, 12), (12 * PEAK - 1, 11), (8, 2)):
         engine = with_blocks(policy, blocks, 12)
-        with watched(engine) as seen:
+        with watched(engine) as records:
             sampled[f"{blocks} blocks"] = engine.generate(prompts, sampling)
-        assert max(seen.running) == most and seen.preempted == 0 and max(seen.used) <= most * PEAK
+        assert max(records.running) == running
+        assert records.preempted == 0
+        assert max(records.used) <= running * PEAK
         assert pool_of(engine).get_num_free_blocks() == blocks
     agrees_with_hf(policy, prompts, sampling, sampled, directory_of("qwen2", **ONE_LAYER))
 
@@ -105,8 +113,8 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
 def test_memory_outside_the_cache_is_counted(
     policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
 ) -> None:
-    """The counted bytes outside the cache equal the bytes of the worker's own arrays. Only 24 bytes per block and one
-    byte per request are not counted.
+    """The counted bytes outside the cache equal the bytes of the worker's arrays, except for 24 bytes for each block
+    and one byte for each request.
     """
     from rollout.vllm.compat.paged import live_state
 
@@ -118,14 +126,24 @@ def test_memory_outside_the_cache_is_counted(
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
     assert state.failed.nbytes == 5 + 1  # not counted either: one byte for each request
-    named = {"positions", "queries", "prompt_length", "row", "number", "failed", "heads", "first_block", "first_row"}
+    tensor_names = {
+        "positions",
+        "queries",
+        "prompt_length",
+        "row",
+        "number",
+        "failed",
+        "heads",
+        "first_block",
+        "first_row",
+    }
     # the state has no other tensors
-    assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named
+    assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= tensor_names
 
 
 def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share of memory given to vLLM leaves room for our other buffers. The share matters only on a GPU and without
-    kv_cache_gb.
+    """The share of memory that vLLM may use leaves room for our other buffers. The share is used only on a GPU, if
+    kv_cache_gb is not given.
     """
     from vllm.platforms import current_platform
 
@@ -136,23 +154,25 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: total)
     share = arguments.memory_arguments(None, 0.3, beside)["gpu_memory_utilization"]
-    assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # if all of the share were cache
-    whole = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**30}
-    assert arguments.memory_arguments(1, 0.3, beside) == whole
+    assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # 1.02: as if all of the share were cache
+    with_cache_size = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**30}
+    assert arguments.memory_arguments(1, 0.3, beside) == with_cache_size
     with pytest.raises(UserError, match=r"^gpu_memory_utilization: 0\.04 of 75 GiB is too little: [^\n]*$"):
         arguments.memory_arguments(None, 0.04, beside)
 
 
-def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, random_prompts: Callable) -> None:
-    """Control: without eviction the same sequences use three times the blocks, 10 for each sequence instead of PEAK."""
+def test_control_a_full_cache_uses_more_blocks(
+    with_blocks: Callable, policy_of: Callable, random_prompts: Callable
+) -> None:
+    """Control: without evictions the same sequences use more blocks, 10 for each sequence instead of PEAK = 3."""
     prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
-    most = {}
+    most_used = {}
     for name, blocks in (("full", 100), ("gkv", 64)):
         engine = with_blocks(policy_of(name, budget=64, window=8, period=32), blocks, 8)
-        with watched(engine) as seen:
+        with watched(engine) as records:
             engine.generate(prompts, sampling)
-        most[name] = max(seen.used)
-    assert most == {"full": 8 * 10, "gkv": 8 * PEAK}
+        most_used[name] = max(records.used)
+    assert most_used == {"full": 8 * 10, "gkv": 8 * PEAK}
 
 
 @pytest.mark.parametrize(
@@ -169,27 +189,28 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """The pool has room for each sequence's prompt and peak, or for the longest sequence if that is less. It takes no
-    more of the 1 GiB, and all sequences run at once.
+    """The pool has room for each sequence's longer one of prompt and peak, or for the longest sequence if that is less.
+    The rest of the 1 GiB is not allocated, and all sequences run together.
     """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
     engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
     assert pool_of(engine).get_num_free_blocks() == 4 * blocks
-    given = {**sizes, "dtype": "float32", "exact": True, "tensor_parallel": 1}
+    options = {**sizes, "dtype": "float32", "exact": True, "tensor_parallel": 1}
     # the same bytes as in `doctor`
-    assert pool_bytes(policy, given, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES
-    with watched(engine) as seen:
+    assert pool_bytes(policy, options, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES
+    with watched(engine) as records:
         engine.generate(
             random_prompts([min(max_prompt, longest - 24)] * 4), SamplingConfig(24, seed=0, ignore_eos=True)
         )
-    assert max(seen.running) == 4 and seen.preempted == 0
+    assert max(records.running) == 4
+    assert records.preempted == 0
 
 
-def test_a_pool_too_small_for_one_is_refused(
+def test_a_pool_too_small_for_one_prompt_is_refused(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, agrees_with_hf: Callable
 ) -> None:
-    """A pool that is too small for the longest prompt, 8 blocks for max_prompt 256, is refused. After the error,
+    """A pool that is too small for the longest prompt is refused; max_prompt 256 needs 8 blocks. After the error
     another engine can be started.
     """
     with pytest.raises(ValueError, match="KV cache") as error:

@@ -1,7 +1,7 @@
 """The vLLM engine refuses log-probs that are not finite, and a NaN in one sequence reaches no other sequence.
 
-Tests that look at several failing requests at once call vLLM directly, as a server does, since our engine stops at the
-first failure.
+Our engine stops at the first failure. Tests with several failing requests therefore call vLLM directly, as a server
+does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS
 
 @pytest.fixture(scope="module")
 def poisoned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Policy], Path]:
-    """poisoned(policy) -> a model with a NaN embedding of one token; greedy sampling never chooses that token."""
+    """poisoned(policy) -> the directory of a model with a NaN embedding for one token. Greedy sampling never chooses
+    this token.
+    """
 
     def make(policy: Policy) -> Path:
         model, folder = new_model("qwen3", **SIZES), tmp_path_factory.mktemp(policy.name)
@@ -70,38 +72,42 @@ FAILED = [(("error", "not finite"), [], [])] * len(BAD)
 
 
 def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = lambda step: None) -> list[Any]:
-    """Return vLLM's output for each request: finish reason, tokens and log-probs. spoil : called with the step's number
-    before each step
+    """Return vLLM's output for each request: (finish reason, stop reason), tokens and log-probs. `spoil` is called with
+    the number of the step before each step.
     """
     import vllm
 
     sampling = vllm.SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
     sampling.output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-    inner, rows, step = engine.llm.llm_engine, {}, 0
+    core, rows, step = engine.llm.llm_engine, {}, 0
     for number, text in enumerate(texts):
-        inner.add_request(str(number), {"prompt_token_ids": text}, sampling)
-    while inner.has_unfinished_requests():
+        core.add_request(str(number), {"prompt_token_ids": text}, sampling)
+    while core.has_unfinished_requests():
         spoil(step)
         step += 1
-        for output in inner.step():
-            one = output.outputs[0]
-            logprobs = [next(iter(item.values())).logprob for item in one.logprobs]
-            rows[int(output.request_id)] = (one.finish_reason, one.stop_reason), list(one.token_ids), logprobs
+        for output in core.step():
+            completion = output.outputs[0]
+            logprobs = [next(iter(item.values())).logprob for item in completion.logprobs]
+            rows[int(output.request_id)] = (
+                (completion.finish_reason, completion.stop_reason),
+                list(completion.token_ids),
+                logprobs,
+            )
     return [rows[number] for number in range(len(texts))]
 
 
 def abort_in_the_prompt(engine: Any) -> None:
-    """Abort a request after only a part of its prompt was read: no token was sampled, and its blocks hold NaN."""
+    """Abort a request after a part of its prompt was read. No token was sampled, and the request's blocks hold NaN."""
     import vllm
 
-    inner = engine.llm.llm_engine
-    inner.add_request("gone", {"prompt_token_ids": [POISON] * (3 * CHUNK)}, vllm.SamplingParams(max_tokens=1))
-    inner.step()
-    inner.abort_request(["gone"])
+    core = engine.llm.llm_engine
+    core.add_request("gone", {"prompt_token_ids": [POISON] * (3 * CHUNK)}, vllm.SamplingParams(max_tokens=1))
+    core.step()
+    core.abort_request(["gone"])
 
 
 def in_one_batch() -> tuple[list[list[int]], list[bool]]:
-    """Return good and bad prompts in alternation, and for each prompt whether it is bad."""
+    """Return the prompts of GOOD and BAD, mixed, and for each prompt True if it is of BAD."""
     mixed = [GOOD[0], BAD[0], GOOD[1], BAD[1], *GOOD[2:5], BAD[2], GOOD[5]]
     return mixed, [prompt in BAD for prompt in mixed]
 
@@ -110,21 +116,21 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 def test_nan_does_not_spread_to_other_sequences(
     name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
 ) -> None:
-    """Good sequences are equal bit for bit to a clean run: beside failing sequences, in blocks that these have freed,
-    and after a request that was aborted within its prompt.
+    """Sequences without NaN equal those of a clean run to the last bit: beside failing sequences, in blocks that these
+    have freed, and after a request that was aborted within its prompt.
     """
     engine = open_engine(POLICIES[name], poisoned(POLICIES[name]), dtype=dtype, max_num_batched_tokens=CHUNK)
     clean = served(engine, GOOD)
-    assert [why for why, *_ in clean] == [("length", None)] * len(GOOD)
+    assert [reason for reason, *_ in clean] == [("length", None)] * len(GOOD)
     mixed, is_bad = in_one_batch()
     outputs = served(engine, mixed)
     # the control batch has the same lengths: in float16 a row may depend on the shape of its batch
     harmless = served(engine, [[7] * len(prompt) if prompt in BAD else prompt for prompt in mixed])
     for output, control, bad in zip(outputs, harmless, is_bad, strict=True):
         assert bad or output == control
-    assert [one for one, bad in zip(outputs, is_bad, strict=True) if bad] == [(("error", "not finite"), [], [])] * len(
-        BAD
-    )
+    assert [failed for failed, bad in zip(outputs, is_bad, strict=True) if bad] == [
+        (("error", "not finite"), [], [])
+    ] * len(BAD)
     for _ in range(3):  # until the failing requests have used every block
         served(engine, BAD * 5)
     abort_in_the_prompt(engine)
@@ -133,23 +139,25 @@ def test_nan_does_not_spread_to_other_sequences(
 
     # our own engine names the sequence in its error, and then continues
     sampling = SamplingConfig(TOKENS, temperature=0, ignore_eos=True)
-    wanted = engine.generate(GOOD, sampling)
+    expected = engine.generate(GOOD, sampling)
     with pytest.raises(NotFiniteError) as error:
         engine.generate([*GOOD[:2], BAD[0]], replace(sampling, n=2))
-    assert isinstance(error.value, NotFiniteLogprobError) and (error.value.prompt, error.value.step) == (2, 0)
+    assert isinstance(error.value, NotFiniteLogprobError)
+    assert (error.value.prompt, error.value.step) == (2, 0)
     assert f"prompt 2, sample {error.value.sample}: the log-probability of token 0" in str(error.value)
-    assert dtype in str(error.value) and "\n" not in str(error.value)
+    assert dtype in str(error.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(NotFiniteLogprobError) as error:
         engine.simulate(GOOD[:2], [[7] * 9, [7, 8, POISON, 9, 10]])
     assert (error.value.prompt, error.value.sample, error.value.step) == (1, 0, 3)
-    assert same(engine.generate(GOOD, sampling), wanted)
+    assert same(engine.generate(GOOD, sampling), expected)
 
 
 @pytest.mark.slow
-def test_without_clean_blocks_nan_spreads(
+def test_control_without_cleared_blocks_a_nan_spreads(
     poisoned: Callable, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control of the test above: if vLLM does not clear new blocks, a NaN does spread."""
+    """Control of the test above: if vLLM does not clear new blocks, a NaN spreads to other sequences."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.compat import plugin
@@ -163,42 +171,42 @@ def test_without_clean_blocks_nan_spreads(
     assert served(engine, GOOD) != clean
 
 
-def test_a_nan_that_decides_an_eviction_ends_the_request(poisoned: Callable, open_engine: Callable) -> None:
-    """A NaN that decides an eviction ends its request, even if all logits are finite: a query of the last layer reaches
-    no other token. The other requests are as without the NaN.
+def test_a_nan_in_the_scores_of_an_eviction_ends_the_request(poisoned: Callable, open_engine: Callable) -> None:
+    """A NaN in the scores of an eviction ends its request, even if all logits are finite. Here the NaN is in a stored
+    query of the last layer, which influences no logit. The other requests are as without the NaN.
     """
     from rollout.vllm.compat.paged import live_state
 
     engine = open_engine(POLICIES["gkv"], poisoned(POLICIES["gkv"]))
-    clean, spoilt = served(engine, GOOD), []
+    clean, spoilt_blocks = served(engine, GOOD), []
 
     def spoil(step: int) -> None:
         state = live_state()
         if step == 10:
             first = sorted(state.row_of)[2]
             state.queries[-1, state.row_of[first]] = math.nan
-            spoilt.append(first)
+            spoilt_blocks.append(first)
 
     sampled_again = served(engine, GOOD, spoil)
-    failed = [number for number, one in enumerate(sampled_again) if one[0] == ("error", "not finite")]
-    assert len(failed) == len(spoilt) == 1
+    failed = [number for number, output in enumerate(sampled_again) if output[0] == ("error", "not finite")]
+    assert len(failed) == len(spoilt_blocks) == 1
     assert 10 <= len(sampled_again[failed[0]][1]) <= 10 + GKV["period"]
-    assert [one for number, one in enumerate(sampled_again) if number not in failed] == [
-        one for number, one in enumerate(clean) if number not in failed
+    assert [output for number, output in enumerate(sampled_again) if number not in failed] == [
+        output for number, output in enumerate(clean) if number not in failed
     ]
     assert served(engine, GOOD) == clean
 
 
 @pytest.mark.slow
-def test_scorers_that_are_not_finite(poisoned: Callable, open_engine: Callable) -> None:
-    """With NaN scorers, only requests that evict entries fail; after good scorers are loaded again, all requests
-    succeed.
+def test_nan_scorers_fail_only_requests_that_evict(poisoned: Callable, open_engine: Callable) -> None:
+    """If the scorers are NaN, only requests that evict entries fail. After finite scorers are loaded, all requests
+    succeed again.
     """
     policy = POLICIES["kvpop"]
     folder = poisoned(policy)
     engine = open_engine(policy, folder)
     sampling = SamplingConfig(TOKENS, temperature=0, ignore_eos=True)
-    wanted = engine.generate(GOOD, sampling)
+    expected = engine.generate(GOOD, sampling)
     good = dict(load_model(folder, "float32").named_parameters())
     bad = {name: weight.clone() for name, weight in good.items()}
     for name, weight in bad.items():
@@ -212,4 +220,4 @@ def test_scorers_that_are_not_finite(poisoned: Callable, open_engine: Callable) 
     assert len(short[0].completion_ids) == 10
     with torch.no_grad():
         engine.load_weights(good.items())
-    assert same(engine.generate(GOOD, sampling), wanted)
+    assert same(engine.generate(GOOD, sampling), expected)

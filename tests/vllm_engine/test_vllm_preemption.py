@@ -1,4 +1,4 @@
-"""If vLLM does preempt a request, the request is sampled anew: no trace describes a cache that was lost."""
+"""A request that vLLM preempts is sampled again, so that no trace describes a cache that was lost."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def before_steps(engine: Any, act: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
-    """At each step for which `now` returns True, allocation fails once, and the scheduler preempts
-    the latest request.
+    """At each step for which `now` returns True, an allocation fails once, so that the scheduler preempts the latest
+    request.
     """
     manager = scheduler_of(engine).kv_cache_manager
     allocate, due = manager.allocate_slots, False
@@ -54,13 +54,13 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
         refused, due = due, False
         return None if refused else allocate(*args, **kwargs)
 
-    def say(step: int) -> None:
+    def set_due(step: int) -> None:
         nonlocal due
         due = now(step)
 
     manager.allocate_slots = allocate_or_not
     try:
-        with before_steps(engine, say):
+        with before_steps(engine, set_due):
             yield
     finally:
         del manager.allocate_slots
@@ -70,11 +70,9 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
 def test_preemption_without_free_blocks_does_not_change_results(
     exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
-    """Blocks are removed while sequences grow, so vLLM preempts some of them, early and late; the results do not
-    change.
-    """
+    """Free blocks are removed while sequences grow, so that vLLM preempts some sequences. The results do not change."""
     engine, prompts = open_engine(policy, max_batch=8, exact=exact), random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     pool = pool_of(engine)
     free = pool.get_num_free_blocks()
     taken: list[Any] = []
@@ -86,11 +84,13 @@ def test_preemption_without_free_blocks_does_not_change_results(
             pool.free_blocks(taken)
             taken.clear()
 
-    with watched(engine) as seen, before_steps(engine, take_blocks):
+    with watched(engine) as records, before_steps(engine, take_blocks):
         rollouts = engine.generate(prompts, SAMPLING)
-    assert seen.preempted >= 2
-    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
-    assert pool.get_num_free_blocks() == free and same(engine.generate(prompts, SAMPLING), wanted)
+    assert records.preempted >= 2
+    assert same(rollouts, expected)
+    assert replay_gap(rollouts) <= 1e-5
+    assert pool.get_num_free_blocks() == free
+    assert same(engine.generate(prompts, SAMPLING), expected)
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,17 @@ def test_preemption_around_evictions_does_not_change_results(
     random_prompts: Callable,
     replay_gap: Callable,
 ) -> None:
-    """One or many requests are preempted before or after an eviction, once or repeatedly; they are sampled anew, and
-    the results are exact.
+    """Requests that are preempted before or after an eviction, once or repeatedly, are sampled again with the same
+    results.
     """
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
-    with watched(engine) as seen, preempting(engine, lambda step: step in steps):
+    expected = engine.generate(prompts, SAMPLING)
+    with watched(engine) as records, preempting(engine, lambda step: step in steps):
         rollouts = engine.generate(prompts, SAMPLING)
-    assert seen.preempted == len(steps)
-    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
+    assert records.preempted == len(steps)
+    assert same(rollouts, expected)
+    assert replay_gap(rollouts) <= 1e-5
 
 
 def test_an_unnoticed_preemption_gives_a_wrong_trace(
@@ -139,31 +140,30 @@ def test_an_unnoticed_preemption_gives_a_wrong_trace(
 
 
 def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
-    """A request that is preempted at every attempt raises an error that says how to fix it; the engine can be used
+    """If a request is preempted at every attempt, an error names the settings to change. The engine can be used
     again.
     """
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     error = pytest.raises(RuntimeError, match=r"1 sequences were preempted 3 times; lower max_batch or raise kv_cache")
     with preempting(engine, lambda step: step % 50 == 20), error:
         engine.generate(prompts[:1], SAMPLING)
-    assert same(engine.generate(prompts, SAMPLING), wanted)
+    assert same(engine.generate(prompts, SAMPLING), expected)
 
 
 def test_preemption_of_all_requests_does_not_change_results(
     policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
-    """vLLM's own reset of running requests, which preempts and readmits them in one step, does not
-    change the results.
-    """
+    """vLLM's reset of running requests, which preempts and readmits them in one step, does not change the results."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
 
     def reset(step: int) -> None:
         if step == 100:
             scheduler_of(engine).reset_prefix_cache(reset_running_requests=True)
 
-    with watched(engine) as seen, before_steps(engine, reset):
+    with watched(engine) as records, before_steps(engine, reset):
         rollouts = engine.generate(prompts, SAMPLING)
-    assert seen.preempted == 5
-    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
+    assert records.preempted == 5
+    assert same(rollouts, expected)
+    assert replay_gap(rollouts) <= 1e-5

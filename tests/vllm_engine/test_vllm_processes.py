@@ -1,4 +1,4 @@
-"""A vLLM engine in separate processes, or with its heads split over two, gives the same results as one in this process.
+"""A vLLM engine in separate processes gives the results of an engine in this process, also if two share the heads.
 
 The processes find the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
 """
@@ -33,9 +33,9 @@ def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plugin_is_installed() -> None:
-    """The plugin is installed: vLLM finds it by its entry point in every process."""
-    results = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
-    assert set(results) == {"rollout.vllm:register"}
+    """vLLM finds the plugin by its entry point in every process."""
+    values = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
+    assert set(values) == {"rollout.vllm:register"}
 
 
 PARENT = """
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_path: Path) -> None:
+def test_vllms_processes_end_if_their_parent_is_killed(method: str, tmp_path: Path) -> None:
     """vLLM's processes end if their parent is killed; other child processes do not."""
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
@@ -67,8 +67,9 @@ def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_pat
         children = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
         parent.kill()
         try:
-            _, left = psutil.wait_procs(children[1:], timeout=10)
-            assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE] and children[0].is_running()
+            _, alive = psutil.wait_procs(children[1:], timeout=10)
+            assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+            assert children[0].is_running()
         finally:
             for child in children:
                 with suppress(psutil.NoSuchProcess):
@@ -86,8 +87,8 @@ def test_an_engine_in_another_process_equals_hf(
     random_prompts: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Greedy and sampled rollouts equal the reference engine's tokens and traces except for ties, with prompts in
-    chunks and requests that wait.
+    """Tokens and traces of greedy and of sampled rollouts equal the reference engine's except for ties. Prompts are
+    prefilled in chunks, and some requests wait for others.
     """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=8), random_prompts(LENGTHS)
     engine = open_engine(policy, "qwen3", max_batch=6, max_num_batched_tokens=128, **options)
@@ -108,8 +109,8 @@ def test_weights_reach_an_engine_in_another_process(
     new_model: Callable,
     record_property: Callable,
 ) -> None:
-    """Weight updates reach every process, the log-probs of a truncated support are returned, and wrong weights are
-    refused.
+    """Weight updates reach every process: replay with the new weights gives the engine's log-probs, also with top_p.
+    Missing and unknown weights are refused.
     """
     folder = directory_of("llama", tie_word_embeddings=tied)
     model = type(new_model("llama")).from_pretrained(folder, dtype=torch.float32).eval()
@@ -121,11 +122,11 @@ def test_weights_reach_an_engine_in_another_process(
                 weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
             engine.load_weights(model.named_parameters())
             rollouts = engine.generate(prompts, sampling)
-            own = gap(replay_logprobs(model, rollouts), rollouts)
-            record_property("gap", own)
-            assert own <= 1e-5
-            for name, wrong in wrong_traces(rollouts).items():
-                assert gap(replay_logprobs(model, wrong), rollouts) >= 1e-3, name
+            largest_gap = gap(replay_logprobs(model, rollouts), rollouts)
+            record_property("gap", largest_gap)
+            assert largest_gap <= 1e-5
+            for name, wrong_rollouts in wrong_traces(rollouts).items():
+                assert gap(replay_logprobs(model, wrong_rollouts), rollouts) >= 1e-3, name
     weights = dict(model.named_parameters())
     with pytest.raises(ValueError, match="were not handed over"):
         engine.load_weights((n, w) for n, w in weights.items() if n != "model.norm.weight")
@@ -138,8 +139,8 @@ def test_weights_reach_an_engine_in_another_process(
 def test_an_engine_in_another_process_continues_after_errors(
     options: dict, open_engine: Callable, policy_of: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine continues to sample after interrupted, refused and empty calls, and queues requests if there are few
-    blocks.
+    """After an interrupted and a refused call, the engine samples as before. There are few blocks, so that some
+    requests wait.
     """
     engine = open_engine(
         policy_of("h2o", budget=64, window=8, period=8),
@@ -149,13 +150,13 @@ def test_an_engine_in_another_process_continues_after_errors(
         **options,
     )
     prompts, sampling = random_prompts(LENGTHS), SamplingConfig(50, seed=1, ignore_eos=True)
-    wanted = [r.completion_ids for r in engine.generate(prompts, sampling)]
-    step, left = engine.llm.llm_engine.step, 20
+    expected = [r.completion_ids for r in engine.generate(prompts, sampling)]
+    step, steps_left = engine.llm.llm_engine.step, 20
 
     def interrupted() -> object:
-        nonlocal left
-        left -= 1
-        if not left:
+        nonlocal steps_left
+        steps_left -= 1
+        if not steps_left:
             raise KeyboardInterrupt
         return step()
 
@@ -165,4 +166,4 @@ def test_an_engine_in_another_process_continues_after_errors(
             engine.generate(prompts, sampling)
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.generate([[]], sampling)
-    assert [r.completion_ids for r in engine.generate(prompts, sampling)] == wanted
+    assert [r.completion_ids for r in engine.generate(prompts, sampling)] == expected

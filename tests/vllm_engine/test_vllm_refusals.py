@@ -1,4 +1,4 @@
-"""The vLLM engine refuses bad arguments, and works again after an error or an interrupt."""
+"""The vLLM engine refuses invalid arguments, and continues to work after an error or an interrupt."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def policy(policy_of: Callable) -> Policy:
     return policy_of("gkv", budget=64, window=8, period=16)
 
 
-def test_requests_that_are_refused(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
-    """Each bad request raises a ValueError that names the mistake, before any token is sampled."""
+def test_invalid_requests_are_refused(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+    """Each invalid request raises a ValueError that names the mistake, before any token is sampled."""
     engine = open_engine(policy, max_model_len=256, max_prompt=100)
     good = random_prompts((100,))
-    wanted = engine.generate(good, SAMPLING)
+    expected = engine.generate(good, SAMPLING)
     for prompts, sampling, message in (
         ([[3], []], SAMPLING, "prompt 1 is empty"),
         ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, and max_prompt is 100"),
@@ -51,13 +51,13 @@ def test_requests_that_are_refused(policy: Policy, open_engine: Callable, random
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts, sampling)
     assert engine.generate([], SAMPLING) == []
-    assert same(engine.generate(good, SAMPLING), wanted)
+    assert same(engine.generate(good, SAMPLING), expected)
     longest = engine.generate([[4] * 100], SamplingConfig(156, seed=0, ignore_eos=True))
     assert len(longest[0].completion_ids) == 156
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 24])
-def test_head_sizes_that_are_refused(
+def test_unsupported_head_sizes_are_refused(
     head_dim: int, policy: Policy, open_engine: Callable, directory_of: Callable
 ) -> None:
     folder = directory_of("qwen3", head_dim=head_dim)
@@ -68,7 +68,7 @@ def test_head_sizes_that_are_refused(
 def test_a_family_that_only_hf_samples_from_is_refused(
     policy: Policy, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model family that only hf supports is refused in one line, before vLLM loads the model."""
+    """A model family that only hf supports is refused with an error of one line, before vLLM loads the model."""
     monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
     monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
     with pytest.raises(UserError) as caught:
@@ -84,7 +84,7 @@ def test_a_family_that_only_hf_samples_from_is_refused(
         ({"max_bach": 3}, "no option 'max_bach'"),
     ],
 )
-def test_options_that_are_refused(options: dict, message: str, policy: Policy, open_engine: Callable) -> None:
+def test_invalid_options_are_refused(options: dict, message: str, policy: Policy, open_engine: Callable) -> None:
     with pytest.raises(ValueError, match=message):
         open_engine(policy, **options)
 
@@ -97,7 +97,7 @@ def test_a_live_module_is_refused(policy: Policy, new_model: Callable) -> None:
 @pytest.mark.parametrize(
     ("installed", "message"), [("0.30.1", r"needs vLLM 0\.31\.\*, found .* 0\.30\.1"), (None, "not installed")]
 )
-def test_another_vllm_is_refused(
+def test_another_version_of_vllm_is_refused(
     installed: str | None, message: str, policy: Policy, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -119,12 +119,12 @@ def test_a_second_engine_is_refused(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """A process has at most one engine: a second one is refused and the first continues; once the first is closed,
-    another can be opened.
+    """A process has at most one engine. A second one is refused, and the first one continues to work; after the first
+    one is closed, another can be opened.
     """
     policies = {name: policy_of(name, budget=64, window=8, period=16) for name in (first, second)}
     engine, prompts = open_engine(policies[first]), random_prompts((90, 200))
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     opened = []
     try:
         with pytest.raises(ValueError, match="has a vllm engine already; close it first"):
@@ -132,7 +132,7 @@ def test_a_second_engine_is_refused(
     finally:
         for other in opened:
             other.close()
-    assert same(engine.generate(prompts, SAMPLING), wanted)
+    assert same(engine.generate(prompts, SAMPLING), expected)
     engine.close()
     engine.close()
     assert len(open_engine(policies[second]).generate(prompts, SAMPLING)) == 2
@@ -149,42 +149,44 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
     core = engine.llm.llm_engine.engine_core.engine_core
     pool, step = core.scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.step
     free = pool.get_num_free_blocks()
-    wanted = engine.generate(prompts, SAMPLING)
-    left = 0
+    expected = engine.generate(prompts, SAMPLING)
+    steps_left = 0
 
     def interrupted() -> Any:
-        nonlocal left
-        if not left:
+        nonlocal steps_left
+        if not steps_left:
             raise KeyboardInterrupt
-        left -= 1
+        steps_left -= 1
         return step()
 
     for steps in (0, 1, 3, 30, 60):
-        left = steps
+        steps_left = steps
         with monkeypatch.context() as patch:
             patch.setattr(engine.llm.llm_engine, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(prompts, SAMPLING)
-        assert not core.scheduler.running and not core.scheduler.requests and pool.get_num_free_blocks() == free
-        assert same(engine.generate(prompts, SAMPLING), wanted)
+        assert not core.scheduler.running
+        assert not core.scheduler.requests
+        assert pool.get_num_free_blocks() == free
+        assert same(engine.generate(prompts, SAMPLING), expected)
 
 
 def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error before or after any of vLLM's own steps, at the first or the last request, frees all requests."""
+    """If one of vLLM's steps of adding a request fails, before or after its work, all requests are freed."""
     engine, prompts, sampling = open_engine(policy), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
-    core, wanted = engine.llm.llm_engine, engine.generate(prompts, sampling)
+    core, expected = engine.llm.llm_engine, engine.generate(prompts, sampling)
     steps = {core: "add_request", core.input_processor: "process_inputs", core.output_processor: "add_request"}
     cases = itertools.product((*steps.items(), (core.engine_core, "add_request")), (1, 3), (False, True))
     for (owner, name), number, after in cases:
-        plain, calls = getattr(owner, name), itertools.count(1)
+        original, calls = getattr(owner, name), itertools.count(1)
         error = KeyboardInterrupt if after else RuntimeError
 
-        def broken(*given: Any, **more: Any) -> Any:
-            last = next(calls) == number  # noqa: B023
-            result = None if last and not after else plain(*given, **more)  # noqa: B023
-            if last:
+        def broken(*arguments: Any, **options: Any) -> Any:
+            breaks = next(calls) == number  # noqa: B023
+            result = None if breaks and not after else original(*arguments, **options)  # noqa: B023
+            if breaks:
                 raise error  # noqa: B023
             return result
 
@@ -192,16 +194,16 @@ def test_an_error_while_adding_requests_frees_them(
             patch.setattr(owner, name, broken)
             with pytest.raises(error):
                 engine.generate(prompts, sampling)
-        assert same(engine.generate(prompts, sampling), wanted), (owner, name, number, after)
+        assert same(engine.generate(prompts, sampling), expected), (owner, name, number, after)
 
 
 def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
     engine = open_engine(policy)
-    asked = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
-    wanted = [engine.generate(prompts, SAMPLING) for prompts in asked]
+    prompts_of_threads = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
+    expected = [engine.generate(prompts, SAMPLING) for prompts in prompts_of_threads]
     with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda prompts: engine.generate(prompts, SAMPLING), asked))
-    assert all(same(ours, theirs) for ours, theirs in zip(outputs, wanted, strict=True))
+        outputs = list(pool.map(lambda prompts: engine.generate(prompts, SAMPLING), prompts_of_threads))
+    assert all(same(output, reference) for output, reference in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -215,11 +217,11 @@ def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Calla
         ("", "gkv", False, False),
     ],
 )
-def test_an_allocator_that_vllm_refuses_on_a_gpu(
+def test_an_allocator_setting_is_refused_if_vllm_would_refuse_it(
     value: str, policy_name: str, sleep_mode: bool, refused: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, an allocator setting that vLLM would refuse with a long error is refused in one line; in all other
-    cases it is accepted.
+    """On a GPU, our check refuses an allocator setting in exactly the cases in which vLLM would refuse it with a long
+    error.
     """
     from vllm.config import VllmConfig
 
@@ -242,11 +244,11 @@ def test_an_allocator_that_vllm_refuses_on_a_gpu(
 
 
 @pytest.mark.parametrize("name", ["gkv", "full"])
-def test_a_sliding_window_that_an_override_brings_is_refused(
+def test_a_sliding_window_set_by_an_override_is_refused(
     name: str, policy_of: Callable, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sliding window set by an override is refused. The check of the model's own configuration does not see the
-    override, and our float32 attention would ignore the window.
+    """A sliding window that an override sets is refused: our float32 attention would ignore it. The check of the
+    model's own configuration does not see overrides.
     """
     import vllm
 
@@ -286,11 +288,11 @@ def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_that_our_attention_would_get_wrong(
+def test_layers_that_our_attention_does_not_support_are_refused(
     dtype: str, given: dict[str, Any], what: str | None, configuration_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that our float32 attention would compute wrongly are refused on a CPU, also with a full cache. In other
-    dtypes vLLM's own kernel computes them correctly.
+    dtypes vLLM's own kernel supports them.
     """
     from vllm.config import set_current_vllm_config
 
@@ -298,19 +300,19 @@ def test_layers_that_our_attention_would_get_wrong(
 
     monkeypatch.setattr(backend.EvictingImpl, "config", None)
     monkeypatch.setattr(backend.EvictingImpl, "longest", 0)
-    plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+    supported = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     refused = what is not None and dtype == "float32"
-    says = f"which does not support {what}; set another dtype"
+    message = f"which does not support {what}; set another dtype"
     with (
         set_current_vllm_config(configuration_of(dtype)),
-        pytest.raises(UserError, match=says) if refused else nullcontext(),
+        pytest.raises(UserError, match=message) if refused else nullcontext(),
     ):
-        backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**plain, **given})
+        backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**supported, **given})
 
 
 def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting an engine uses only its own GPU: seeding another GPU would create a CUDA context of half a gigabyte on
-    that GPU in each process.
+    """An engine reads and sets the random state of its own GPU only. On another GPU, this would create a CUDA context
+    of half a gigabyte in each process.
     """
     from rollout.vllm.compat import plugin
 
@@ -321,7 +323,7 @@ def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -
         "device_count": lambda: 8,
         "current_device": lambda: 3,
         "get_rng_state": lambda device: touched.append(device) or state,
-        "set_rng_state": lambda given, device: touched.append(device),
+        "set_rng_state": lambda new_state, device: touched.append(device),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     with plugin.undisturbed(False):
@@ -329,14 +331,14 @@ def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert touched == [3, 3]
 
 
-def test_weights_that_are_not_finite(
+def test_weights_that_are_not_finite_raise_an_error(
     policy: Policy, open_engine: Callable, directory_of: Callable, loaded: Callable, random_prompts: Callable
 ) -> None:
-    """Weights that make keys NaN raise an error instead of giving a trace; after good weights are loaded, the engine
-    works again.
+    """With weights that make keys NaN, the engine raises an error and returns no trace. After finite weights are
+    loaded, it works again.
     """
     engine, prompts = open_engine(policy), random_prompts((90, 200))
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     good = {name: weight.detach().clone() for name, weight in loaded(directory_of("qwen2")).named_parameters()}
     bad = {name: weight.clone() for name, weight in good.items()}
     bad["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
@@ -344,14 +346,14 @@ def test_weights_that_are_not_finite(
     with pytest.raises(NotFiniteError, match=r"^prompt 0, sample 0: the log-probability of token 0 .* is not finite"):
         engine.generate(prompts, SAMPLING)
     engine.load_weights(good.items())
-    assert same(engine.generate(prompts, SAMPLING), wanted)
+    assert same(engine.generate(prompts, SAMPLING), expected)
 
 
 @pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_does_not_change_its_process(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """An engine does not change its process's random state, threads and dtype, nor the trainer's process group."""
+    """An engine does not change its process's random state, number of threads, default dtype and process group."""
     if with_group:
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
 

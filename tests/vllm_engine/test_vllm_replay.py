@@ -1,7 +1,6 @@
-"""The invariant (docs/architecture.md) for the vLLM engine: in replay, a token has the log-prob that vLLM reported.
+"""The invariant (docs/architecture.md) for the vLLM engine: in replay, each token has the log-prob that vLLM reported.
 
-Checked for greedy and for sampled rollouts. Controls: wrong traces, each of which must give a gap of at least 100
-tolerances.
+It is checked for greedy and for sampled rollouts. Controls: each wrong trace gives a gap of at least 100 tolerances.
 """
 
 from __future__ import annotations
@@ -44,58 +43,62 @@ def test_replay_equals_sampling(
     engine = open_engine(policy, "qwen3")
     for temperature in (0.0, 1.0):
         rollouts = engine.generate(prompts, SamplingConfig(60, temperature=temperature, seed=3, ignore_eos=True))
-        own = replay_gap(rollouts, "qwen3", temperature)
-        record_property(f"gap at {temperature}", own)
-        assert own <= TOLERANCE
+        largest_gap = replay_gap(rollouts, "qwen3", temperature)
+        record_property(f"gap at {temperature}", largest_gap)
+        assert largest_gap <= TOLERANCE
         if policy_name == "full":
             assert all(bool((r.trace.evict_at == NEVER).all()) for r in rollouts)
             continue
-        wrong = wrong_traces(rollouts)
-        assert ("heads swapped" in wrong) is (policy_name not in ("streaming", "tova"))  # the same for all heads
-        for name, traces in wrong.items():
-            far = replay_gap(traces, "qwen3", temperature)
-            record_property(f"{name} at {temperature}", far)
-            assert far >= max(100 * own, 100 * TOLERANCE), f"{name}: {far:.1e} against {own:.1e}"
+        wrong_rollouts = wrong_traces(rollouts)
+        # the traces of these two policies are the same for all heads
+        assert ("heads swapped" in wrong_rollouts) is (policy_name not in ("streaming", "tova"))
+        for name, traces in wrong_rollouts.items():
+            wrong_gap = replay_gap(traces, "qwen3", temperature)
+            record_property(f"{name} at {temperature}", wrong_gap)
+            assert wrong_gap >= max(100 * largest_gap, 100 * TOLERANCE), (
+                f"{name}: {wrong_gap:.1e} against {largest_gap:.1e}"
+            )
 
 
 @pytest.mark.parametrize("cache", [{"policy": "gkv", "window": 8}, {"policy": "streaming"}], ids=lambda c: c["policy"])
-def test_equal_to_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None:
-    """On a trained model, in float32 on a CPU, tokens and log-probs equal those of hf to the last bit. Control: vLLM's
+def test_exact_rollouts_equal_those_of_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None:
+    """With a trained model in float32 on a CPU, tokens and log-probs equal those of hf to the last bit. Control: vLLM's
     own kernels give other bits.
     """
     prompts, sampling = quickstart_prompts(16), SamplingConfig(60, seed=2, ignore_eos=True)
     policy = make_policy({**cache, "budget": 40, "period": 8})
-    wanted = make_engine("hf", model=TRAINED, policy=policy).generate(prompts, sampling)
+    expected = make_engine("hf", model=TRAINED, policy=policy).generate(prompts, sampling)
     outputs = open_engine(policy, TRAINED).generate(prompts, sampling)
-    for ours, theirs in zip(outputs, wanted, strict=True):
-        assert ours.completion_ids == theirs.completion_ids and ours.logprobs == theirs.logprobs
-        assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.completion_ids == reference.completion_ids
+        assert output.logprobs == reference.logprobs
+        assert torch.equal(output.trace.evict_at, reference.trace.evict_at)
     others = open_engine(policy, TRAINED, exact=False).generate(prompts, sampling)
-    assert any(ours.logprobs != theirs.logprobs for ours, theirs in zip(others, wanted, strict=True))
+    assert any(output.logprobs != reference.logprobs for output, reference in zip(others, expected, strict=True))
 
 
 @pytest.mark.parametrize(
     "changed", [{}, {"select": "omp"}, pytest.param({"period": 1}, marks=pytest.mark.slow)], ids=str
 )
-def test_biases_in_the_heads(
+def test_biases_in_the_heads_are_replayed_as_precisely_as_a_full_cache(
     changed: dict, open_engine: Callable, replay_gap: Callable, record_property: Callable
 ) -> None:
-    """Under vLLM's own kernels and a trained model, the replay gap of Attention Matching is near that of a full cache;
-    the gap of every wrong trace is far larger.
+    """With vLLM's own kernels and a trained model, the replay gap of Attention Matching is at most twice that of a full
+    cache. The gap of every wrong trace is far larger.
     """
     prompts, sampling = quickstart_prompts(16), SamplingConfig(90, seed=2, ignore_eos=True)
     am = {"policy": "am", "budget": 24, "sinks": 1, "window": 8, "period": 16, "reference_queries": 24}
-    full = replay_gap(open_engine("full", TRAINED, exact=False).generate(prompts, sampling), TRAINED)
+    gap_of_full_cache = replay_gap(open_engine("full", TRAINED, exact=False).generate(prompts, sampling), TRAINED)
     rollouts = open_engine(make_policy({**am, **changed}), TRAINED, exact=False).generate(prompts, sampling)
-    own = replay_gap(rollouts, TRAINED)
-    record_property("gap", (own, full))
-    assert own <= max(2 * full, TOLERANCE)
+    largest_gap = replay_gap(rollouts, TRAINED)
+    record_property("gap", (largest_gap, gap_of_full_cache))
+    assert largest_gap <= max(2 * gap_of_full_cache, TOLERANCE)
     for name, traces in wrong_traces(rollouts).items():
         assert replay_gap(traces, TRAINED) >= 1e-2, name
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_another_temperature_and_a_truncated_support(
+def test_temperature_top_p_and_top_k_equal_the_reference_engines(
     exact: bool,
     open_engine: Callable,
     policy_of: Callable,
@@ -103,7 +106,7 @@ def test_another_temperature_and_a_truncated_support(
     replay_gap: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Rollouts equal the reference engine's for the same seed, at another temperature and with top-p and top-k, with
+    """Rollouts equal the reference engine's with the same seed, at another temperature, with top-p and top-k, and with
     long prompts in chunks.
 
     `model_logprobs` are the log-probs before top-p and top-k, at the sampling temperature; `logprobs` are those of the
@@ -116,17 +119,17 @@ def test_another_temperature_and_a_truncated_support(
         rollouts = engine.generate(prompts, sampling)
         agrees_with_hf(policy, prompts, sampling, {f"sampled with {options}": rollouts}, "llama")
         assert replay_gap(rollouts, "llama", 1.0) >= 100 * TOLERANCE
-        more = [a - b for r in rollouts for a, b in zip(r.logprobs, r.model_logprobs, strict=True)]
-        assert min(more) >= -1e-6  # the remaining tokens have more mass
-        assert (max(more) > 0.01) is bool(options)
+        differences = [a - b for r in rollouts for a, b in zip(r.logprobs, r.model_logprobs, strict=True)]
+        assert min(differences) >= -1e-6  # the remaining tokens gain probability
+        assert (max(differences) > 0.01) is bool(options)
 
 
 @pytest.mark.parametrize("policy_name", ["tova", "h2o"])
-def test_the_smallest_budgets(
+def test_budgets_below_the_block_size_equal_the_reference_engine(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Budgets below the size of a cache block work without a window, so that the newest token may be evicted and a
-    block is full of holes.
+    """Budgets below the size of a cache block work, also without a window, where the newest token may be evicted and a
+    block has many empty slots.
     """
     policy = policy_of(policy_name, budget=3, window=0, period=2)
     prompts, sampling = (

@@ -1,6 +1,6 @@
-"""Requests to a server that bring a seed get the tokens of a rollout with that seed, whatever else is in the batch.
+"""A request to a server with a seed gets the tokens of a rollout with that seed, for any other requests in the batch.
 
-vLLM's own engine runs in this process and is fed requests as the server feeds its engine.
+vLLM's own engine runs in this process, and gets requests as a server gives them to its engine.
 """
 
 from __future__ import annotations
@@ -33,66 +33,66 @@ def as_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def served(engine: Any, prompts: Sequence[list[int]], asked: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
+def served(engine: Any, prompts: Sequence[list[int]], requests: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
     """Return the tokens of each request's samples."""
     import vllm
 
     core = engine.llm.llm_engine
-    for i, (prompt, item) in enumerate(zip(prompts, asked, strict=True)):
-        given = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **item}
-        parameters = vllm.SamplingParams(**given, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
+    for i, (prompt, fields) in enumerate(zip(prompts, requests, strict=True)):
+        all_fields = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **fields}
+        parameters = vllm.SamplingParams(**all_fields, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
         core.add_request(str(i), {"prompt_token_ids": prompt}, parameters)
     results: dict[int, list[list[int]]] = {}
     while core.has_unfinished_requests():
         for output in core.step():
             if output.finished:
-                results[int(output.request_id)] = [list(one.token_ids) for one in output.outputs]
+                results[int(output.request_id)] = [list(sample.token_ids) for sample in output.outputs]
     return [results[i] for i in range(len(prompts))]
 
 
 def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
-    """As on a GPU, rows with a seed are sampled without a wait, each at its own step, even before the sampled tokens
-    have reached the host; vLLM samples the other rows.
+    """Rows with a seed are sampled without a wait for the device, each at its own step, even before earlier tokens have
+    reached the host. vLLM samples the other rows.
     """
     pytest.importorskip("vllm")
     from rollout.vllm.compat.arguments import KEY
     from rollout.vllm.samplers import SeededSampler
 
-    def plain(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
-        """Overwrites the logits and returns int32, as vLLM's sampler may."""
+    def vllm_sampler(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        """Overwrite the logits and return int32, as vLLM's sampler may do."""
         return logits.fill_(-1).argmax(-1).int(), None
 
-    asked = [None, (5, 1.0, 0), (6, 0.9, 0), None, (7, 1.0, 4), (5, 1.0, 0)]
+    settings = [None, (5, 1.0, 0), (6, 0.9, 0), None, (7, 1.0, 4), (5, 1.0, 0)]
     steps = [3, 0, 700, 1, 2, 9]
     requests = {
         str(i): SimpleNamespace(
             output_token_ids=[-1] * step,
             sampling_params=SimpleNamespace(
-                extra_args={KEY: {"seed": one[0]}} if one else {"seed": 3},
-                top_p=one[1] if one else 1,
-                top_k=one and one[2],
+                extra_args={KEY: {"seed": row_settings[0]}} if row_settings else {"seed": 3},
+                top_p=row_settings[1] if row_settings else 1,
+                top_k=row_settings and row_settings[2],
             ),
         )
-        for i, (one, step) in enumerate(zip(asked, steps, strict=True))
+        for i, (row_settings, step) in enumerate(zip(settings, steps, strict=True))
     }
     sampler = SeededSampler(
-        SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(requests)), requests=requests), plain
+        SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(requests)), requests=requests), vllm_sampler
     )
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    wanted = [0] * 6
-    for i, one in enumerate(asked):
-        if one is not None:
-            uniform = torch.tensor([Uniforms(one[0]).at(steps[i])], dtype=torch.float64)
-            support = SamplingConfig(1, top_p=one[1], top_k=one[2] or None)
-            wanted[i] = int(sample(logits[i : i + 1], support, uniform)[0])
+    expected = [0] * 6
+    for i, row_settings in enumerate(settings):
+        if row_settings is not None:
+            uniform = torch.tensor([Uniforms(row_settings[0]).at(steps[i])], dtype=torch.float64)
+            support = SamplingConfig(1, top_p=row_settings[1], top_k=row_settings[2] or None)
+            expected[i] = int(sample(logits[i : i + 1], support, uniform)[0])
     for _ in range(2):  # a step whose token was discarded is sampled again
-        with Counted() as counted:
-            there = logits.to(DEVICE)
-            counted.taken()
-            sampled, _ = sampler(there, {}, None, None)
-            assert counted.taken()[1] == 0
-            assert sampled.tolist() == wanted
-    assert len(set(wanted)) > 3
+        with Counted() as counter:
+            on_device = logits.to(DEVICE)
+            counter.taken()
+            sampled, _ = sampler(on_device, {}, None, None)
+            assert counter.taken()[1] == 0
+            assert sampled.tolist() == expected
+    assert len(set(expected)) > 3
 
 
 @pytest.mark.usefixtures("as_a_server")
@@ -100,44 +100,44 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 def test_a_seed_gives_the_tokens_of_a_rollout(
     name: str, policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Any
 ) -> None:
-    """Requests with a seed get the tokens of a rollout: prompts of many chunks, two samples of each, with their own
-    top_p and top_k, beside greedy requests and requests without a seed. With vLLM's own generators the engine would end
-    at the first chunk.
+    """Requests with a seed get the tokens of a rollout with that seed. Their prompts have several chunks, each has two
+    samples and its own top_p and top_k, and greedy requests and requests without a seed run beside them. With vLLM's
+    own generators, the engine would stop at the first chunk.
     """
     policy = policy_of(name, budget=48, window=8, period=16)
     engine = open_engine(policy, max_num_batched_tokens=64, max_batch=12)
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
     prompts = random_prompts([130, 30, 70, 64, 65, 90, 20])
     seeds = [0, 2**63 - 1, -7, 1, 1]
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {"seed": seed, "n": 2, "temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
         for seed, (temperature, top_p, top_k) in zip(seeds, SUPPORTS, strict=True)
     ]
-    asked += [{"seed": 1, "temperature": 0}, {"temperature": 1, "top_p": 0.9}]
-    outputs = served(engine, prompts, asked)
-    again = served(engine, prompts[5:], asked[5:])
+    requests += [{"seed": 1, "temperature": 0}, {"temperature": 1, "top_p": 0.9}]
+    outputs = served(engine, prompts, requests)
+    repeated = served(engine, prompts[5:], requests[5:])
     for i, (seed, (temperature, top_p, top_k)) in enumerate(zip(seeds, SUPPORTS, strict=True)):
         sampling = SamplingConfig(TOKENS, temperature, top_p, top_k, n=2, seed=seed, ignore_eos=True)
-        assert outputs[i] == [one.completion_ids for one in reference.generate([prompts[i]], sampling)], i
+        assert outputs[i] == [rollout.completion_ids for rollout in reference.generate([prompts[i]], sampling)], i
         assert outputs[i][0] != outputs[i][1]
     greedy = reference.generate([prompts[5]], SamplingConfig(TOKENS, temperature=0, ignore_eos=True))
-    assert outputs[5] == again[0] == [greedy[0].completion_ids]
-    assert outputs[6] != again[1]  # control: a request without a seed
+    assert outputs[5] == repeated[0] == [greedy[0].completion_ids]
+    assert outputs[6] != repeated[1]  # control: a request without a seed
 
 
 @pytest.mark.usefixtures("as_a_server")
 def test_preempted_requests_keep_their_random_numbers(
     policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Callable
 ) -> None:
-    """A preempted request continues with its own random numbers, under a full cache, for which a recomputed cache
+    """A preempted request continues with its own random numbers. The cache is full, since only then a recomputed cache
     equals the lost one.
     """
     policy = policy_of("full")
     engine = open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64)
     prompts = random_prompts([70] * 8)
-    with watched(engine) as seen:
+    with watched(engine) as records:
         sampled_again = served(engine, prompts, [{"seed": 3, "max_tokens": 60}] * 8)
-    assert seen.preempted
+    assert records.preempted
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
-    wanted = reference.generate(prompts, SamplingConfig(60, seed=3, ignore_eos=True))
-    assert sampled_again == [[one.completion_ids] for one in wanted]
+    expected = reference.generate(prompts, SamplingConfig(60, seed=3, ignore_eos=True))
+    assert sampled_again == [[rollout.completion_ids] for rollout in expected]

@@ -1,4 +1,4 @@
-"""Sleep mode without a GPU: vLLM's own worker code runs with a substitute for the allocator that takes memory away.
+"""Sleep mode, tested without a GPU: vLLM's worker code runs with a substitute for the allocator that unmaps memory.
 
 In a sleep, all memory that vLLM allocated for the model and the cache is overwritten, since unmapped memory may come
 back with any contents. tests/gpu has the same test with the real allocator.
@@ -41,8 +41,8 @@ def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """Stands in for vLLM's sleep mode backend: "weights" are the tensors that `load` allocates, "kv_cache" the caches
-    of a runner.
+    """A substitute for vLLM's sleep mode backend. Its "weights" are the tensors that `load` allocates; its "kv_cache"
+    is the caches of a runner.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class Memory:
 
     def load(self, runner: Any, load: Callable) -> None:
         load(runner)
-        results = {entry.untyped_storage().data_ptr(): entry for entry in tensors(runner.model, {})}
-        self.weights = [entry.untyped_storage() for entry in results.values()]
+        tensor_at = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors(runner.model, {})}
+        self.weights = [tensor.untyped_storage() for tensor in tensor_at.values()]
         self.runner = runner
 
     def suspend(self, level: int) -> None:
@@ -72,7 +72,7 @@ class Memory:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """Install the memory of the next engine, which sleeps by the code that vLLM has for GPUs, and return it."""
+    """Install the memory of the next engine, and return it. The engine sleeps by the code that vLLM has for GPUs."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
@@ -97,12 +97,12 @@ def test_an_engine_restores_dropped_weights_after_a_sleep(
     loaded: Callable,
     random_prompts: Callable,
 ) -> None:
-    """At level 2, `load_weights` restores all weights that a sleep dropped, except for buffers, which vLLM keeps. The
-    cache's old contents are not needed.
+    """After a sleep at level 2, `load_weights` restores all dropped weights; vLLM itself keeps the buffers. The old
+    contents of the cache are not needed.
     """
     engine = open_engine(policy_of(policy_name, budget=64, window=8, period=16), "qwen3")
     engine.can_sleep, prompts = True, random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     for level in (1, 2):
         engine.sleep(level)
         assert all(weight.isnan().all() for weight in memory.runner.model.parameters())
@@ -112,4 +112,4 @@ def test_an_engine_restores_dropped_weights_after_a_sleep(
             engine.load_weights(loaded(directory_of("qwen3")).named_parameters())
         engine.wake_up(["kv_cache"])
         assert len(memory.weights) > len(dict(memory.runner.model.named_parameters()))
-        assert same(engine.generate(prompts, SAMPLING), wanted)
+        assert same(engine.generate(prompts, SAMPLING), expected)

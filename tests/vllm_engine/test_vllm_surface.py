@@ -162,7 +162,7 @@ ASSIGNED = {  # class -> attributes that its objects get when they are created
 
 
 def of_vllm(name: str) -> Any:
-    """Return the object under vllm that a name such as "v1.module.Class.member" means."""
+    """Return the object with the given name in vllm, such as "v1.module.Class.member"."""
     words = ["vllm", *name.split(".")]
     for count in range(len(words), 0, -1):
         try:
@@ -186,14 +186,14 @@ def registered() -> None:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str) -> None:
+def test_functions_of_vllm_have_the_expected_parameters(name: str) -> None:
     parameters = [p for p in inspect.signature(of_vllm(name)).parameters if p != "self"]
     assert parameters == SIGNATURES[name].split()
 
 
-def test_signatures_of_functions_that_we_have_replaced() -> None:
-    """Signatures of functions that we have replaced are read from vLLM's source, since the functions themselves are
-    ours.
+def test_replaced_functions_have_the_expected_parameters() -> None:
+    """The functions that we replace have the expected parameters in vLLM's source. Their replacements are ours, and
+    cannot be inspected.
     """
     module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
     parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}
@@ -202,7 +202,7 @@ def test_signatures_of_functions_that_we_have_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_members(name: str) -> None:
+def test_classes_and_modules_have_the_members_that_we_use(name: str) -> None:
     owner = of_vllm(name)
     fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     slots = set(getattr(owner, "__annotations__", {}))
@@ -210,15 +210,13 @@ def test_members(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ASSIGNED)
-def test_attributes(name: str) -> None:
+def test_objects_get_the_attributes_that_we_use(name: str) -> None:
     source = inspect.getsource(of_vllm(name))
     assert [word for word in ASSIGNED[name].split() if not re.search(rf"self\.{word}\b[^=\n]*=", source)] == []
 
 
 def test_replaced_members_reach_their_callers_in_vllm() -> None:
-    """Callers in vLLM get the members that we replace by assignment, since they look them up in the module at each
-    call.
-    """
+    """Callers in vLLM use the members that we replace by assignment, since they look them up at each call."""
     from rollout.vllm.compat import plugin
 
     assert of_vllm("_custom_ops._supports_onednn") is False
@@ -234,11 +232,12 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
-    assert "batched_count_greater_than(" in source and "self.topk_topp_sampler(" in source
+    assert "batched_count_greater_than(" in source
+    assert "self.topk_topp_sampler(" in source
     for engine in (
         "v1.engine.async_llm.AsyncLLM",
         "v1.engine.llm_engine.LLMEngine",
-    ):  # adds each sequence before it is sent
+    ):  # both add each sequence to the output processor before they send it to the engine
         assert "output_processor.add_request(" in inspect.getsource(of_vllm(engine))
     assert "resumable=True" in inspect.getsource(of_vllm("v1.engine.async_llm.AsyncLLM._add_streaming_input_request"))
     for route in ("openai.completion", "openai.chat_completion", "speech_to_text.base"):
@@ -246,8 +245,8 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     assert "dummy_shutdown" in inspect.getsource(of_vllm("entrypoints.launchers.launcher"))
 
 
-def test_processes_of_vllm_are_known_by_name() -> None:
-    """vLLM's processes, those of an engine and of a tensor-parallel rank, are recognised by their names."""
+def test_vllms_processes_have_the_expected_names() -> None:
+    """The processes of an engine and of a tensor-parallel rank have the names by which we recognise them."""
     from rollout.vllm.compat.processes import OF_VLLM
 
     sources = [inspect.getsource(of_vllm(name)) for name in ("v1.engine.utils", "v1.executor.multiproc_executor")]
@@ -255,8 +254,8 @@ def test_processes_of_vllm_are_known_by_name() -> None:
         assert re.search(rf"""name=f?"{name}[-"_]""", source)
 
 
-def test_the_padding_of_a_graphs_batch_has_the_null_block() -> None:
-    """The padding of a graph's batch uses the null block, so that its writes reach no request's block."""
+def test_the_padding_of_a_graphs_batch_uses_the_null_block() -> None:
+    """The padding of a graph's batch uses the null block, so that padding is not written to a request's block."""
     from vllm.v1.core.block_pool import BlockPool
 
     assert of_vllm(f"{BACKENDS}.utils.NULL_BLOCK_ID") == 0 == BlockPool(4, False, 16).null_block.block_id
@@ -269,14 +268,14 @@ def test_both_runners_call_the_connector() -> None:
         assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
 
 
-def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
+def test_our_head_sizes_equal_those_of_the_cpu_kernel() -> None:
     from rollout.choice import CPU_HEAD_SIZES
 
     assert set(CPU_HEAD_SIZES) == set(of_vllm(f"{BACKENDS}.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")())
 
 
 def test_the_null_block_belongs_to_no_request() -> None:
-    """No request ever has the null block, to which our padding is written."""
+    """No request gets the null block, to which our padding is written."""
     from rollout.vllm.plan import NOBODYS
 
     pool = of_vllm("v1.core.block_pool.BlockPool")(4, False, 16)

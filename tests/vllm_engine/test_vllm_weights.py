@@ -1,4 +1,4 @@
-"""Weight updates of the vLLM engine, as a trainer makes them, replace every weight or are refused."""
+"""Weight updates of the vLLM engine by a trainer replace every weight, or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_updates_reach_every_weight(
     new_model: Callable,
     random_prompts: Callable,
 ) -> None:
-    """After each of five updates the engine samples from the new weights and from no old weight."""
+    """After each of five updates, the engine samples with the new weights only."""
     folder = directory_of(family, tie_word_embeddings=tied)
     model = type(new_model(family)).from_pretrained(folder, dtype=torch.float32).eval()
     engine, prompts = open_engine(policy, folder, exact=tied), random_prompts(LENGTHS)
@@ -44,13 +44,14 @@ def test_updates_reach_every_weight(
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
-            stale = gap(replay_logprobs(model, before), before)
+            stale_gap = gap(replay_logprobs(model, before), before)
         # a tied head has both names in the state dict, and one name among the parameters
         engine.load_weights((model.state_dict() if update % 2 else dict(model.named_parameters())).items())
         rollouts = engine.generate(prompts, SAMPLING)
         with torch.no_grad():
-            own = gap(replay_logprobs(model, rollouts), rollouts)
-        assert own <= 1e-5 and stale >= 1e-2
+            largest_gap = gap(replay_logprobs(model, rollouts), rollouts)
+        assert largest_gap <= 1e-5
+        assert stale_gap >= 1e-2
         before = rollouts
 
 
@@ -58,7 +59,7 @@ def test_updates_reach_every_weight(
     "layer",
     ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"],
 )
-def test_one_changed_weight_is_seen(
+def test_control_a_single_stale_weight_gives_a_gap(
     layer: str,
     policy: Policy,
     open_engine: Callable,
@@ -66,25 +67,25 @@ def test_one_changed_weight_is_seen(
     directory_of: Callable,
     random_prompts: Callable,
 ) -> None:
-    """Control of the test above: if any one weight were not updated, the gap would show it."""
+    """Control of the test above: a single weight that is not updated gives a gap."""
     model = type(new_model("qwen2")).from_pretrained(directory_of("qwen2"), dtype=torch.float32).eval()
     engine, prompts = open_engine(policy), random_prompts(LENGTHS)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if layer in name:
                 weight.mul_(1.3)
-        stale = engine.generate(prompts, SAMPLING)
-        assert gap(replay_logprobs(model, stale), stale) >= 1e-3
+        stale_rollouts = engine.generate(prompts, SAMPLING)
+        assert gap(replay_logprobs(model, stale_rollouts), stale_rollouts) >= 1e-3
         engine.load_weights(model.named_parameters())
         rollouts = engine.generate(prompts, SAMPLING)
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
 
 
-def test_updates_come_in_any_order_and_a_piece_at_a_time(
+def test_updates_may_come_in_any_order_and_one_weight_at_a_time(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
 ) -> None:
-    """An update may come in any order and one weight at a time: a generator is read once, its tensors may be changed
-    afterwards, and they may be bfloat16.
+    """An update may give the weights in any order and one at a time, from a generator that is read once. The tensors
+    may be bfloat16, and may be changed afterwards.
     """
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
@@ -92,12 +93,12 @@ def test_updates_come_in_any_order_and_a_piece_at_a_time(
         for weight in other.parameters():
             weight.copy_(weight.bfloat16())
 
-    def handed_over() -> Iterator[tuple[str, torch.Tensor]]:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in sorted(other.named_parameters(), reverse=True):
             passing = weight.detach().bfloat16()
             yield name, passing
 
-    engine.load_weights(handed_over())
+    engine.load_weights(weights())
     rollouts = engine.generate(prompts, SAMPLING)
     with torch.no_grad():
         assert gap(replay_logprobs(other, rollouts), rollouts) <= 1e-5
@@ -118,7 +119,7 @@ def test_updates_come_in_any_order_and_a_piece_at_a_time(
         "lm_head.weight",
     ],
 )
-def test_weights_that_are_refused(
+def test_missing_unknown_and_misshapen_weights_are_refused(
     missing: str,
     policy: Policy,
     open_engine: Callable,
@@ -126,11 +127,11 @@ def test_weights_that_are_refused(
     loaded: Callable,
     random_prompts: Callable,
 ) -> None:
-    """An update with a missing, unknown or wrongly shaped weight raises a ValueError that names the weight; the engine
-    then continues.
+    """An update with a missing or unknown weight, or with a weight of a wrong shape, raises a ValueError. The engine
+    can be used afterwards.
     """
     engine, prompts = open_engine(policy), random_prompts(LENGTHS)
-    wanted = engine.generate(prompts, SAMPLING)
+    expected = engine.generate(prompts, SAMPLING)
     good = dict(loaded(directory_of("qwen2")).named_parameters())
     with pytest.raises(ValueError, match="cannot take the weights"):
         engine.load_weights((n, w[:-1] if n == missing else w) for n, w in good.items())
@@ -139,24 +140,23 @@ def test_weights_that_are_refused(
     with pytest.raises(ValueError, match="were not handed over"):
         engine.load_weights((n, w) for n, w in good.items() if n != missing)
     engine.load_weights(good.items())
-    assert same(engine.generate(prompts, SAMPLING), wanted)
+    assert same(engine.generate(prompts, SAMPLING), expected)
 
 
-def test_updates_come_under_zero_3(
+def test_updates_work_under_zero_3(
     policy: Policy,
     open_engine: Callable,
     new_model: Callable,
     random_prompts: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Updates work under ZeRO-3, where transformers partitions every model that it creates among the processes of a
-    training.
-    """
+    """Updates work under ZeRO-3, where transformers partitions every new model among the processes of the run."""
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
     monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", None)
     in_force = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
-    assert in_force.is_zero3() and deepspeed.is_deepspeed_zero3_enabled()
+    assert in_force.is_zero3()
+    assert deepspeed.is_deepspeed_zero3_enabled()
     for _ in range(2):
         engine.load_weights(other.named_parameters())
     rollouts = engine.generate(prompts, SAMPLING)
@@ -164,12 +164,12 @@ def test_updates_come_under_zero_3(
         assert gap(replay_logprobs(other, rollouts), rollouts) <= 1e-5
 
 
-# ---- to another process ---------------------------------------------------------------------------------------------
+# ---- updates of another process -------------------------------------------------------------------------------------
 
 
 def test_weights_are_handed_over_bit_for_bit(new_model: Callable) -> None:
-    """Weights of any dtype, shape and memory order are handed over bit for bit, read one at a time; afterwards, and
-    after an error, no file or open descriptor is left.
+    """Weights of any dtype, shape and memory order are handed over bit for bit, one at a time. No file and no open
+    descriptor remains, also after an error.
     """
     from rollout.vllm.handover import handed_over, received
 
@@ -181,22 +181,25 @@ def test_weights_are_handed_over_bit_for_bit(new_model: Callable) -> None:
         "learns": torch.nn.Parameter(torch.tensor([-0.0, float("nan"), float("inf")])),
         **dict(new_model("qwen2").named_parameters()),
     }
-    drawn = []
+    names = []
 
     def one_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
-            passing = weight.detach().clone()
-            yield name, passing
-            passing.zero_()
-            drawn.append(name)
+            copy = weight.detach().clone()
+            yield name, copy
+            copy.zero_()
+            names.append(name)
 
     before = os.listdir("/proc/self/fd")
     with handed_over(one_at_a_time()) as (path, places):
-        assert drawn == list(weights)
-        for (name, weight), result in zip(weights.items(), received(path, places), strict=True):
-            assert result[0] == name and result[1].dtype == weight.dtype and result[1].shape == weight.shape
-            assert same_bits(result[1], weight.detach())
-    assert not os.path.exists(path) and os.listdir("/proc/self/fd") == before
+        assert names == list(weights)
+        for (name, weight), received_weight in zip(weights.items(), received(path, places), strict=True):
+            assert received_weight[0] == name
+            assert received_weight[1].dtype == weight.dtype
+            assert received_weight[1].shape == weight.shape
+            assert same_bits(received_weight[1], weight.detach())
+    assert not os.path.exists(path)
+    assert os.listdir("/proc/self/fd") == before
     with pytest.raises(ZeroDivisionError), handed_over((str(1 // 0), w) for w in weights.values()):
         raise AssertionError
     assert os.listdir("/proc/self/fd") == before
@@ -209,8 +212,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_an_engine_in_a_separate_process_gets_all_weights(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
 ) -> None:
-    """An update that is handed over as to a separate process, here within this process, gives the same samples as a
-    direct update.
+    """An update that is handed over as to a separate process gives the same samples as a direct update. Here both
+    happen in this process.
     """
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
@@ -222,4 +225,5 @@ def test_an_engine_in_a_separate_process_gets_all_weights(
         engine.separate = False  # the normal state for closing the engine
         results.append(engine.generate(prompts, SAMPLING))
         engine.load_weights((name, weight * 0) for name, weight in other.named_parameters())
-    assert same(*results) and not same(results[0], before)
+    assert same(*results)
+    assert not same(results[0], before)

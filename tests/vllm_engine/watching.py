@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass
 class Watched:
-    """Records for each scheduled step the number of running requests and of used blocks, and counts all preempted
-    requests.
+    """For each scheduled step: the number of running requests and the number of used blocks. `preempted` counts all
+    preempted requests.
     """
 
     running: list[int] = field(default_factory=list)
@@ -29,21 +29,22 @@ def pool_of(engine: Any) -> Any:
 
 @contextmanager
 def watched(engine: Any) -> Iterator[Watched]:
-    scheduler, pool, seen = scheduler_of(engine), pool_of(engine), Watched()
+    scheduler, pool, records = scheduler_of(engine), pool_of(engine), Watched()
     schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
     def schedule_and_look(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        seen.running.append(len(scheduler.running))
-        seen.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block belongs to no request
+        records.running.append(len(scheduler.running))
+        # one block less than the pool has: the null block belongs to no request
+        records.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
         return output
 
     def preempt_and_count(*args: Any, **kwargs: Any) -> Any:
-        seen.preempted += 1
+        records.preempted += 1
         return preempt(*args, **kwargs)
 
     scheduler.schedule, scheduler._preempt_request = schedule_and_look, preempt_and_count
     try:
-        yield seen
+        yield records
     finally:
         del scheduler.schedule, scheduler._preempt_request

@@ -9,6 +9,6 @@ paged.py      memory layout of a layer's cache, and other data that a worker rea
 processes.py  ends the processes that vLLM starts when the process that started them ends
 server.py     vLLM's OpenAI server;  clients.py  requests that the server refuses;  access.py  clients that may use it
 
-This code was written from the source of vLLM 0.31, and tested on vLLM's CPU build. The CUDA parts have not been run.
+Tested on vLLM's CPU build; the CUDA parts were written from the source of vLLM 0.31, and have not been run.
 docs/internals.md lists every private name of vLLM that we use, and tests/vllm_engine/test_vllm_surface.py checks them.
 """

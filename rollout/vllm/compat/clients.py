@@ -21,16 +21,13 @@ DEEPEST = 100  # maximum nesting of a JSON schema
 
 
 class RefusedError(VLLMValidationError, ValueError):
-    """Error that the server answers with status 400. Client routes expect a VLLMValidationError, development routes a
-    ValueError.
-    """
+    """Answered with status 400. Client routes expect a VLLMValidationError, development routes a ValueError."""
 
 
 def refuse_what_stops_the_engine() -> None:
-    """Make the server refuse, with status 400, requests that vLLM accepts although its engine then crashes, hangs or
-    ends the request with an error.
+    """Make the server refuse requests with which vLLM's engine would crash, hang or report an error (status 400).
 
-    Also make it answer with status 500 to requests whose log-probs are not finite (finite.py).
+    Requests whose log-probs are not finite (finite.py) get status 500.
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.sampling_params import SamplingParams
@@ -49,9 +46,7 @@ def refuse_what_stops_the_engine() -> None:
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
     def validate_what_is_ours(self: Any, params: Any, supported_tasks: Any) -> None:
-        """Refuse extra_args with KEY, which workers would treat as settings of ours, and a seed that would crash an
-        engine on a CPU (seeds.py).
-        """
+        """Refuse extra_args with KEY, which workers would treat as ours, and a seed that would crash (seeds.py)."""
         validate_parameters(self, params, supported_tasks)
         if KEY in (getattr(params, "extra_args", None) or {}):
             raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
@@ -62,7 +57,7 @@ def refuse_what_stops_the_engine() -> None:
             )
 
     def validate_depth(self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any) -> None:
-        """Refuse a deeply nested schema: its compilation takes so long that it blocks all other requests."""
+        """Refuse a deeply nested schema: its compilation would block all other requests for a long time."""
         structure = self.structured_outputs
         if structure is not None and _depth(structure.json or structure.structural_tag) > DEEPEST:
             raise RefusedError(f"the JSON schema is nested deeper than {DEEPEST} levels")
@@ -74,10 +69,7 @@ def refuse_what_stops_the_engine() -> None:
             raise RefusedError("no text fits the structure that the request asks for")
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Raise an error if a request ended because its log-probs were not finite.
-
-        All endpoints call this function. Later code would drop the error of a stream without tokens.
-        """
+        """Raise an error if log-probs were not finite. Later code would drop the error of a stream without tokens."""
         outputs = generate(self, *args, **kwargs)
         try:
             async for output in outputs:
@@ -95,11 +87,9 @@ def refuse_what_stops_the_engine() -> None:
 
 
 def refuse_what_goes_round_the_policy() -> None:
-    """Make the server refuse, with status 400, calls after which the engine would prefill a request's sampled tokens
-    again, densely.
+    """Make the server refuse calls after which the engine would prefill sampled tokens again, densely (status 400).
 
-    After such a call, no entries or the wrong entries would be evicted. A new turn of a chat is a new prompt, and is
-    served.
+    No entries or the wrong entries would then be evicted. A new turn of a chat is a new prompt, and is served.
     """
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -108,7 +98,7 @@ def refuse_what_goes_round_the_policy() -> None:
     reason = "if the cache evicts, running requests cannot be prefilled again; let them end first"
 
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse beam search, because each of its steps would be a new request. All routes call this function first."""
+        """Refuse beam search, because each of its steps would be a new request. All routes call this first."""
         raise RefusedError(
             "use_beam_search: beam search is not served under a cache that evicts, because each of its steps prefills "
             "the whole text again; leave it out, or serve with --cache policy=full"
@@ -138,12 +128,10 @@ def refuse_what_goes_round_the_policy() -> None:
 
 
 def refuse_input_sessions() -> None:
-    """Make engines refuse input sessions. In a session, a prompt is sent in pieces, each of which continues the tokens
-    sampled so far.
+    """Make engines in which our code assigns the slots of the cache refuse input sessions (status 400 in a server).
 
-    vLLM keeps the session's cache and schedules the session again, which our connectors would treat as a new request.
-    Sessions are refused in every process, for every engine in which our code assigns the slots of the cache. A server
-    answers with status 400.
+    In a session, a prompt is sent in pieces, each of which continues the tokens sampled before. For each piece, vLLM
+    keeps the cache and schedules the session again, which our connectors would treat as a new request.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -159,7 +147,7 @@ def refuse_input_sessions() -> None:
 
 
 def _depth(schema: Any) -> int:
-    """Return the nesting depth of a schema, given as a value or as text. Computed without recursion."""
+    """Return the nesting depth of a schema, given as a value or as text."""
     if isinstance(schema, str):
         depths = accumulate((c in "{[") - (c in "}]") for c in re.sub(r'"(?:\\.|[^"\\])*"', "", schema))
         return max(depths, default=0)

@@ -1,11 +1,9 @@
 """Ends a request whose log-probs are not finite, in the step that would sample from them. Other requests continue.
 
-worker     finds rows with such log-probs before sampling, and replaces their tokens by NOT_FINITE. This value is sent
-           together with all other tokens, so that no step waits for the device once more.
-scheduler  ends a request that receives NOT_FINITE, as vLLM ends a failed request: finish_reason "error", stop_reason
-           REASON. The tokens of earlier steps are kept.
-
-The failure is then reported: by the engine with NotFiniteError (engine.py), by the server with status 500 (clients.py).
+A worker sends NOT_FINITE in place of a token sampled from such log-probs, with all other tokens, so that no step waits
+for the device once more. The scheduler ends a request that receives NOT_FINITE with finish_reason "error" and
+stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises NotFiniteError (engine.py); the server
+answers with status 500 (clients.py).
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ REASON = "not finite"
 
 
 def refuse_what_is_not_finite() -> None:
-    """Make vLLM's V1 runner and scheduler end requests whose log-probs are not finite. Engines that are not ours behave
-    as before.
-    """
+    """Make vLLM's V1 runner and scheduler end requests whose log-probs are not finite, in engines of ours."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -35,7 +31,7 @@ def refuse_what_is_not_finite() -> None:
 
     @wraps(sample_tokens)
     def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
-        """Check the model's own logits, before a grammar writes -inf into them, and then sample."""
+        """Check the model's logits before a grammar writes -inf into them."""
         state = self.execute_model_state
         ours = KEY in (self.vllm_config.additional_config or {})
         self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
@@ -61,10 +57,9 @@ def refuse_what_is_not_finite() -> None:
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """Return bool [B]: True for rows of logits [B, V] whose log-probs are not finite, or whose forward pass failed.
+    """Return bool [B]: True for rows of logits [B, V] with NaN, +inf or only -inf, and after a NaN score of the policy.
 
-    The maximum of a row is NaN if the row has NaN. A row with +inf, or with only -inf, gives NaN log-probs. A -inf
-    among finite logits is valid: a probability of 0.
+    A -inf among finite logits is valid: a probability of 0.
     """
     failed = ~logits.amax(-1).isfinite()
     state = live_state()

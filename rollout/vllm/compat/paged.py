@@ -12,14 +12,14 @@ from rollout.vllm.compat.arguments import on_cpu
 
 
 def live_state() -> Any:
-    """Return the CacheState of this process's engine; None if the engine uses vLLM's own full cache, and has none."""
+    """Return the CacheState of this process's engine; None if the engine uses vLLM's own full cache."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "state", None) if has_kv_transfer_group() else None
 
 
 def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return name -> attention layer, in the order of the model's layers."""
+    """Return name -> attention layer, in the model's order."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index
@@ -36,9 +36,8 @@ def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """Return keys and values of a layer's cache as writable views [number of blocks, Hkv, block size, D].
 
     cache : [number of blocks, Hkv, block size, 2 D], in any order in memory
-    transposed : True if the memory of each kv head in each block is contiguous and holds keys [D, block size], then
-        values [block size, D], as on the CPU (isa "vec"); False if key and value of a token are next to each other, as
-        in FlashAttention and Triton
+    transposed : True if each kv head in each block holds keys [D, block size], then values [block size, D], as on the
+        CPU (isa "vec"); False if a token's key and value are next to each other, as in FlashAttention and Triton
     """
     blocks, heads, size, double = cache.shape
     dim = double // 2
@@ -51,12 +50,11 @@ def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
-    """Read the blocks of R requests, n blocks each. Returns a copy [R, Hkv, n x block size, ...].
+    """Return a copy [R, Hkv, n x block size, ...] of the blocks [R, n] of R requests.
 
     Memory is copied in contiguous runs, and transposed keys stay transposed in memory.
 
     paged : [number of blocks, Hkv, block size, ...], keys or values of `key_value_views`, or a buffer of ours
-    blocks : int64 [R, n]
     """
     rows, count = blocks.shape
     if paged.stride(-1) == 1:
@@ -71,17 +69,14 @@ def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
 
 
 def stored_scorers(vllm_config: Any) -> dict[str, Tensor]:
-    """Return the weights of the scorers that are stored in the model's directory: name -> weight."""
+    """Return the weights of the scorers stored with the model, by name."""
     from sparse_rl.models import directory
 
     return directory.stored_scorers(vllm_config.model_config.model)
 
 
 def own_heads(count: int) -> slice:
-    """Return the slice of this tensor-parallel rank's kv heads among the kv heads of all ranks.
-
-    count : number of kv heads per rank
-    """
+    """Return the slice of this tensor-parallel rank's `count` kv heads among those of all ranks."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     first = get_tensor_model_parallel_rank() * count
@@ -89,7 +84,7 @@ def own_heads(count: int) -> slice:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return the mean over the tensor-parallel ranks, each of which has the same number of heads."""
+    """Return the mean over the tensor-parallel ranks."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
     ranks = get_tensor_model_parallel_world_size()

@@ -1,6 +1,4 @@
-"""Registers our parts with vLLM and replaces some of vLLM's functions, in each of vLLM's processes; and undoes vLLM's
-side effects on the caller's process.
-"""
+"""Registers our parts with vLLM and replaces some of vLLM's functions; undoes vLLM's side effects on the caller."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register the backend, the cache specifications and their managers with vLLM, in this process."""
+    """Install our parts in vLLM, in this process."""
     global _registered
     if _registered:
         return
@@ -48,7 +46,7 @@ def register() -> None:
     for spec, manager in managers:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
-        # The CPU platform only supports the backend CPU_ATTN. Without a policy, our backend behaves like the stock one.
+        # The CPU platform supports no other backend. Without a policy of ours, it behaves like the stock one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
         run_uncompiled()
@@ -57,7 +55,7 @@ def register() -> None:
 
 
 def give_out_clean_blocks() -> None:
-    """Make vLLM clear the blocks of our cache specifications."""
+    """Make vLLM clear the blocks of our cache specifications when it allocates them (`CleanSpec`)."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.spec import CleanSpec
@@ -71,7 +69,7 @@ def give_out_clean_blocks() -> None:
 
 
 def keep_weights_in_place() -> None:
-    """Stop the CPU build from packing the weights of Linear layers, because weight updates would miss packed copies."""
+    """Stop the CPU build from packing the weights of Linear layers: updates of weights would miss packed copies."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
 
@@ -81,7 +79,7 @@ def keep_weights_in_place() -> None:
 
 
 def run_uncompiled() -> None:
-    """Do not compile the ranking of sampled tokens on a CPU: it takes 20 seconds, and the ranks are not used."""
+    """Do not compile the ranking of sampled tokens on a CPU: this takes 20 seconds, and the ranks are not used."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than
@@ -89,7 +87,7 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a Linear layer on a CPU, with padded rows. vLLM calls this function for every Linear layer."""
+    """Compute a Linear layer on a CPU, with padded rows (products.py)."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
 
@@ -99,10 +97,9 @@ def undisturbed(had_group: bool) -> Iterator[None]:
 
     had_group : True if there was a process group before the engine was started
 
-    vLLM seeds every random generator, disables torch.set_num_threads on a CPU, and destroys the process group when it
-    closes, even if the caller has created the group. If vLLM fails to start, it does not destroy a group that it has
-    created. It first starts processes that inspect models; without PYTHONSAFEPATH, they would import our plugin from
-    the working directory.
+    vLLM seeds every random generator, disables torch.set_num_threads on a CPU, and destroys the caller's process group
+    when it closes, but not its own group when it fails to start. It starts processes that inspect models; without
+    PYTHONSAFEPATH, they would import our plugin from the working directory.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

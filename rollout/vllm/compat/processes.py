@@ -15,11 +15,10 @@ _run_engine_core: Any = None  # vLLM's own function, once our function has repla
 
 
 def end_with_parent() -> None:
-    """Start a thread that kills this process once its parent process has ended. Applies only to vLLM's own processes.
+    """In a process of vLLM, start a thread that kills the process once its parent has ended.
 
     A parent that is killed cannot notify its engine, which would wait for requests forever, with the model in memory.
-    Linux can send a signal instead (PR_SET_PDEATHSIG), but sends it when the thread that started the process ends,
-    which is too early.
+    Linux could send a signal (PR_SET_PDEATHSIG), but does so when the thread that started the process ends: too early.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(OF_VLLM):
@@ -37,9 +36,9 @@ def end_with_parent() -> None:
 
 
 def watch_from_the_start() -> None:
-    """Make the engine's process, which this process starts, watch its parent before it does anything else.
+    """Make an engine process watch its parent before it does anything else.
 
-    vLLM loads plugins in the engine's process only after the handshake with the server, which may take up to 5 minutes.
+    vLLM loads plugins there only after the handshake with the server, which may take up to 5 minutes.
     """
     global _run_engine_core
     from vllm.v1.engine.core import EngineCoreProc
@@ -49,7 +48,7 @@ def watch_from_the_start() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Watch the parent process, and run vLLM's own function. A spawned engine process imports this function by name."""
+    """Watch the parent, and run vLLM's own function. A spawned engine process imports this function by name."""
     from vllm.v1.engine.core import EngineCoreProc
 
     end_with_parent()

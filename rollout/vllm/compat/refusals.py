@@ -15,9 +15,8 @@ from sparse_rl.policies.base import Policy
 
 
 def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwise: str = "") -> None:
-    """Raise UserError for a policy, a model or an allocator with which vLLM cannot sample.
+    """Raise UserError for a policy, a model configuration or an allocator with which vLLM cannot sample.
 
-    config : configuration of the model
     otherwise : end of the message, an alternative for the user
     """
     if policy.config.only_hf:
@@ -34,9 +33,7 @@ def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwi
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
     """Raise UserError if PyTorch's allocator uses expandable segments, which vLLM does not support with a connector.
 
-    policy : a policy that does not evict needs no connector, and passes
-    sleep_mode : True if the cache has an allocator of its own
-    otherwise : end of the message, an alternative for the user
+    Policies that do not evict need no connector. In sleep mode the cache has an allocator of its own.
     """
     chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if chosen and policy.schedule.evicts and not sleep_mode and not on_cpu():
@@ -47,10 +44,7 @@ def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str 
 
 
 def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
-    """Raise UserError for settings that break eviction or its record, including settings of a plain `vllm serve`.
-
-    full_graphs : True if a decode step on a GPU is one CUDA graph
-    """
+    """Raise UserError for settings that break eviction or its record, including settings of a plain `vllm serve`."""
     from vllm import envs
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -92,9 +86,9 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
 
 
 def refuse_configuration(vllm_config: Any) -> None:
-    """Raise UserError for settings that the engine's processes would refuse, but only after a traceback.
+    """Raise UserError for settings that the engine's processes would refuse with a traceback.
 
-    The model's configuration is checked again, because options may have changed it (`--hf-overrides`).
+    The model's configuration is checked again, because `--hf-overrides` may have changed it.
     """
     config = cache_config(vllm_config)
     if config is None or not (config.physical or config.exact):
@@ -110,9 +104,7 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def refuse_layer(impl: Any, config: CacheConfig) -> None:
-    """Raise UserError for an attention layer with a feature that policies or the trainer's attention (exact.py) do not
-    support, or that depends on a token's slot in the cache.
-    """
+    """Raise UserError for a layer with a feature that policies or the trainer's attention (exact.py) do not support."""
     wrong = {
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
         "ALiBi": impl.alibi_slopes is not None,
@@ -127,14 +119,13 @@ def refuse_layer(impl: Any, config: CacheConfig) -> None:
 
 
 def _layer(config: CacheConfig, feature: str) -> str:
-    """Return the error message for a layer with an unsupported feature."""
     if config.physical:
         return f"vLLM cannot evict from a layer with {feature}; use a full cache"
     return f"float32 on a CPU uses the trainer's attention, which does not support {feature}; set another dtype"
 
 
 def refuse_spec(spec: Any) -> None:
-    """Raise UserError for a layer that is not specified as full attention: other caches may drop or pack entries."""
+    """Raise UserError for a layer that is not full attention: other caches may drop or pack entries."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:

@@ -1,10 +1,9 @@
 """Makes a server sample requests that have a seed as a rollout does, with samplers.SeededSampler in the workers.
 
-The seed of a sequence is computed from (the request's seed, prompt, sample index), as for rollouts
-(rollout/requests.py). Only the server's process has all three values. It puts the sequence's seed into the request's
-`extra_args`, and removes the request's own seed. Otherwise vLLM would make a generator from the request's own seed, and
-would use the seed + i for sample i. When vLLM discards a token between two chunks of a prompt, it also resets the
-generator's offset; a generator on a CPU has no offset, so the engine would crash.
+As for rollouts (rollout/requests.py), a sequence's seed is computed from the request's seed, the prompt and the sample
+index. Only the server's process has all three. It puts the sequence's seed into `extra_args`, and removes the request's
+seed, from which vLLM would otherwise make a generator for sample i, seeded with the request's seed + i. On a CPU, such
+a generator would also crash the engine: vLLM resets its offset between two chunks of a prompt, but it has none.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rollout.vllm.compat.arguments import KEY
 
 
 def draw_seeded_requests() -> None:
-    """In a worker, wrap vLLM's sampler in SeededSampler. vLLM's sampler still samples the requests without a seed."""
+    """In a worker, wrap vLLM's sampler in SeededSampler."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from rollout.vllm.samplers import SeededSampler
@@ -34,7 +33,7 @@ def draw_seeded_requests() -> None:
 
 
 def give_sequences_their_seeds() -> None:
-    """In the server, give each sequence its own seed. If a request wants n > 1 samples, vLLM adds them one by one."""
+    """In the server, give each sequence its own seed. vLLM adds the samples of a request one by one."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
     add: Any = OutputProcessor.add_request

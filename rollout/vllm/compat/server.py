@@ -41,13 +41,13 @@ NOT_TAKEN = {  # arguments of vLLM that this server does not support, with the r
     "headless": "the server speaks HTTP",
 }
 IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # our own options, which must be given before --
-GRACE = 1  # seconds until open connections are closed once the engine has ended; otherwise they would wait forever
+GRACE = 1  # seconds from the engine's end until open connections are closed, which would otherwise wait forever
 
 
 def read_arguments(ours: list[str], further: list[str]) -> Namespace:
     """Parse the arguments of `vllm serve`, and our `--allowed-hosts`. Raises UserError for invalid arguments.
 
-    ours : words of the command line that `serve.serve` has built
+    ours : words that `serve.serve` has built
     further : words of the user, which take precedence, but cannot change settings that eviction needs
     """
     from vllm import envs
@@ -78,14 +78,10 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
 
 def run_server(ours: list[str], further: list[str]) -> None:
-    """Run the server as `vllm serve` does, until a signal ends it.
+    """Run the server as `vllm serve` does, until a signal ends it. Raises StoppedError if the engine dies.
 
-    The command `vllm serve` itself does not start with the CPU build, whose distribution has another name. The handling
-    of signals does not change until the engine has started; then vLLM's own handling replaces it.
-
-    ours, further : words of the command line from `serve.serve`, and from the user
-
-    Raises StoppedError if the engine dies.
+    The command `vllm serve` itself does not start with the CPU build, whose distribution has another name. Once the
+    engine has started, vLLM handles signals. The arguments are those of `read_arguments`.
     """
     import uvloop
     from vllm.entrypoints.launchers.api_server import entry
@@ -112,9 +108,9 @@ def run_server(ours: list[str], further: list[str]) -> None:
 
 
 def check_before_it_starts() -> None:
-    """Make vLLM call our checks of its configuration, once the configuration is complete and before a process starts.
+    """Make vLLM call our checks of its configuration before it starts a process.
 
-    Then also make the server refuse the requests that this configuration cannot serve (clients.py).
+    Also make the server refuse the requests that this configuration cannot serve (clients.py).
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -140,7 +136,7 @@ def check_before_it_starts() -> None:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn vLLM's errors for wrong arguments into a UserError with their text.
+    """Turn vLLM's errors for wrong arguments into a UserError with their text; a ValueError passes unchanged.
 
     vLLM raises KeyError, TypeError, NotImplementedError and others, and only the text of these errors is useful.
     """
@@ -153,9 +149,6 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for the long log entries about requests that the end of the server has interrupted, else True.
-
-    A log entry without an exception can be recognised only by its text.
-    """
+    """Return False for the long log entries about requests that the end of the server has interrupted, else True."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()

@@ -1,7 +1,7 @@
 """Base classes of all kinds of recipe.
 
-A fact that differs between kinds is a method here. A fact that only one caller needs is read from the kind's own class.
-A command that needs a recipe of a certain class calls `expect`, which rejects other recipes with a one-line error.
+A fact that differs between kinds is a method here; a fact that one caller needs is read from the kind's own class. A
+command that needs a recipe of a certain class calls `expect`, which rejects others with a one-line error.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class Recipe(Configuration):
         """Return the text of an equivalent recipe file, with every key written out."""
         return dump_yaml(self.resolved())
 
+    def models(self) -> list[str]:
+        """Return the names of the models that are used in turn."""
+        return [self.model]
+
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
         """Return a copy of the recipe with each model name replaced by `directory_of(name)`."""
         return dataclasses.replace(self, model=directory_of(self.model))
@@ -88,12 +92,7 @@ class Recipe(Configuration):
         return self
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Return the mapping of an eval recipe that evaluates the final model of a run of this recipe.
-
-        Returns None if this recipe names no problems for an evaluation.
-
-        run : directory of the run
-        """
+        """Return an eval recipe, as a mapping, for the model of the run in the folder `run`; None without problems."""
         return None
 
     # ---- sampling -----------------------------------------------------------------------------------------------
@@ -120,10 +119,7 @@ class Recipe(Configuration):
         return []
 
     def prompt_caches(self) -> list[PromptCacheConfig]:
-        """Return the settings for compacting the contexts of prompts, which are used one after another.
-
-        The list is empty if no contexts are compacted.
-        """
+        """Return the settings, used one after another, for compacting contexts; empty if none are compacted."""
         return []
 
     def prompt_sources(self) -> dict[str, DataConfig]:
@@ -182,10 +178,7 @@ class TrainRecipe(Recipe):
         return training.per_device_train_batch_size * training.gradient_accumulation_steps * self.launch.processes
 
     def describe_batches(self, rows: int) -> str:
-        """Describe the rows per step, steps per epoch and steps in total, for a dataset of `rows` rows.
-
-        Raises UserError if the dataset is too small for the training's batches.
-        """
+        """Describe the batches and steps for a dataset of `rows` rows. Raises UserError if the dataset is too small."""
         per_epoch = -(-rows // self.update_rows())
         return f"{self.update_rows()} rows a step, {per_epoch} steps an epoch, {self.count_steps(per_epoch)} steps"
 
@@ -209,8 +202,7 @@ class TrainRecipe(Recipe):
         return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
 
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
-        """Return (name, note) of each further copy of the model in one process.
-
-        own_engine : True if the engine has a copy of the weights, which memory.py counts separately
+        """Return (name, note) of each further copy of the model, besides the engine's own (`own_engine`: if it has
+        one).
         """
         return []

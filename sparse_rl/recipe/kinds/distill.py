@@ -49,10 +49,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         return "keep", [] if self.distill.keep is None else [self.distill.keep]
 
     def attending_models(self) -> list[str]:
-        """Return the names of the models that use the recipe's attention kernel.
-
-        With packing, a separate teacher is one of them, because the kernel keeps the teacher's packed sequences apart.
-        """
+        """Return the models that use the attention kernel; with packing, also the teacher, whose rows it separates."""
         teacher = self.taught_by.teacher
         return [self.model, *([teacher] if self.distill.packing and teacher is not None else [])]
 

@@ -12,7 +12,7 @@ from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeIn
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
-from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe
+from sparse_rl.recipe.kinds.swept import SweptRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class EvalRecipe(SweptRecipe):
             return
         if not self.prompt_caches():
             raise UserError("name at least one, for example {policy: am, ratio: 0.05}, or remove this", "prompt_cache")
-        for key, is_set in (("cache", self.cache is not None), ("sweep", self.sweep != SweepConfig())):
+        for key, is_set in (("cache", self.cache is not None), ("sweep", bool(self.sweep.policy or self.sweep.cache))):
             if is_set:
                 raise UserError(
                     "nothing is evicted after a context that prompt_cache compacts; remove one of them", key
@@ -111,6 +111,9 @@ class EvalRecipe(SweptRecipe):
         points = [point for sweep in self.prompt_cache or [] for point in sweep.points()]
         return [point for place, point in enumerate(points) if point not in points[:place]]
 
+    def count_points(self) -> int:
+        return len(self.models()) * len(self.tasks) * len(self.prompt_caches() or self.points)
+
     def read_points(self) -> list[PolicyConfig | None]:
         return super().read_points() if self.prompt_cache is None else [FullConfig()]
 
@@ -120,10 +123,7 @@ class EvalRecipe(SweptRecipe):
         )
 
     def forcing(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-        """Return the fields of `SamplingConfig` for a forced answer; empty if no answer is forced.
-
-        encode : function that returns a text's token ids, without special tokens
-        """
+        """Return the `SamplingConfig` fields for a forced answer, if any; `encode` must add no special tokens."""
         if self.forced_answer is None:
             return {}
         forced = encode(self.forced_answer.text)

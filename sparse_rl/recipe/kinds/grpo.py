@@ -70,10 +70,7 @@ class GRPORecipe(SampledRecipe):
         return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:
-        """Return the number of prompts in one generation.
-
-        Raises UserError if the dataset has fewer prompts (`count`), because TRL would then train on nothing.
-        """
+        """Return the prompts per generation. Raises UserError if `count` is smaller: TRL would train on nothing."""
         need = self.completions_per_generation // self.grpo.num_generations
         if count < need:
             raise UserError(
@@ -90,9 +87,9 @@ class GRPORecipe(SampledRecipe):
         return ("prompt",)
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Return the mapping of an eval recipe that samples the held-out problems with training's sampling settings.
+        """Return an eval recipe, as a mapping, with the held-out problems and sampling settings of this recipe.
 
-        The eval recipe uses the cache policy saved with the model. The first reward decides if a completion is correct.
+        The cache policy is the one saved with the model. The first reward decides if a completion is correct.
         """
         if self.validation is None:
             return None

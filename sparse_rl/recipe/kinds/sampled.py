@@ -32,10 +32,7 @@ class ReplayedRecipe(TrainRecipe):
         return [self.model]
 
     def foresees(self) -> bool:
-        """True if KVpop's scorers are trained, which requires computing their training target.
-
-        The training target of the scorers is the mass of future attention.
-        """
+        """True if KVpop's scorers are trained, which requires their target, the mass of future attention."""
         raise NotImplementedError
 
     def refuse_own_groups(self) -> None:

@@ -1,12 +1,15 @@
-"""Base of the recipes that evaluate under one cache policy, or under each of a sweep of policies and budgets."""
+"""Base of the recipes that evaluate under one cache policy or a sweep of policies and budgets."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from rollout.config import EvalRolloutConfig
-from sparse_rl.config import Configuration, PositiveInt, Source, Text
+from sparse_rl.config import Configuration, PathText, Source, Text
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.recipe.kinds.base import Recipe
@@ -14,15 +17,24 @@ from sparse_rl.recipe.kinds.base import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(Configuration):
-    """Sweep that evaluates every policy at every budget; an empty list keeps the value of the cache block.
+    """Sweep that evaluates every model under every policy at every combination of parameters; an empty list keeps the
+    recipe's own value.
 
-    policy : names, or mappings {policy: name, parameters of the policy}; a policy whose mapping sets a budget
-        is evaluated only at that budget
-    budget : budgets at which each policy is evaluated
+    model : models, instead of `model`
+    policy : names, or mappings {policy: name, parameters of the policy}, instead of `cache.policy`
+    cache : parameter of a policy -> its values, for example {budget: [512, 1024], alpha: [0, 0.8]}. A policy is swept
+        over the parameters that it has, except those that its mapping under `policy` sets
     """
 
+    model: list[PathText] = field(default_factory=list)
     policy: list[Text | dict[str, Any]] = field(default_factory=list)
-    budget: list[PositiveInt] = field(default_factory=list)
+    cache: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, values in self.cache.items():
+            if not values:
+                raise UserError("name at least one value, or remove this", f"cache.{key}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,44 +65,63 @@ class SweptRecipe(Recipe):
     def caches(self) -> list[PolicyConfig | None]:
         return self.points
 
+    def models(self) -> list[str]:
+        return self.sweep.model or [self.model]
+
+    def by_model(self) -> list[Self]:
+        """Return one recipe for each model, in which no models are swept."""
+        rest = dataclasses.replace(self.sweep, model=[])
+        return [dataclasses.replace(self, model=model, sweep=rest) for model in self.models()]
+
+    def with_models(self, directory_of: Callable[[str], str]) -> Self:
+        swept = dataclasses.replace(self.sweep, model=list(map(directory_of, self.sweep.model)))
+        return dataclasses.replace(super().with_models(directory_of), sweep=swept)
+
+    def count_points(self) -> int:
+        """Return the number of rows of the results."""
+        return len(self.models()) * len(self.points)
+
     def read_points(self) -> list[PolicyConfig | None]:
         """Return the cache policy of every point of the sweep; [None] means the policy saved with the model.
 
         A parameter of the cache block is a default for each swept policy that has the parameter. Raises UserError for a
         parameter that no swept policy has.
         """
-        if not self.sweep.policy and not self.sweep.budget:
+        sweep = self.sweep
+        if not sweep.policy and not sweep.cache:
             if self.cache is None:
                 return [None]
             return [PolicyConfig.from_block(self.cache, "cache", Source())]
         base = dict(self.cache) if isinstance(self.cache, dict) else {}
         own_policy = base.pop("policy", None)
         if own_policy is not None and own_policy not in list(CONFIGS):
-            PolicyConfig.from_block(
-                {"policy": own_policy}, "cache", Source()
-            )  # raises, even if the sweep names other policies
-        swept = self.sweep.policy or ([own_policy] if own_policy is not None else [])
+            PolicyConfig.from_block({"policy": own_policy}, "cache", Source())  # raises, even if it is not swept
+        swept = sweep.policy or ([own_policy] if own_policy is not None else [])
         if not swept:
-            raise UserError("name the policies too, as sweep.policy or cache.policy", "sweep.budget")
+            raise UserError("name the policies too, as sweep.policy or cache.policy", "sweep.cache")
         points: list[PolicyConfig | None] = []
-        used: set[str] = set()
+        users: dict[str, list[str]] = {key: [] for key in (*base, *sweep.cache)}  # parameter -> policies that use it
         blocks = [{"policy": entry} if isinstance(entry, str) else entry for entry in swept]
         for block in blocks:
             name: Any = block.get("policy")
             is_policy = name in list(CONFIGS)
             accepted = accepted_parameters(name) if is_policy else []
+            for key in users:
+                users[key] += [name] if key in accepted else []
             defaults = {key: value for key, value in base.items() if key in accepted}
-            used |= defaults.keys()
-            sweeps_budget = self.sweep.budget and "budget" in accepted and "budget" not in block
-            for size in [{"budget": budget} for budget in self.sweep.budget] if sweeps_budget else [{}]:
+            axes = {key: values for key, values in sweep.cache.items() if key in accepted and key not in block}
+            for values in itertools.product(*axes.values()):
                 try:
-                    point = PolicyConfig.from_block({**defaults, **block, **size})
+                    point = PolicyConfig.from_block({**defaults, **block, **dict(zip(axes, values, strict=True))})
                 except UserError as error:
                     raise UserError(str(error), "sweep" if is_policy else "sweep.policy") from None
                 if point not in points:
                     points.append(point)
-        for key in base:
-            if key not in used and key != "budget":
-                names = ", ".join(block["policy"] for block in blocks)
-                raise UserError(f"none of the policies {names} has this parameter; remove it", f"cache.{key}")
+        names = list(dict.fromkeys(block["policy"] for block in blocks))
+        for key, policies in users.items():
+            where = f"sweep.cache.{key}" if key in sweep.cache else f"cache.{key}"
+            if not policies:
+                raise UserError(f"none of the policies {', '.join(names)} has this parameter; remove it", where)
+            if others := [name for name in names if name not in policies and name != "full"]:
+                self.warnings.append(f"{where} does not apply to {', '.join(others)}, without this parameter")
         return points

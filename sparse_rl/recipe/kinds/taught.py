@@ -1,4 +1,4 @@
-"""Base of the recipes of kind distill and kvpop, which train on the predictions of a dense teacher."""
+"""Base of the kinds distill and kvpop, which train on the predictions of a dense teacher."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ class TaughtRecipe(ReplayedRecipe):
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
 
     def expected_teacher_facts(self, vocab_size: int) -> dict[str, Any]:
-        """Return the fields of trainer.teacher.cache.TeacherFacts that this recipe requires of a teacher cache.
-
-        vocab_size : size of the student's vocabulary
-        """
+        """Return the fields of trainer.teacher.cache.TeacherFacts that this recipe requires of a teacher cache."""
         return {
             "source": self.teacher_model,
             "temperature": self.loss.temperature,

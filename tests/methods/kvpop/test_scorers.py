@@ -1,4 +1,7 @@
-"""The scorers: chunkwise against recurrent memory, the tokens that a score may depend on, and initial values."""
+"""KVpop's scorers, small networks that score the tokens of each kv head. Scores computed in chunks equal those of the
+recurrence and of the paper's equations; a score depends on no later token than its use; untrained scorers rank by
+recency.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ MLSTMS: list[dict[str, Any]] = [
 def scorer(**options: Any) -> Any:
     """Return a scorer whose parameters are far from their initial values."""
     torch.manual_seed(1)
-    made = make_scorer(options, heads=H, dim=D)
-    for weight in made.parameters():
+    scorers = make_scorer(options, heads=H, dim=D)
+    for weight in scorers.parameters():
         weight.data += 0.4 * torch.randn_like(weight)
-    return made
+    return scorers
 
 
 def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random keys and values [B, H, length, D]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(B, H, length, D, generator=generator) * 2, torch.randn(B, H, length, D, generator=generator)
 
@@ -58,68 +62,74 @@ def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int)
 @pytest.mark.parametrize(
     ("length", "window", "chunk"), [(150, 7, 64), (64, 1, 64), (65, 30, 16), (40, 39, 7), (9, 9, 4)]
 )
-def test_chunkwise_is_recurrent(options: dict, length: int, window: int, chunk: int) -> None:
+def test_chunkwise_scores_equal_the_recurrence(options: dict, length: int, window: int, chunk: int) -> None:
+    """The mLSTM scorer processes a text in chunks; its scores equal those of a state that is updated token by token."""
     model = scorer(name="mlstm", chunk=chunk, **options)
     actual, _ = model(*tokens(length), window)
     expected = recurrent(model, *tokens(length), window)
-    assert actual.shape == (B, H, length) and (actual - expected).abs().max() <= 1e-5
+    assert actual.shape == (B, H, length)
+    assert (actual - expected).abs().max() <= 1e-5
     if window < length - 1:
-        assert actual.std() > 0.01  # a control: not all the same
+        assert actual.std() > 0.01  # control: the scores differ between tokens
 
 
-EVERY = [{"name": name} for name in SCORERS if name != "mlstm"] + [{"name": "mlstm", **one} for one in MLSTMS]
+ALL_SCORERS = [{"name": name} for name in SCORERS if name != "mlstm"] + [
+    {"name": "mlstm", **options} for options in MLSTMS
+]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", EVERY, ids=str)
+@pytest.mark.parametrize("options", ALL_SCORERS, ids=str)
 @pytest.mark.parametrize("chunks", [[60], [25, 35], [1, 1, 1, 57], [30, 1, 29], [1] * 60], ids=str)
-def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: list[int]) -> None:
-    """Scoring a text in chunks of any lengths, with ragged rows side by side, gives the scores of the whole text;
-    tokens that never leave the window are not scored."""
+def test_scoring_a_text_chunk_by_chunk_equals_scoring_the_whole(options: dict, chunks: list[int]) -> None:
+    """`follow`, which decoding uses, scores a text in chunks of any lengths with a memory in between. Its scores equal
+    those of the whole text; with a delayed readout, tokens in the last window have no score yet."""
     model, window = scorer(**({"chunk": 16} if options["name"] == "mlstm" else {}), **options), 7
     key, value = tokens(60)
     x, delay = torch.cat([key, value], dim=-1), window if model.delayed else 0
-    wanted = model(key, value, window)[0][:, :, : 60 - delay]
-    memory = {name: one.expand(B, *one.shape).clone() for name, one in model.memory().items()}
+    expected = model(key, value, window)[0][:, :, : 60 - delay]
+    memory = {name: tensor.expand(B, *tensor.shape).clone() for name, tensor in model.memory().items()}
     results, start = [], 0
     for count in chunks:
         at = torch.arange(start, start + count)
-        asked = x[:, :, (at - delay).clamp(min=0)]
+        query_tokens = x[:, :, (at - delay).clamp(min=0)]
         given = None if count == 1 else torch.tensor([count] * B)
-        results.append(model.follow(memory, x[:, :, at], asked, (at - delay).expand(B, -1), given))
+        results.append(model.follow(memory, x[:, :, at], query_tokens, (at - delay).expand(B, -1), given))
         start += count
     scores = torch.cat(results, dim=-1)[:, :, delay:]
-    assert scores.shape == wanted.shape and (scores - wanted).abs().max() <= 1e-5
-    assert options["name"] == "recency" or wanted.std() > 0.01
+    assert scores.shape == expected.shape
+    assert (scores - expected).abs().max() <= 1e-5
+    assert options["name"] == "recency" or expected.std() > 0.01
     assert model.state_bytes() == sum(m[0].nbytes for m in memory.values())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", EVERY, ids=str)
-def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
-    """In a batch of rows with 20 and 9 tokens, the second row continues with the same scores as if it were alone."""
+@pytest.mark.parametrize("options", ALL_SCORERS, ids=str)
+def test_padding_does_not_change_the_memory(options: dict) -> None:
+    """In a batch of rows with 20 and 9 tokens, the second row, which is padded, continues with the same scores as the
+    same row alone."""
     model = scorer(**({"chunk": 4} if options["name"] == "mlstm" else {}), **options)
     x = torch.cat(tokens(30), dim=-1)
     at = torch.arange(20).expand(B, -1)
 
     def start(rows: int) -> dict[str, torch.Tensor]:
-        return {name: one.expand(rows, *one.shape).clone() for name, one in model.memory().items()}
+        return {name: tensor.expand(rows, *tensor.shape).clone() for name, tensor in model.memory().items()}
 
-    both, alone = start(B), start(1)
-    model.follow(both, x[:, :, :20], x[:, :, :20], at, torch.tensor([20, 9]))
+    memory_of_both, alone = start(B), start(1)
+    model.follow(memory_of_both, x[:, :, :20], x[:, :, :20], at, torch.tensor([20, 9]))
     model.follow(alone, x[1:, :, :9], x[1:, :, :9], at[:1, :9])
     for token in (20, 21):
         new = x[:, :, token : token + 1]
-        together = model.follow(both, new, new, torch.full((B, 1), token))
-        apart = model.follow(alone, new[1:], new[1:], torch.full((1, 1), token))
-        assert (together[1] - apart[0]).abs().max() <= 1e-5
+        together = model.follow(memory_of_both, new, new, torch.full((B, 1), token))
+        by_itself = model.follow(alone, new[1:], new[1:], torch.full((1, 1), token))
+        assert (together[1] - by_itself[0]).abs().max() <= 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", MLSTMS, ids=str)
-def test_a_score_follows_the_equations(options: dict) -> None:
-    """Each score equals the scorer's equations, computed for each token over all earlier tokens, in float64 and without
-    a state; `norm` false leaves out the norm."""
+def test_a_score_equals_the_papers_equations(options: dict) -> None:
+    """Each score of the mLSTM scorer equals the paper's equations, evaluated for each token as a sum over all earlier
+    tokens, in float64 and without a state."""
     model, length, window = scorer(name="mlstm", **options), 24, 5
     x = torch.cat(tokens(length), dim=-1).double()
     query, key, gates, out = (weight.double() for weight in (model.query, model.key, model.gates, model.out))
@@ -141,9 +151,11 @@ def test_a_score_follows_the_equations(options: dict) -> None:
             value = x[b, h, :, D:] if model.value is None else x[b, h] @ model.value[h].double()
             for u in range(length - window):
                 q = u if options.get("readout") == "immediate" else u + window
-                asked = phi(x[b, h, u] @ query[h])
+                phi_query = phi(x[b, h, u] @ query[h])
                 weight = [
-                    float((log_input[j] + log_forget[j + 1 : q + 1].sum()).exp() * (asked @ phi(x[b, h, j] @ key[h])))
+                    float(
+                        (log_input[j] + log_forget[j + 1 : q + 1].sum()).exp() * (phi_query @ phi(x[b, h, j] @ key[h]))
+                    )
                     for j in range(q + 1)
                 ]
                 read = sum(w * v for w, v in zip(weight, value[: q + 1], strict=True)) / sum(weight)
@@ -176,7 +188,8 @@ def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
     model.gates.data *= 50
     key, value = tokens(3000)
     result, _ = model(key, value, 16)
-    assert result.isfinite().all() and (result - recurrent(model, key, value, 16)).abs().max() <= 1e-5
+    assert result.isfinite().all()
+    assert (result - recurrent(model, key, value, 16)).abs().max() <= 1e-5
     result.sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
 
@@ -187,20 +200,20 @@ def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
     delayed readout, and on no token after u with an immediate readout."""
     window, length, changed = 5, 40, 22
     key, value = tokens(length)
-    others = key.clone()
-    others[:, :, changed] += 1.0
+    changed_key = key.clone()
+    changed_key[:, :, changed] += 1.0
     for options in MLSTMS if name == "mlstm" else [{}]:
         model = scorer(name=name, **options)
-        one, other = model(key, value, window)[0], model(others, value, window)[0]
+        first, second = model(key, value, window)[0], model(changed_key, value, window)[0]
         used = torch.arange(length) + window
-        assert (one - other)[..., used < changed].abs().max() <= 1e-6
+        assert (first - second)[..., used < changed].abs().max() <= 1e-6
         if name == "mlstm":
             delayed = options.get("readout") != "immediate"
-            between = (one - other)[..., changed - window : changed].abs().max()  # scored before it, used after it
+            between = (first - second)[..., changed - window : changed].abs().max()  # scored before it, used after it
             assert between > 1e-4 if delayed else between <= 1e-6
 
 
-def test_the_delayed_readout_differs_from_the_immediate() -> None:
+def test_control_the_delayed_readout_differs_from_the_immediate() -> None:
     key, value = tokens(40)
     delayed, immediate = scorer(name="mlstm"), scorer(name="mlstm", readout="immediate")
     assert all(torch.equal(a, b) for a, b in zip(delayed.parameters(), immediate.parameters(), strict=True))
@@ -225,10 +238,12 @@ def test_no_gradient_reaches_keys_and_values_and_all_parameters_get_one(name: st
     scores, log_decay = model(key, value, 4)
     assert scores.dtype == log_decay.dtype == torch.float32
     if name == "recency":
-        assert not scores.requires_grad and not list(model.parameters())
+        assert not scores.requires_grad
+        assert not list(model.parameters())
         return
     (scores.square().sum() + log_decay.sum()).backward()
-    assert key.grad is None and value.grad is None
+    assert key.grad is None
+    assert value.grad is None
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in model.parameters())
     low = torch.tensor(0.999).log()
     assert ((log_decay >= low) & (log_decay < 0)).all()
@@ -245,16 +260,17 @@ def test_rows_within_the_window_have_scores_and_gradients(length: int) -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_half_precision_inputs_are_scored_in_float32() -> None:
+def test_under_autocast_bfloat16_inputs_are_scored_in_float32() -> None:
     model: Scorer = scorer(name="mlp")
     key, value = (x.bfloat16() for x in tokens(20))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = model(key, value, 3)[0]
-    assert under.dtype == torch.float32 and torch.equal(under, model(key.float(), value.float(), 3)[0])
+        scores = model(key, value, 3)[0]
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, model(key.float(), value.float(), 3)[0])
 
 
 @pytest.mark.parametrize(
-    ("scorer", "said"),
+    ("scorer", "message"),
     [
         ("mpl", "unknown scorer 'mpl' (did you mean 'mlp'?); known: recency, linear, mlp, mlstm"),
         (
@@ -274,19 +290,25 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
         ({"name": "mlstm", "chunk": True}, "chunk: expected a whole number >= 1, got true"),
     ],
 )
-def test_invalid_scorers_are_refused(scorer: Any, said: str) -> None:
+def test_invalid_scorers_are_refused(scorer: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         make_policy("kvpop", budget=40, window=8, scorer=scorer)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_building_the_policy_uses_no_random_numbers() -> None:
+    """Building a KVpop policy does not advance torch's random generator. Its parameters rebuild the same policy; k is
+    the budget without sinks, window and `state_entries`."""
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
-    assert policy.config.k == 2016 and policy.schedule.peak == 2276 and policy.schedule.before_attending
+    assert policy.config.k == 2016
+    assert policy.schedule.peak == 2276
+    assert policy.schedule.before_attending
     assert torch.equal(state, torch.random.get_rng_state())
-    again: Any = make_policy("kvpop", **policy.parameters())
-    assert again.parameters() == policy.parameters() and again.config == policy.config
+    rebuilt: Any = make_policy("kvpop", **policy.parameters())
+    assert rebuilt.parameters() == policy.parameters()
+    assert rebuilt.config == policy.config
     assert policy.parameters()["scorer"] | {"name": "mlstm", "value": "full"} == policy.parameters()["scorer"]
     smaller: Any = make_policy("kvpop", budget=2276, state_entries=65)
     assert smaller.config.k == 1951

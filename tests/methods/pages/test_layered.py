@@ -1,5 +1,5 @@
-"""Layers with their own policies replay exactly in the hf engine and the trainer; unsupported
-combinations are refused."""
+"""The policy `layered` gives groups of layers their own policies. What the hf engine samples, the trainer replays
+exactly; unsupported combinations are refused."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ MIXES: dict[str, list[tuple[int, Any]]] = {
 
 
 def block(mix: str) -> dict[str, Any]:
+    """Return the cache block of one of MIXES."""
     return {"policy": "layered", "parts": [{"layers": n, "cache": cache} for n, cache in MIXES[mix]]}
 
 
 @pytest.fixture
 def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    """sampled(model name, cache block) -> (model, rollouts)."""
+
     def make(name: str, cache: dict) -> tuple:
         model = model_of(name)
         return model, make_engine("hf", model=model, policy=cache).generate(prompts_of(name, LENGTHS), SAMPLING)
@@ -49,7 +52,7 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
     return make
 
 
-def changed(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
+def with_sections(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
     """Return the rollouts with some sections of their traces replaced."""
 
     def make(trace: EvictionTrace) -> EvictionTrace:
@@ -63,16 +66,19 @@ def changed(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", ["quickstart", "stories260K", "qwen3", "llama"])
 def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable) -> None:
+    """The gap between sampler and replay is at most 1e-5, with either attention kernel."""
     model, rollouts = sampled(name, block(mix))
     with torch.no_grad():
-        own = gap(replay_logprobs(model, rollouts), rollouts)
-        tally("layered", gap=own)
-        assert own <= 1e-5
+        replay_gap = gap(replay_logprobs(model, rollouts), rollouts)
+        tally("layered", gap=replay_gap)
+        assert replay_gap <= 1e-5
         assert gap(replay_logprobs(model, rollouts, attention_kernel="dense"), rollouts) <= 1e-5
 
 
 @pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
 def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
+    """Simulating the sampled completions gives the same log-probs and traces, bit for bit; also if they are cut so that
+    rows end at different times."""
     model, rollouts = sampled("quickstart", cache)
     engine = make_engine("hf", model=model, policy=cache)
     simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
@@ -88,18 +94,18 @@ def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
-def test_controls(name: str, sampled: Callable) -> None:
+def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name, block("as in the paper"))
     layers = model.config.num_hidden_layers
-    wrong = {
-        "layers reversed": changed(rollouts, evict_at=lambda x: x.flip(0), opened=lambda x: x.flip(0)),
-        "nothing opened": changed(rollouts, opened=lambda x: torch.full_like(x, -1)),
-        "all layers paged": changed(rollouts, paged_layers=lambda _: torch.arange(layers, dtype=torch.int32)),
+    wrong_rollouts = {
+        "layers reversed": with_sections(rollouts, evict_at=lambda x: x.flip(0), opened=lambda x: x.flip(0)),
+        "nothing opened": with_sections(rollouts, opened=lambda x: torch.full_like(x, -1)),
+        "all layers paged": with_sections(rollouts, paged_layers=lambda _: torch.arange(layers, dtype=torch.int32)),
     }
     if layers == 2:  # both layers are paged
-        del wrong["all layers paged"]
+        del wrong_rollouts["all layers paged"]
     with torch.no_grad():
-        for control, traces in wrong.items():
+        for control, traces in wrong_rollouts.items():
             assert gap(replay_logprobs(model, traces), rollouts) > 0.1, control
 
 
@@ -110,15 +116,15 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
     model = new_model("qwen3", num_hidden_layers=5)
     rollouts = make_engine("hf", model=model, policy=cache).generate(prompts_of("qwen3", LENGTHS), SAMPLING)
     calls: list[int] = []
-    views = make_view
+    original = make_view
 
-    def counted(*given: Any) -> Any:
-        view = views(*given)
+    def counting_view(*given: Any) -> Any:
+        view = original(*given)
         attend = view.attend
         monkeypatch.setattr(view, "attend", lambda layer, *rest: calls.append(layer) or attend(layer, *rest))
         return view
 
-    monkeypatch.setattr("sparse_rl.attention.logprobs.make_view", counted)
+    monkeypatch.setattr("sparse_rl.attention.logprobs.make_view", counting_view)
     results = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -129,11 +135,13 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
         results.append([weight.grad.clone() for weight in model.parameters()])
         assert model.is_gradient_checkpointing is checkpointing
     assert len(calls) == 5 + 2 * 5  # each layer runs again when its gradients are computed
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].abs().sum() > 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
-def test_one_part_equals_its_policy(cache: dict, sampled: Callable) -> None:
+def test_a_single_part_equals_its_policy_alone(cache: dict, sampled: Callable) -> None:
+    """`layered` with one part for all layers gives the same rollouts and traces as the part's own policy."""
     _, alone = sampled("quickstart", cache)
     _, layered = sampled("quickstart", {"policy": "layered", "parts": [{"layers": 1, "cache": cache}]})
     assert same(alone, layered)
@@ -168,7 +176,8 @@ def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: 
     engine = make_engine("hf", model=model, policy=block("weighed"))
     for place in (0, 3, 5):
         (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
-        assert alone.completion_ids == rollouts[place].completion_ids and alone.logprobs == rollouts[place].logprobs
+        assert alone.completion_ids == rollouts[place].completion_ids
+        assert alone.logprobs == rollouts[place].logprobs
         for name, values in alone.trace.sections.items():
             assert torch.equal(values, rollouts[place].trace.sections[name])
 
@@ -193,7 +202,7 @@ def test_a_layer_keeps_the_queries_that_its_part_needs(model_of: Callable, promp
         ([1, 1], 3, [2, 1]),
     ],
 )
-def test_layers_are_cut_in_proportion(shares: list[int], layers: int, expected: list[int]) -> None:
+def test_layers_are_divided_in_proportion_to_the_parts(shares: list[int], layers: int, expected: list[int]) -> None:
     assert spans(shares, layers) == expected
 
 
@@ -203,14 +212,16 @@ def test_a_remark_gives_the_layers_if_they_differ_from_the_recipe() -> None:
     assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
 
 
-def test_the_defaults_are_those_of_the_paper() -> None:
+def test_the_default_parts_are_those_of_the_paper() -> None:
     assert make_policy("layered").config.ranges == mixed()
     assert [part.cache.name for part in mixed()] == ["lined", "clustered", "lined"]
     policy = make_policy("layered")
     assert make_policy(json.loads(json.dumps(policy.config.as_block()))).config == policy.config
 
 
-def test_counts_are_means_over_layers() -> None:
+def test_numbers_of_entries_are_means_over_layers() -> None:
+    """With 2 lined and 3 clustered layers, the numbers of held and read entries are the means over the 5 layers,
+    rounded up."""
     policy = make_policy(block("as in the paper"))
     bound = policy.bound_to(SimpleNamespace(config=SimpleNamespace(num_hidden_layers=5)))
     lined, pages = make_policy(LINED), make_policy(PAGES)
@@ -222,11 +233,12 @@ def test_counts_are_means_over_layers() -> None:
         read = [p.most_read(prompt, fed) for p in (lined, pages)]
         assert bound.most_read(prompt, fed) == -(-(2 * read[0] + 3 * read[1]) // 5)
         assert bound.schedule.first(prompt) == min(p.schedule.first(prompt) for p in (lined, pages))
-    assert bound.schedule.evicts and bound.schedule.peak is None
+    assert bound.schedule.evicts
+    assert bound.schedule.peak is None
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    ("parts", "message"),
     [
         ([], "parts: .*name at least one"),
         ([(1, {"policy": "am", "budget": 20})], r"parts\[0\].cache: .*am is for all layers together"),
@@ -238,8 +250,8 @@ def test_counts_are_means_over_layers() -> None:
     ],
     ids=str,
 )
-def test_wrong_parts_are_refused(parts: list, says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
+def test_wrong_parts_are_refused(parts: list, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         make_policy({"policy": "layered", "parts": [{"layers": n, "cache": cache} for n, cache in parts]})
     assert "\n" not in str(caught.value)
 
@@ -253,7 +265,7 @@ def test_settings_for_evaluation_are_refused_in_training() -> None:
     assert caught.value.key == "cache.parts[1].cache.threshold"
 
 
-def test_vllm_refuses_the_policy() -> None:
+def test_vllm_refuses_the_policy_layered() -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy="layered")
 

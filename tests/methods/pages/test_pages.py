@@ -1,5 +1,5 @@
-"""Clustered attention equals its equations in the hf engine, and the trainer replays it exactly; unsupported settings
-are refused."""
+"""Clustered attention: each query reads summaries of pages (groups of tokens), and the tokens of the few pages that it
+opens. The hf engine follows the equations, the trainer replays exactly, and unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ FOR_EVALUATION: list[dict] = [
 
 @pytest.fixture
 def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    """sampled(model name, **changes of CACHE) -> (model, rollouts)."""
+
     def make(name: str, **changed: object) -> tuple:
         model = model_of(name)
         return model, make_engine("hf", model=model, policy={**CACHE, **changed}).generate(
@@ -65,19 +67,19 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
 # ---- the equations, one entry at a time -----------------------------------------------------------------------------
 
 
-def naive(
+def clustered_by_loop(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     prompt: int,
     policy: Clustered,
-    given: torch.Tensor | None = None,
+    given_pi: torch.Tensor | None = None,
 ) -> tuple:
     """Compute clustered attention for one kv head: `query` [G, S, D] over `key` and `value` [S, D], for G query heads,
     S positions and head width D. Returns the outputs [G, S, D], the pages that each query opens, closed_at [P] of the P
     pages, and the weights pi [S].
 
-    given : the weights pi, if they are not to be computed: random weights, or rounded ones
+    given_pi : the weights pi, if they are not to be computed: random weights, or rounded ones
     """
     pages, config = policy.pages, policy.config
     group, length, dim = query.shape
@@ -89,12 +91,12 @@ def naive(
             end = pages.sinks + (p + 1) * pages.size
             if end <= length and q >= max(prompt, end + pages.window):
                 closed.append(p)
-                own = slice(end - pages.size, end)
+                of_page = slice(end - pages.size, end)
                 if p == len(closed_at):
                     closed_at.append(q)
                     mean = torch.ones(pages.size).double() / pages.size
-                    result = received[own].softmax(0) if config.compressor == "attention" else mean
-                    pi[own] = result if given is None else given[own].double()
+                    computed_pi = received[of_page].softmax(0) if config.compressor == "attention" else mean
+                    pi[of_page] = computed_pi if given_pi is None else given_pi[of_page].double()
         inside = {t: p for p in closed for t in range(pages.sinks + p * pages.size, pages.sinks + (p + 1) * pages.size)}
         raw = [t for t in range(q + 1) if t not in inside]
         tokens_of = {p: [t for t, page in inside.items() if page == p] for p in closed}
@@ -135,6 +137,8 @@ def naive(
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
 def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable) -> None:
+    """Random queries, keys and values go through the engine's cache and through the trainer's view. Outputs, opened
+    pages, closing times and weights equal those of the loop over the equations."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     prompts, totals, heads, group, dim = [3, 17, 30], [40, 36, 45], 2, 2, 8
     q, k, v = (
@@ -161,9 +165,10 @@ def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable
             tensors = (q[row, part, :total], k[row, head, :total], v[row, head, :total])
             pi = trace.further["pi"][0, head, :total] if "pi" in trace.further else None
             if policy.config.compressor == "attention":
-                assert isinstance(pi, torch.Tensor) and pi.sum() >= 1
-                torch.testing.assert_close(naive(*tensors, prompt, policy)[3], pi, atol=1e-6, rtol=0)
-            output, opened, closed_at, _ = naive(*tensors, prompt, policy, pi)
+                assert isinstance(pi, torch.Tensor)
+                assert pi.sum() >= 1
+                torch.testing.assert_close(clustered_by_loop(*tensors, prompt, policy)[3], pi, atol=1e-6, rtol=0)
+            output, opened, closed_at, _ = clustered_by_loop(*tensors, prompt, policy, pi)
             if replayed is not None:
                 torch.testing.assert_close(replayed[0, part, :total], output, atol=1e-10, rtol=0)
             for at in range(prompt, total):
@@ -179,12 +184,15 @@ def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable
 def test_a_random_summary_is_one_token_of_its_page() -> None:
     """A random summary is one token of its page. The token differs between layers, kv heads and pages, and does not
     depend on the set of pages that is asked for."""
-    some = {layer: random_weights(layer, 3, torch.arange(40), 16) for layer in (0, 1)}
-    assert all(weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all() for weights in some.values())
-    picked = {layer: weights.argmax(-1) for layer, weights in some.items()}
-    assert not torch.equal(picked[0], picked[1]) and not torch.equal(picked[0][0], picked[0][1])
+    weights_of_layer = {layer: random_weights(layer, 3, torch.arange(40), 16) for layer in (0, 1)}
+    assert all(
+        weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all() for weights in weights_of_layer.values()
+    )
+    picked = {layer: weights.argmax(-1) for layer, weights in weights_of_layer.items()}
+    assert not torch.equal(picked[0], picked[1])
+    assert not torch.equal(picked[0][0], picked[0][1])
     assert len(picked[0].unique()) > 10
-    assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), some[1][:, [7, 30]])
+    assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), weights_of_layer[1][:, [7, 30]])
 
 
 def test_among_equal_pages_the_earlier_is_opened() -> None:
@@ -195,7 +203,9 @@ def test_among_equal_pages_the_earlier_is_opened() -> None:
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
-def test_entries_read_equal_the_unmasked_logits(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_number_of_read_entries_is_that_of_the_attention(
+    changed: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of entries that the policy reports as read in each step equals the number of unmasked logits in the
     attention of this step."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
@@ -240,11 +250,12 @@ MATRIX = [
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
 def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
+    """The gap between sampler and replay is at most 1e-5, in batches of any size."""
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
-        own = gap(replay_logprobs(model, rollouts), rollouts)
-        tally("clustered", gap=own)
-        assert own <= 1e-5
+        replay_gap = gap(replay_logprobs(model, rollouts), rollouts)
+        tally("clustered", gap=replay_gap)
+        assert replay_gap <= 1e-5
         assert gap(replay_logprobs(model, rollouts, batch_size=3), rollouts) <= 1e-5
 
 
@@ -263,15 +274,17 @@ def test_replay_of_long_stories_is_exact(
         engine = make_engine("hf", model=model, policy={**CACHE, **changed})
         rollouts = engine.generate([[1]], SamplingConfig(500, n=6, seed=1, ignore_eos=True))
         with torch.no_grad():
-            own = gap(replay_logprobs(model, rollouts, batch_size=3), rollouts)
-            wrong = gap(replay_logprobs(model, closing_late(rollouts)), rollouts)
+            replay_gap = gap(replay_logprobs(model, rollouts, batch_size=3), rollouts)
+            wrong_gap = gap(replay_logprobs(model, closing_late(rollouts)), rollouts)
     finally:
         torch.set_num_threads(before)
-    record_property("gap", own)
-    assert own <= 1e-5 < 1e-2 <= wrong
+    record_property("gap", replay_gap)
+    assert replay_gap <= 1e-5 < 1e-2 <= wrong_gap
 
 
-def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
+def with_opened_pages(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
+    """Return copies of the rollouts in which `change` has changed the record of opened pages."""
+
     def changed(trace: EvictionTrace) -> EvictionTrace:
         further = {**trace.further, "opened": change(trace.further["opened"])}
         return EvictionTrace(trace.evict_at, further, validate=False)
@@ -294,16 +307,16 @@ def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
-def test_controls(name: str, sampled: Callable) -> None:
+def test_control_wrong_opened_pages_give_a_large_gap(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name)
-    wrong = {
-        "one query late": other_choices(rollouts, lambda x: x.roll(1, dims=2)),
-        "heads swapped": other_choices(rollouts, lambda x: x.roll(1, dims=1)),
-        "nothing opened": other_choices(rollouts, lambda x: torch.full_like(x, -1)),
-        "one page missing": other_choices(rollouts, lambda x: x.index_fill(3, torch.tensor([0]), -1)),
+    wrong_rollouts = {
+        "one query late": with_opened_pages(rollouts, lambda x: x.roll(1, dims=2)),
+        "heads swapped": with_opened_pages(rollouts, lambda x: x.roll(1, dims=1)),
+        "nothing opened": with_opened_pages(rollouts, lambda x: torch.full_like(x, -1)),
+        "one page missing": with_opened_pages(rollouts, lambda x: x.index_fill(3, torch.tensor([0]), -1)),
     }
     with torch.no_grad():
-        for control, traces in wrong.items():
+        for control, traces in wrong_rollouts.items():
             assert gap(replay_logprobs(model, traces), rollouts) >= 1, control
         assert gap(replay_logprobs(model, closing_late(rollouts)), rollouts) >= 1e-2
 
@@ -323,22 +336,24 @@ def test_choices_that_rounding_would_change_are_replayed(
     clean = engine.generate(prompts, SAMPLING)
     monkeypatch.setattr("sparse_rl.methods.pages.cache.choose", noisy)
     rollouts = engine.simulate(prompts, [r.completion_ids for r in clean])
-    others = [a.trace.further["opened"] != b.trace.further["opened"] for a, b in zip(clean, rollouts, strict=True)]
-    assert sum(int(x.sum()) for x in others) > 0
+    differences = [a.trace.further["opened"] != b.trace.further["opened"] for a, b in zip(clean, rollouts, strict=True)]
+    assert sum(int(x.sum()) for x in differences) > 0
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
-        mixed = [replace(r, trace=c.trace) for r, c in zip(rollouts, clean, strict=True)]
-        assert gap(replay_logprobs(model, mixed), rollouts) > 1e-3  # the gap if the trainer chose the pages again
+        with_clean_traces = [replace(r, trace=c.trace) for r, c in zip(rollouts, clean, strict=True)]
+        # control: with the pages that the trainer would choose itself
+        assert gap(replay_logprobs(model, with_clean_traces), rollouts) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
-def test_all_pages_opened_are_full_attention(name: str, sampled: Callable, prompts_of: Callable) -> None:
+def test_opening_all_pages_equals_full_attention(name: str, sampled: Callable, prompts_of: Callable) -> None:
+    """Control: with the nested softmax (equation 3) it does not, since opened pages keep the summaries' masses."""
     model, rollouts = sampled(name, open_pages=100)
     full = make_engine("hf", model=model, policy="full").generate(prompts_of(name, LENGTHS), SAMPLING)
     for ours, theirs in zip(rollouts, full, strict=True):
         assert ours.completion_ids == theirs.completion_ids
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
-    if name == "quickstart":  # equation 3 leaves the masses as they were
+    if name == "quickstart":
         _, nested = sampled(name, open_pages=100, softmax="nested")
         assert any(ours.completion_ids != theirs.completion_ids for ours, theirs in zip(nested, full, strict=True))
 
@@ -348,7 +363,8 @@ def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: 
     engine = make_engine("hf", model=model, policy=CACHE)
     for place in (0, 3, 6):
         (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
-        assert alone.completion_ids == rollouts[place].completion_ids and alone.logprobs == rollouts[place].logprobs
+        assert alone.completion_ids == rollouts[place].completion_ids
+        assert alone.logprobs == rollouts[place].logprobs
         for name, values in alone.trace.sections.items():
             assert torch.equal(values, rollouts[place].trace.sections[name])
 
@@ -361,8 +377,8 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
         start = width - len(r.trace) if side == "left" else (width - len(r.trace)) // 2
         tokens = torch.tensor([*r.prompt_ids, *r.completion_ids])
         ids, positions = torch.ones(1, width).long(), torch.zeros(1, width).long()
-        own = slice(start, start + len(tokens))
-        ids[0, own], positions[0, own] = tokens, torch.arange(len(tokens))
+        real = slice(start, start + len(tokens))
+        ids[0, real], positions[0, real] = tokens, torch.arange(len(tokens))
         view = make_view([r.trace], [start], width, "cpu")
         with torch.no_grad():
             logits = model(
@@ -396,20 +412,20 @@ def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: 
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
     prompt, total, group, dim = 9, 34, 2, 8
-    given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
+    inputs = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
     weights = torch.randn(1, group, total, dim, generator=generator, dtype=torch.float64)
     results = []
     opened: list[set[int]] = []
     closed_at: list[int] = []
     picked = random_weights(0, 1, torch.arange(total // policy.pages.size), policy.pages.size).flatten()
     picked = torch.nn.functional.pad(picked, (policy.pages.sinks, 0))
-    q, k, v = given
-    found_pi = naive(q[0], k[0, 0], v[0, 0], prompt, policy)[3]
-    pi = {"mean": None, "random": picked, "attention": found_pi}[policy.config.compressor]
-    for way in ("equations", "view"):
-        q, k, v = (x.clone().requires_grad_() for x in given)
-        if way == "equations":
-            out, opened, closed_at, _ = naive(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
+    q, k, v = inputs
+    attention_pi = clustered_by_loop(q[0], k[0, 0], v[0, 0], prompt, policy)[3]
+    pi = {"mean": None, "random": picked, "attention": attention_pi}[policy.config.compressor]
+    for method in ("equations", "view"):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        if method == "equations":
+            out, opened, closed_at, _ = clustered_by_loop(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
             out = out[None]
         else:
             pages = [(sorted(entry) + [-1] * 5)[: policy.pages.most] for entry in opened]
@@ -421,21 +437,22 @@ def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 128])
-def test_the_gathered_path_equals_the_masked_path(
+def test_gathered_attention_equals_masked_attention(
     chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gathered path equals the masked path for ragged rows, for padding on either side, and for any chunk size."""
+    """The view's kernel "sdpa" gathers the opened pages, in chunks of queries; "dense" uses a mask. Outputs and
+    gradients are equal for rows of different lengths, with padding on both sides, and for any chunk size."""
     monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", chunk)
     _, rollouts = sampled("qwen2")
     width, generator = 230, torch.Generator().manual_seed(0)
     starts = [(7 * row) % (width - len(r.trace)) for row, r in enumerate(rollouts)]
-    traces, given = [r.trace for r in rollouts], []
+    traces, inputs = [r.trace for r in rollouts], []
     kv_heads = traces[0].kv_heads
     for n in (2 * kv_heads, kv_heads, kv_heads):
-        given.append(torch.randn(len(traces), n, width, 8, generator=generator))
+        inputs.append(torch.randn(len(traces), n, width, 8, generator=generator))
     results = []
     for kernel in ("sdpa", "dense"):
-        q, k, v = (x.clone().requires_grad_() for x in given)
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
         out = make_view(traces, starts, width, "cpu", kernel).attend(1, q, k, v, 0.3)
         column = torch.arange(width)
         rows = zip(starts, traces, strict=True)
@@ -449,7 +466,9 @@ def test_the_gathered_path_equals_the_masked_path(
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def test_records_round_trip_and_other_views_refuse_them(sampled: Callable, tmp_path) -> None:
+def test_records_of_pages_survive_a_file_and_wrong_ones_are_refused(sampled: Callable, tmp_path) -> None:
+    """Traces with pages load as saved and are replayed by PagedView; ReplayView, which would ignore the pages, and
+    packing refuse them. Wrong values, and batches with different settings, are refused."""
     _, rollouts = sampled("qwen3")
     traces = [r.trace for r in rollouts]
     save_traces(tmp_path / "t.safetensors", traces)
@@ -462,20 +481,22 @@ def test_records_round_trip_and_other_views_refuse_them(sampled: Callable, tmp_p
     with pytest.raises(TraceError, match="cannot be packed"):
         pack_traces([trace, trace])
     opened, paged_with = trace.further["opened"], trace.further["paged_with"]
-    for changed, says in (
+    for changed, message in (
         ({"opened": torch.full_like(opened, 9999)}, r"opened\[0, 0, 0\] is page 9999, but only 0 pages"),
         ({"opened": opened.long()}, "opened must be int16"),
         ({"opened": opened[:, :, 1:]}, "tokens, but the trace has"),
         ({"paged_with": paged_with * 0}, "is not a valid division of tokens into pages"),
     ):
-        with pytest.raises(TraceError, match=says):
+        with pytest.raises(TraceError, match=message):
             EvictionTrace(trace.evict_at, {**trace.further, **changed})
-    _, other = sampled("qwen3", window=9)
+    _, with_other_window = sampled("qwen3", window=9)
     with pytest.raises(TraceError, match="settings differ"):
-        batch_traces([trace, other[3].trace], [0, 0], 300)
+        batch_traces([trace, with_other_window[3].trace], [0, 0], 300)
 
 
-def test_only_the_attention_compressor_records_weights(sampled: Callable) -> None:
+def test_weights_are_recorded_if_and_only_if_summaries_are_weighted(sampled: Callable) -> None:
+    """The compressor "attention" weighs the tokens of a summary, and its traces need the section `pi`; traces of plain
+    means must not have it."""
     _, plain = sampled("qwen3")
     _, weighed = sampled("qwen3", compressor="attention")
     plain, weighed = plain[3].trace, weighed[3].trace
@@ -492,6 +513,7 @@ def test_only_the_attention_compressor_records_weights(sampled: Callable) -> Non
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
 def test_replay_uses_the_recorded_weights(name: str, sampled: Callable) -> None:
+    """Control: with the weights of the other kv head the gap is large."""
     model, rollouts = sampled(name, compressor="attention")
 
     def heads_swapped(trace: EvictionTrace) -> EvictionTrace:
@@ -499,8 +521,8 @@ def test_replay_uses_the_recorded_weights(name: str, sampled: Callable) -> None:
 
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
-        wrong = [replace(r, trace=heads_swapped(r.trace)) for r in rollouts]
-        assert gap(replay_logprobs(model, wrong), rollouts) > 1e-2
+        wrong_rollouts = [replace(r, trace=heads_swapped(r.trace)) for r in rollouts]
+        assert gap(replay_logprobs(model, wrong_rollouts), rollouts) > 1e-2
 
 
 def test_random_summaries_differ_between_layers(sampled: Callable) -> None:
@@ -508,14 +530,14 @@ def test_random_summaries_differ_between_layers(sampled: Callable) -> None:
     assert not torch.equal(pi[0], pi[1])
 
 
-def test_equation_3_is_sampled_and_not_replayed(sampled: Callable) -> None:
+def test_the_nested_softmax_can_be_sampled_but_not_replayed(sampled: Callable) -> None:
     model, rollouts = sampled("qwen2", softmax="nested")
     with pytest.raises(TraceError, match="sampled under softmax: nested, which is not replayed; use joint"):
         replay_logprobs(model, rollouts)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"threshold": 0.1, "fraction": 0.5}, "fraction: .*give a threshold or a fraction, not both"),
         ({"threshold": 2.0}, "threshold: expected a number between 0 and 1"),
@@ -523,40 +545,41 @@ def test_equation_3_is_sampled_and_not_replayed(sampled: Callable) -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused(changed: dict, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_wrong_settings_are_refused(changed: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         make_policy({**CACHE, **changed})
 
 
-def test_a_fraction_is_rounded_up() -> None:
+def test_the_number_of_opened_pages_is_a_fraction_rounded_up() -> None:
     policy = make_policy("clustered", fraction=0.07, open_pages=90)
     assert [policy.most_opened(closed) for closed in (0, 1, 14, 15, 100, 101, 2000)] == [0, 1, 1, 2, 7, 8, 90]
 
 
-def test_rules_open_at_most_16_pages_by_default() -> None:
-    of = {"policy": "clustered"}
-    assert make_policy(of).config.open_pages == 3
-    assert make_policy({**of, "threshold": 0.05}).config.open_pages == 16
-    assert make_policy({**of, "fraction": 0.5, "open_pages": 90}).config.open_pages == 90
+def test_with_a_threshold_or_fraction_at_most_16_pages_are_opened_by_default() -> None:
+    block = {"policy": "clustered"}
+    assert make_policy(block).config.open_pages == 3
+    assert make_policy({**block, "threshold": 0.05}).config.open_pages == 16
+    assert make_policy({**block, "fraction": 0.5, "open_pages": 90}).config.open_pages == 90
 
 
 @pytest.mark.parametrize(("key", "value"), [("threshold", 0.1), ("fraction", 0.1), ("softmax", "nested")])
 def test_settings_for_evaluation_are_refused_in_training(key: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe("quickstart/grpo", [f"cache={json.dumps({**CACHE, key: value})}"])
-    assert caught.value.key == f"cache.{key}" and "\n" not in str(caught.value)
+    assert caught.value.key == f"cache.{key}"
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("compressor", ["mean", "attention"])
-def test_gradients_are_finite_differences(compressor: str) -> None:
+def test_gradients_equal_finite_differences(compressor: str) -> None:
     policy, generator = make_policy({**CACHE, "compressor": compressor}), torch.Generator().manual_seed(2)
     prompt, total, dim = 5, 26, 4
-    given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
-    _, opened, closed_at, pi = naive(given[0][0], given[1][0, 0], given[2][0, 0], prompt, policy)
+    inputs = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
+    _, opened, closed_at, pi = clustered_by_loop(inputs[0][0], inputs[1][0, 0], inputs[2][0, 0], prompt, policy)
     pages = [(sorted(item) + [-1] * 5)[: policy.pages.most] for item in opened]
     trace = fed_whole(policy, pages, closed_at, None if policy.pages.uniform else pi)
     view = make_view([trace], [0], total, "cpu")
-    leaves = [x.requires_grad_() for x in given]
+    leaves = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(lambda *x: view.attend(0, *x, dim**-0.5), leaves, atol=1e-6, rtol=1e-6)
 
 
@@ -567,6 +590,6 @@ def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, mon
         engine.generate([[1, 2, 3]], SAMPLING)
 
 
-def test_vllm_refuses_the_policy(model_of: Callable) -> None:
+def test_vllm_refuses_the_policy_clustered(model_of: Callable) -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy=CACHE)
