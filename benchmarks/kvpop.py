@@ -6,7 +6,8 @@ its own; the larger is 1.25 times that. A seed without such a budget is reported
 same for all caches, so differences are taken problem by problem.
 
 The model's learning rate is 1/12.5 of the scorers', as in the papers: a tiny model that learns fast adapts to any mask.
-The oracle is the taught model under the best evictions, chosen with the attention that each token will still receive.
+The oracle is the taught model under the best evictions, chosen by the attention that each token receives after it has
+left the window.
 
 A second call continues where the first stopped; a call with other seeds adds them to the file.
 

@@ -1,6 +1,6 @@
 """The reward `short_answer` checks if the first line of a completion is one of the true answers, each a few words long.
 
-The rules are from WikiSalad, the evaluation in LuKA, whose "exact match" is `match: contained` here. Answers are
+The rules are from the published evaluation script of LuKA, whose "exact match" is `match: contained` here. Answers are
 normalised as in SQuAD's official evaluation.
 """
 

@@ -1,4 +1,4 @@
-"""Read the files that a user names, up to a size limit; reset file permissions that a library narrowed."""
+"""Read the files that a user names, up to a size limit; replace files whole; reset file permissions."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def read_text(file: str | Path, most: int = MOST_JSON) -> str:
     check_readable(file, most)
     with Path(file).open("rb") as opened:
         return io.StringIO(opened.read(most).decode("utf-8"), newline=None).read()
+
+
+def replace_text(file: str | Path, text: str) -> None:
+    """Write a UTF-8 text file so that readers see the old or the new text, never a part. Raises OSError."""
+    new = Path(f"{file}.{os.getpid()}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, file)
 
 
 def usual_permissions(file: str | Path) -> None:

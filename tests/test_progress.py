@@ -41,7 +41,7 @@ def refresh() -> None:
     progress.screen.drawn.refresh()
 
 
-def test_a_row_shows_its_stage_count_time_left_and_message(monkeypatch):
+def test_a_row_shows_stage_and_count_and_time_left_and_message(monkeypatch):
     time = clock(monkeypatch)
     with terminal() as seen, stage("training", total=4, unit="step") as row:
         time.now += 30

@@ -16,6 +16,7 @@ from accelerate.utils import patch_environment
 from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError, one_line
+from sparse_rl.files import replace_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
 from trainer.resume import versions
 
@@ -29,10 +30,10 @@ def prepare(output_dir: str, recipe: str) -> Path:
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        replace_text(folder / RECIPE_FILE, recipe)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
-    (folder / "environment.json").write_text(json.dumps(versions(), indent=2) + "\n")
+    replace_text(folder / "environment.json", json.dumps(versions(), indent=2) + "\n")
     return folder
 
 
@@ -106,9 +107,7 @@ class RunLog(TrainerCallback):
             last = state.global_step or -1  # a new run keeps no lines, not even those of step 0
             lines = read_metrics(self.file.parent, self.name)
             kept = [line for line in lines if line["step"] <= last and "train_runtime" not in line]
-            new = self.file.with_name(f"{self.name}.new")
-            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(new, self.file)  # a run killed here loses nothing
+            replace_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:

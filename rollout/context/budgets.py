@@ -1,5 +1,5 @@
-"""Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 4,
-algorithm 4).
+"""Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 3.4,
+appendix E, algorithm 4).
 
 A head's sensitivity curve gives the model's loss if this head keeps each of several ratios of its entries, and all
 other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the head

@@ -1,7 +1,7 @@
-"""Compaction of a context (Attention Matching, sections 3 and 4). The context is prefilled, reference queries are
-computed, and for each layer the kept entries are chosen and fitted.
+"""Compaction of a context (Attention Matching, section 3, appendices C.3 and C.4). The context is prefilled, reference
+queries are computed, and for each layer the kept entries are chosen and fitted.
 
-Unlike in the paper, values are fitted with a ridge (sparse_rl/matching/fit.py).
+docs/papers/attention_matching.md lists the differences from the paper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.matching import Block, Fit, match, refit
+from sparse_rl.matching import Block, Fit, choose, match, refit
 from sparse_rl.matching.select import attention_score
 from sparse_rl.methods.eviction.cache import at_slots
 
@@ -87,7 +87,7 @@ class Studied:
         """
         entries, queries = self.whole.layers[place], self.queries[place]
         logits = queries.shape[1] * queries.shape[2] * min(entries.keys.shape[2], config.chunk)
-        if len(set(counts)) == 1 and (config.policy != "am" or logits <= MOST_LOGITS):
+        if len(set(counts)) == 1 and (not config.in_parts or logits <= MOST_LOGITS):
             return _compacted(entries, queries, counts[0], config, self.scaling)
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
@@ -183,7 +183,7 @@ def _captured(cache: ContextCache, whole: Context, layer: int, window: int | Non
 
 def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
     """Return one normally distributed query for each query of the context, with the mean norm of the context's queries
-    of its kv head (appendix D).
+    of its kv head. The paper applies the head's q-norm instead of this norm (appendix D).
     """
     queries = _captured(cache, whole, layer)
     drawn = torch.randn(queries.shape, generator=generator).to(queries)
@@ -223,12 +223,12 @@ def _compacted(
 ) -> LayerEntries:
     """Return the entries to keep: the first `config.first` and the last `config.last` unchanged, and `count` others.
 
-    Under the policy am, the tokens in between are fitted in equal parts of at most `config.chunk` tokens, each with an
+    If `config.in_parts`, the tokens in between compete in equal parts of at most `config.chunk` tokens, each with an
     equal share of `count`. `entries` are all entries of one layer, or of one of its kv heads.
     """
     tokens = entries.keys.shape[2]
     between = config.between(tokens)
-    parts = math.ceil(between / config.chunk) if config.policy == "am" else 1
+    parts = math.ceil(between / config.chunk) if config.in_parts else 1
     place = torch.arange(tokens, device=entries.keys.device)
     competing = (place >= config.first) & (place < tokens - config.last)
     kept = [LayerEntries(*(x[:, :, ~competing] for x in entries))]
@@ -250,16 +250,21 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
+    index = choose(block, count, fit) if config.select == "omp" else _most_attended(block, count, config)
+    if config.policy == "am":
+        return index, *refit(block, index, fit)
+    return index, block.bias.gather(2, index), at_slots(block.values, index)
+
+
+def _most_attended(block: Block, count: int, config: PromptCacheConfig) -> Tensor:
+    """Return the indices of the `count` entries with the highest pooled score, in the form of `match`."""
     score = _score(block, config.aggregate)
     if bool(score.isnan().any()):
         raise NotFiniteError("a NaN score for an entry of the context")
     inside = block.competing[0, 0]
     smoothed = F.avg_pool1d(score[0, :, inside], config.pool, 1, config.pool // 2, count_include_pad=False)
     score = torch.full_like(score, float("-inf")).masked_scatter(inside, smoothed)
-    index = score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
-    if config.policy == "am":
-        return index, *refit(block, index, fit)
-    return index, block.bias.gather(2, index), at_slots(block.values, index)
+    return score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
 
 
 def _score(block: Block, aggregate: str) -> Tensor:

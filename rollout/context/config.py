@@ -22,10 +22,11 @@ class PromptCacheConfig(Configuration):
     ratio : share of the context's tokens that is kept, not counting its first `first` and last `last` tokens
     queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of the same tokens
         when the model reads the context a second time, after the first; self_study, queries of the model's answers to
-        prompts about the context; random, normally distributed queries with the mean norm of the context's queries;
-        window, queries of the context's last `window` tokens
+        prompts about the context; random, normally distributed queries with the mean norm of the context's queries,
+        without the model's query norm; window, queries of the context's last `window` tokens
     window : number of tokens of the query kind window (SnapKV's observation window)
-    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention mass
+    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention
+        mass, whose keys evict keeps without biases and new values
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
     pool : number of neighbouring keys, centred on the key itself, over which its attention is averaged (SnapKV)
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
@@ -37,7 +38,8 @@ class PromptCacheConfig(Configuration):
     chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
         of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If mass and output of
         attention are right in every part, they are right for the whole context, whose output is the mean of the parts'
-        outputs, weighted by mass. Under evict all tokens of the context compete with each other
+        outputs, weighted by mass. Every part uses the same reference queries. Under evict all tokens of the context
+        compete with each other, except with select: omp, which chooses in the same parts as am
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -67,7 +69,7 @@ class PromptCacheConfig(Configuration):
         super().__post_init__()
         if self.chooses and not self.queries:
             raise UserError("name at least one, for example [repeat]", "queries")
-        if self.pool > 1 and self.policy == "am" and self.select == "omp":
+        if self.pool > 1 and self.chooses and self.select == "omp":
             raise UserError("select: omp has no scores to average; use select: attention, or pool: 1", "pool")
         if self.budgets is not None and self.layers == "pyramid":
             raise UserError("head budgets already set how much each layer keeps; use layers: equal with them", "layers")
@@ -76,6 +78,11 @@ class PromptCacheConfig(Configuration):
     def chooses(self) -> bool:
         """True if the policy selects tokens, for which it needs reference queries."""
         return self.policy in ("am", "evict")
+
+    @property
+    def in_parts(self) -> bool:
+        """True if the tokens of a long context compete in parts of at most `chunk` tokens."""
+        return self.policy == "am" or (self.policy == "evict" and self.select == "omp")
 
     def between(self, tokens: int) -> int:
         """Return the number of a context's tokens without its first `first` and its last `last` ones.

@@ -40,7 +40,7 @@ def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_head
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)
-    if config.policy == "evict":  # all heads and tokens together, in groups of queries
+    if not config.in_parts:  # all heads and tokens together, in groups of queries
         some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
         return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
     parts = -(-config.between(tokens) // config.chunk)

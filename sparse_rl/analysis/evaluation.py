@@ -9,22 +9,31 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from sparse_rl.analysis.sweeps import model_label
+
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
     title = "accuracy: completions with reward >= 1; all shares in percent; ± one standard error over problems"
     result = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits into 100 columns
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
-    names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
+    models = _models(rows)
+    names = [*models[:1], "task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
     further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
     names += map(escape, further)
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     behind = ("context", "made in") if any(row.contexts for row in rows) else ()
     for name in (*names, "kept", "kept if\nright", *entries, "tokens", "cut\noff", "tok/s", *behind):
-        result.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
+        result.add_column(name, justify="left" if name in ("model", "task", "cache") else "right", no_wrap=True)
     for row, cache in zip(rows, cache_labels(rows), strict=True):
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
-        cells = [escape(row.task), escape(cache), count, _percent(row.accuracy, row.standard_error)]
+        cells = [
+            *([escape(model_label(row.model))] if models else []),
+            escape(row.task),
+            escape(cache),
+            count,
+            _percent(row.accuracy, row.standard_error),
+        ]
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
         cells += [_further(row, name) for name in further]
@@ -49,10 +58,12 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
     result = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
-    for name in ("cache", "nll a token, nats", "perplexity", "kept", *entries, "tok/s"):
-        result.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    models = _models(rows)
+    for name in (*models[:1], "cache", "nll a token, nats", "perplexity", "kept", *entries, "tok/s"):
+        result.add_column(name, justify="left" if name in ("model", "cache") else "right", no_wrap=True)
     for row, cache in zip(rows, cache_labels(rows), strict=True):
         result.add_row(
+            *([escape(model_label(row.model))] if models else []),
             escape(cache),
             f"{row.nll:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}"),
             "–" if row.perplexity is None else f"{row.perplexity:.2f}",
@@ -62,6 +73,11 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
             f"{row.tokens_per_second:.0f}",
         )
     return result
+
+
+def _models(rows: Sequence[Any]) -> list[str]:
+    """Return ["model"], the name of the column, if the rows are of several models, else an empty list."""
+    return ["model"] if len({row.model for row in rows}) > 1 else []
 
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Accuracy or perplexity against the size of the cache, one line per method.
+"""Accuracy or perplexity against a setting of the cache that was swept, one line per method.
 
-The size is the budget of a sweep, or the kept share of a context that is compacted once.
+The setting is the kept share of a context that is compacted once, or the budget, or any other parameter of a policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
 
-AXES = {  # parameter that was varied -> axis label
+AXES = {  # sizes of the cache, which are drawn first and on a logarithmic scale -> axis label
     "ratio": "share of the context's tokens that are kept",
     "budget": "budget: entries that a compaction leaves in each kv head",
 }
@@ -33,7 +33,10 @@ FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2
 
 @dataclass(frozen=True)
 class Point:
-    """A row of an evaluation: the value measured on a task under a policy, and its standard error, if any."""
+    """A row of an evaluation: the value measured on a task under a policy, and its standard error, if any.
+
+    task : the task, after the model's name if there are several models
+    """
 
     task: str
     policy: str
@@ -57,7 +60,8 @@ def read_sweep(file: Path) -> Sweep:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
         measure = "nll" if any("nll" in row for row in rows) else "accuracy"
-        points = [_point(row, measure) for row in rows if row[measure] is not None]
+        several = len({row.get("model") for row in rows}) > 1
+        points = [_point(row, measure, several) for row in rows if row[measure] is not None]
         recipe = content.get("recipe") or {}
         model, text = str(recipe.get("model") or ""), str(recipe.get("text") or "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -75,10 +79,12 @@ def read_sweep(file: Path) -> Sweep:
     return Sweep(measure, one_line(measured_on, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
 
 
-def _point(row: Mapping[str, Any], measure: str) -> Point:
+def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     """Return the point that a row describes. Raises LookupError, TypeError or ValueError for an invalid row."""
     value, error, parameters = row[measure], row["standard_error"], row["parameters"]
     task = row["task"] if measure == "accuracy" else ""
+    if several_models:
+        task = ", ".join(filter(None, (model_label(row["model"]), task)))
     if not isinstance(row["policy"], str) or not isinstance(task, str) or not isinstance(parameters, dict):
         raise TypeError("a row's task or policy is not text, or its parameters are not a mapping")
     varied = [parameters[key] for key in AXES if key in parameters]
@@ -89,17 +95,35 @@ def _point(row: Mapping[str, Any], measure: str) -> Point:
     return Point(task, row["policy"], parameters, value, error)
 
 
+def model_label(model: str) -> str:
+    """Return a short name of a model: the name of its directory, or of its run's directory."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e9  # no NaN, and no number too large for an axis
 
 
-def varied(sweep: Sweep) -> str | None:
-    """Return the key of AXES for the x axis: the first key with several values in one method. None means no key."""
-    for axis in AXES:
-        for points in _methods(sweep.points, axis).values():
-            if len({point.parameters.get(axis) for point in points} - {None}) > 1:
-                return axis
-    return None
+def varied(sweep: Sweep) -> list[str]:
+    """Return the settings that have several values in one method, in the order in which they are suitable as x axis:
+    sizes of the cache, then numbers, then texts, each with the most values first.
+    """
+    values: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for point in sweep.points for key in point.parameters):
+        for points in _methods(sweep.points, key).values():
+            own = [point.parameters[key] for point in points if point.parameters.get(key) is not None]
+            if len(own) > 1 and all(_is_number(value) or isinstance(value, str) for value in own):
+                values.setdefault(key, []).extend(value for value in own if value not in values.get(key, []))
+    sizes = list(AXES)
+    return sorted(
+        values,
+        key=lambda key: (
+            sizes.index(key) if key in AXES else len(AXES),
+            any(isinstance(value, str) for value in values[key]),
+            -len(values[key]),
+        ),
+    )
 
 
 def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
@@ -108,26 +132,44 @@ def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
     for point, name in zip(points, method_names(points, axis), strict=True):
         result.setdefault(name, []).append(point)
     return {
-        name: sorted(points_of_method, key=lambda point: point.parameters.get(axis, 0))
+        name: sorted(points_of_method, key=lambda point: _place(point, axis))
         for name, points_of_method in result.items()
     }
 
 
-def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
-    """Draw the values of each method as a line against ratios or budgets, with error bars of one standard error.
+def _place(point: Point, axis: str) -> tuple[bool, float, str]:
+    """Return the key by which points are sorted along an axis: numbers by size, then texts."""
+    value = point.parameters.get(axis, 0)
+    return (False, value, "") if _is_number(value) else (True, 0.0, str(value))
 
-    A method without a ratio or budget, such as a full cache, is a dashed line. UserError means that there is no line.
+
+def plot_sweep(sweep: Sweep, out: str | Path, axis: str | None = None) -> Path:
+    """Draw the values of each method as a line against a setting, with error bars of one standard error.
+
+    A method without this setting, such as a full cache, is a dashed line.
+
+    axis : the setting; None means the first one of `varied`
+
+    Raises UserError if no method has two values of the setting, so that there is no line.
     """
-    axis = varied(sweep)
-    if axis is None:
-        raise UserError("no method of this evaluation has two budgets or ratios, so there is no line to draw")
+    possible = varied(sweep)
+    if not possible:
+        raise UserError("no method of this evaluation has two values of a setting, so there is no line to draw")
+    axis = axis or possible[0]
+    if axis not in possible:
+        raise UserError(f"no method has two values of {axis}; settings with several values: {', '.join(possible)}")
     methods = _methods(sweep.points, axis)
     policies = [points_of_method[0].policy for points_of_method in methods.values()]
-    places = sorted({point.parameters[axis] for point in sweep.points if axis in point.parameters})
+    with_axis = sorted((point for point in sweep.points if axis in point.parameters), key=lambda p: _place(p, axis))
+    settings = list(dict.fromkeys(point.parameters[axis] for point in with_axis))
+    numeric = all(map(_is_number, settings))
+    place_of = {setting: setting if numeric else place for place, setting in enumerate(settings)}
+    places = list(place_of.values())
     what = "Accuracy on" if sweep.measure == "accuracy" else "Perplexity of"
     figure, axes = new_figure(f"{what} {sweep.subject}")
-    axes.set_xscale("log")
-    axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
+    if axis in AXES:
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{setting:g}" if numeric else setting for setting in settings], minor=False)
     axes.minorticks_off()
     ends = []
     for line, (colour, (name, points_of_method)) in enumerate(
@@ -136,7 +178,7 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
         values = [point.value for point in points_of_method]
         if axis in points_of_method[0].parameters:
             x_values, errors = (
-                [point.parameters[axis] for point in points_of_method],
+                [place_of[point.parameters[axis]] for point in points_of_method],
                 [point.error or 0.0 for point in points_of_method],
             )
             marker = MARKERS[policies[:line].count(policies[line]) % len(MARKERS)]
@@ -146,12 +188,13 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
             axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         ends.append((x_values[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
-    axes.set(xlabel=AXES[axis], ylabel=MEASURES[sweep.measure])
+    axes.set(xlabel=AXES.get(axis, axis), ylabel=MEASURES[sweep.measure])
     return save_figure(figure, out)
 
 
 def points_table(sweep: Sweep) -> Table:
-    axis = next((key for key in AXES if any(key in point.parameters for point in sweep.points)), "budget")
+    sizes = (key for key in AXES if any(key in point.parameters for point in sweep.points))
+    axis = next(iter(varied(sweep)), next(sizes, "budget"))
     accuracy = sweep.measure == "accuracy"
     result = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
     for name in ("cache", axis, *(["pass@1"] if accuracy else ["nll a token, nats", "perplexity"])):

@@ -1,8 +1,9 @@
 """Recall of a cache by layer and kv head: the share of the best possible cache's tokens that the cache holds.
 
-The best possible cache uses the attention that each token will still receive in a dense teacher model (KVpop's training
-target). It ranks tokens by this attention, with the decay of the policy, and holds the k best tokens at each query,
-besides sinks and window (KVpop eq. 5).
+The best possible cache is the full-attention teacher of KVpop's figure 7. It ranks tokens by the training target of
+KVpop's scorers in a dense model: the mean attention from all queries after the token has left the window, also from
+those before the current query. With the decay of the policy (KVpop eq. 5), it holds the k best tokens at each query,
+besides sinks and window.
 """
 
 from __future__ import annotations

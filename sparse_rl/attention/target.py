@@ -1,4 +1,4 @@
-"""The training target of KVpop's scorers, made of the attention that a token will still receive."""
+"""The training target of KVpop's scorers, made of the attention that a token receives after it has left the window."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype
 class FutureTarget:
     """Computes the training target of KVpop's scorers, r_t = log(floor + m_t).
 
-    m_t is the future attention of token t in a kv head (`future_attention_mass`). The floor is our choice; the papers
-    give none. The torch kernel uses queries and keys as they are passed. FlexAttention on a GPU uses them rounded to
-    autocast's dtype, as the model's attention does. In both cases, sums are in float32.
+    m_t is the future attention of token t in a kv head (`future_attention_mass`). The value of the floor is our choice;
+    the papers give none. It is added to the mean attention, as in equation 3 of the full paper; its equations 14 and 17
+    add it to the sum, before the division by N_t. The torch kernel uses queries and keys as they are passed.
+    FlexAttention on a GPU uses them rounded to autocast's dtype, as the model's attention does. In both cases, sums are
+    in float32.
     """
 
     def __init__(self, config: TargetConfig) -> None:

@@ -116,7 +116,7 @@ def print_findings(findings: Mapping[str, str], not_checked: str) -> None:
         print(f"{topic:<17} {finding}")
 
 
-def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
+def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool, resumable: bool = False) -> None:
     """Raise UserError for the directory of a training run or, unless `overwrite`, for files that would be lost.
 
     patterns : glob patterns of the files that would be lost
@@ -128,9 +128,8 @@ def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool
         )
     existing = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
     if existing and not overwrite:
-        raise UserError(
-            f"{folder} already holds {existing[0]}; add --overwrite to replace it, or name another folder", key
-        )
+        mend = "add --resume to continue, --overwrite to replace it" if resumable else "add --overwrite to replace it"
+        raise UserError(f"{folder} already holds {existing[0]}; {mend}, or name another folder", key)
 
 
 def positive(text: str) -> int:

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import inspect
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from sparse_rl.commands.arguments import add_continuing, add_recipe, print_findi
 from sparse_rl.commands.console import Session, print_table, quiet_loading, say
 from sparse_rl.config import as_mapping
 from sparse_rl.errors import UserError, listed
+from sparse_rl.files import replace_text
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.progress import stage
 from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make_recipe
@@ -51,7 +51,13 @@ def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.analysis.evaluation import accuracy_table
 
     recipe = read_recipe(options, load=load_evaluation).expect(EvalRecipe)
-    refuse_used(Path(recipe.output_dir), (RESULTS, COMPLETIONS), "output_dir", options.overwrite or options.resume)
+    refuse_used(
+        Path(recipe.output_dir),
+        (RESULTS, COMPLETIONS),
+        "output_dir",
+        options.overwrite or options.resume,
+        resumable=True,
+    )
     quiet_loading(session.verbose)
     if options.dry_run:
         for evaluation in prepare_evaluations(recipe):
@@ -213,9 +219,7 @@ def write_results(file: Path, recipe: Recipe, journal: Journal, points: Sequence
             **more,
             "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
         }
-        new = file.with_name(f"{file.name}.new")
-        new.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(new, file)
+        replace_text(file, json.dumps(content, indent=2) + "\n")
     return rows
 
 

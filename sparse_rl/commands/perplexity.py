@@ -33,7 +33,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.analysis.evaluation import perplexity_table
 
     recipe = read_recipe(options).expect(PerplexityRecipe)
-    refuse_used(Path(recipe.output_dir), (RESULTS, PIECES), "output_dir", options.overwrite or options.resume)
+    refuse_used(
+        Path(recipe.output_dir), (RESULTS, PIECES), "output_dir", options.overwrite or options.resume, resumable=True
+    )
     quiet_loading(session.verbose)
     if options.dry_run:
         for prepared, pieces in read_texts(recipe):

@@ -18,7 +18,7 @@ from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
     "Draw learning and mismatch curves of runs, or any metric that they logged; the density of a trace, or its map of "
-    "pages; accuracy or perplexity of an evaluation against budgets or ratios. A single point is printed as a table."
+    "pages; accuracy or perplexity of an evaluation against a swept setting. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     examples = "reward, loss, length, retention, entropy, tokens_per_second"
     parser.add_argument("--metric", help=f"metric to draw against the step: {examples}, or any key of metrics.jsonl")
+    parser.add_argument(
+        "--axis", metavar="KEY", help="setting of the cache on the x axis of an evaluation, such as budget or alpha"
+    )
     place = "default: beside the file, or in plots/ of the first run (with the names of further runs in the file name)"
     parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
 
@@ -44,12 +47,20 @@ def run(options: argparse.Namespace, session: Session) -> int:
     sources = [source_of(path) for path in options.runs]
     files = [path for path in sources if path.is_file()]
     if len(files) == 0:
+        if options.axis is not None:
+            raise UserError("only evaluations have an axis to choose; remove the option", "--axis")
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
         raise UserError("draw one file at a time, or only run directories", str(files[0]))
     if options.metric is not None:
         raise UserError(f"{files[0]} has no metrics, only runs have; remove the option", "--metric")
-    (draw_evaluation if files[0].suffix == ".json" else draw_traces)(files[0], out or files[0].with_suffix(".png"))
+    out = out or files[0].with_suffix(".png")
+    if files[0].suffix == ".json":
+        draw_evaluation(files[0], out, options.axis)
+    elif options.axis is not None:
+        raise UserError(f"{files[0]} is not an evaluation; remove the option", "--axis")
+    else:
+        draw_traces(files[0], out)
     return 0
 
 
@@ -132,12 +143,12 @@ def draw_traces(file: Path, out: Path) -> None:
     print(draw(traces_of_file, out, read_fingerprint(file)))
 
 
-def draw_evaluation(file: Path, out: Path) -> None:
-    """Draw accuracy or perplexity against budgets or ratios; if no method has two of them, print a table."""
+def draw_evaluation(file: Path, out: Path, axis: str | None = None) -> None:
+    """Draw accuracy or perplexity against a swept setting; if no method has two values of one, print a table."""
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 
     sweep = read_sweep(file)
-    if varied(sweep):
-        print(plot_sweep(sweep, out))
+    if varied(sweep) or axis is not None:
+        print(plot_sweep(sweep, out, axis))
     else:
         print_table(points_table(sweep))

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import SamplingConfig
 from rollout.origin import COMPLETIONS, ORIGIN, TRACES, Origin
-from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_path, positive, read_recipe, refuse_used
+from sparse_rl.commands.arguments import (
+    add_dry_run,
+    add_overwrite,
+    add_recipe,
+    file_path,
+    positive,
+    print_findings,
+    read_recipe,
+    refuse_used,
+)
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.config import as_mapping
 from sparse_rl.data.config import DataConfig
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 
 ABOUT = "Sample completions for a recipe's problems and save them with their traces."
 FILES = (COMPLETIONS, TRACES, ORIGIN)
+NOT_CHECKED = "the values of the weights; memory (sparse-rl doctor RECIPE)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=file_path, help="default: OUTPUT_DIR/rollouts")
     parser.add_argument("--problems", metavar="N", type=positive, default=8)
     add_overwrite(parser)
+    add_dry_run(parser)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -40,8 +51,15 @@ def run(options: argparse.Namespace, session: Session) -> int:
     sampled_problems(recipe)  # raises UserError for a kind without problems
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     refuse_used(folder, FILES, "--out", options.overwrite)
-    session.folder = folder
     quiet_loading(session.verbose)
+    if options.dry_run:
+        prepared, source, _ = prepare_sampling(recipe, options.problems)
+        samples = sampled_problems(recipe)[2]
+        count = f"{len(source)} problems x {samples} samples = {len(source) * samples:,} completions"
+        limit = f"of up to {recipe.sampling().max_tokens:,} tokens"
+        print_findings({**prepared.findings, "output": f"{count}, {limit}, into {folder}"}, NOT_CHECKED)
+        return 0
+    session.folder = folder
     rollouts = sample(recipe, folder, options.problems)
     lengths, kept = [item["tokens"] for item in rollouts], [item["retention"] for item in rollouts]
     cut = sum(item["finish_reason"] == "length" for item in rollouts)
@@ -72,23 +90,18 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     Sampling uses the recipe's first cache or, if the problems have contexts to compact, its first prompt cache. The
     files (rollout/files.py) are written part by part, so any number of problems fits into memory.
     """
-    data, where, samples = sampled_problems(recipe)
+    samples = sampled_problems(recipe)[2]
     with stage("loading", recipe.model):
         from rollout.evaluation.samples import summary
         from rollout.files import written_rollouts
-        from sparse_rl.commands import sampling
-        from sparse_rl.commands.prepared import prepare
-        from sparse_rl.data.problems import load_data
         from sparse_rl.models.load import model_fingerprint
         from sparse_rl.policies.registry import fingerprint
 
-        prepared = prepare(recipe)
+        prepared, source, prompts = prepare_sampling(recipe, problems)
         recipe, config, tokenizer = prepared.recipe, prepared.config, prepared.tokenizer
         policy, engine = prepared.policies[0], recipe.rollout
         assert engine is not None
         say("rollouts", prepared.findings["rollouts"])
-        source = load_data(data, tokenizer, where=where)
-        source = source.select(range(min(problems, len(source))))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -97,9 +110,9 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         settings = recipe.sampling(samples)
         if caches := recipe.prompt_caches():
             made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
-            opened = _behind_contexts(prepared, sampling.context_questions(source, tokenizer, data), settings, folder)
+            opened = _behind_contexts(prepared, prompts, settings, folder)
         else:
-            opened = _plain(prepared, sampling.prompt_tokens(source, tokenizer, data, prepared.room, where), settings)
+            opened = _plain(prepared, prompts, settings)
     origin = Origin(
         model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
         vocabulary=config.vocab_size,
@@ -125,6 +138,23 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
             summaries += summary_of_part
             progress.advance(len(indices))
     return summaries
+
+
+def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Prepared, Any, Any]:
+    """Check everything that can be checked without loading the model. Returns (prepared recipe, the first `problems`
+    rows of its dataset, their prompts as token ids or, if contexts are compacted, as questions).
+    """
+    from sparse_rl.commands import sampling
+    from sparse_rl.commands.prepared import prepare
+    from sparse_rl.data.problems import load_data
+
+    data, where, _ = sampled_problems(recipe)
+    prepared = prepare(recipe)
+    source = load_data(data, prepared.tokenizer, where=where)
+    source = source.select(range(min(problems, len(source))))
+    if recipe.prompt_caches():
+        return prepared, source, sampling.context_questions(source, prepared.tokenizer, data)
+    return prepared, source, sampling.prompt_tokens(source, prepared.tokenizer, data, prepared.room, where)
 
 
 Parts = Iterator[tuple[list[int], list["Rollout"]]]  # (indices of problems, rollouts sorted by problem)

@@ -4,9 +4,10 @@
     python -m sparse_rl.data.long_texts longhealth benchmark_v5.json --patients 5 > longhealth.jsonl
 
 The files come from github.com/nyu-mll/quality and github.com/kbressem/LongHealth. A row is {context, prompt, answer,
-id}: the text, a question with lettered options, the letter of the correct option, and a name. Texts, their order and
-their groups are as in the evaluation of Attention Matching (arXiv 2602.16284). Each QuALITY article appears once, with
-all its questions. LongHealth's patients are sorted by name and grouped into texts of a fixed number of patients.
+id}: the text, a question with lettered options, the letter of the correct option, and a name. Each QuALITY article
+appears once, with all its questions. LongHealth's patients are sorted by name and grouped into texts of a fixed number
+of patients. Attention Matching (arXiv 2602.16284) evaluates the first 50 articles, and groups of five patients; the
+order of the patients and the marks around their notes follow its authors' code.
 """
 
 from __future__ import annotations

@@ -13,7 +13,11 @@ best; ties go to the earlier token).
 Then the k-th smallest rank in every prefix of the tokens must be found. A wavelet matrix does this for all prefixes
 together: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the
 half that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S) passes of cumsum, gather and scatter,
-and no loop over tokens, rows or heads.
+and no loop over tokens, rows or heads. KVpop's algorithm 2 inserts one token after the other into a Fenwick tree
+instead; the results are equal (benchmarks/topk.py has such a tree).
+
+While fewer than k tokens are eligible, a query sees all of them. The paper's algorithm 2 sets the cutoff to -1 at such
+queries, which under its equation 26 would hide all of them; its text says that the top k are kept.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ each kept entry a bias that preserves attention mass and a new value that preser
 trainer share this tensor code; only the trainer needs gradients. reference.py has slow references for tests.
 """
 
-from sparse_rl.matching.block import Block, Fit, match, refit, residuals
+from sparse_rl.matching.block import Block, Fit, choose, match, refit, residuals
 from sparse_rl.matching.record import Record
 
-__all__ = ["Block", "Fit", "Record", "match", "refit", "residuals"]
+__all__ = ["Block", "Fit", "Record", "choose", "match", "refit", "residuals"]

@@ -76,6 +76,20 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     values, [R, H, count, D], in the dtype of the block's values. Raises NotFiniteError if keys, values or queries are
     not finite.
     """
+    index = choose(block, count, fit)
+    bias, values = refit(block, index, fit)
+    if not bool(values.isfinite().all()):
+        raise NotFiniteError("a fitted value that is not finite")
+    return index, bias, values
+
+
+def choose(block: Block, count: int, fit: Fit) -> Tensor:
+    """Choose the entries of a block that stay, as `match` does, without a fit.
+
+    count : number of entries that stay
+
+    Returns the indices of the entries, int64 [R, H, count], ascending. Raises NotFiniteError for a NaN score.
+    """
     logits = block.logits()
     score = attention_score(logits, fit.aggregate)
     if bool((score.isnan() & block.competing).any()):
@@ -83,14 +97,9 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     if fit.select == "omp":
         phi = features(logits)[0].flatten(0, 1)
         allowed = block.competing.expand(score.shape).flatten(0, 1)
-        index = pursued(phi, count, allowed, phi.is_cuda).view(*score.shape[:2], count)
-    else:
-        among = score.float().masked_fill(~block.competing, float("-inf"))
-        index = among.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
-    bias, values = refit(block, index, fit)
-    if not bool(values.isfinite().all()):
-        raise NotFiniteError("a fitted value that is not finite")
-    return index, bias, values
+        return pursued(phi, count, allowed, phi.is_cuda).view(*score.shape[:2], count)
+    among = score.float().masked_fill(~block.competing, float("-inf"))
+    return among.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
 
 
 @torch.no_grad()

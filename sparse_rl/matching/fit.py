@@ -71,7 +71,7 @@ def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: in
 def pursuit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """Return the weights w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound.
 
-    Orthogonal matching pursuit ends with a plain least-squares fit (A.2). If there are hardly more queries than
+    The paper clamps plain least-squares weights (algorithm 3 with no steps, C.2). If there are hardly more queries than
     entries, rounding dominates that fit. The ridge makes the problem well posed. Returns [..., t].
     """
     weights = fit_values(kept, mass[..., None], flat_weights(kept, mass)[..., None], PURSUIT_RIDGE)[..., 0]
@@ -112,7 +112,7 @@ def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tenso
 
 
 def paper_values(x: Tensor, y: Tensor) -> Tensor:
-    """Return the values V of least norm that minimise |x V - y|^2, solved on the CPU: only there can torch solve
-    rank-deficient systems.
+    """Return the values V of least norm that minimise |x V - y|^2, by SVD on the CPU: only there can torch solve
+    rank-deficient systems. The paper uses QR on the GPU, in float32 (C.2).
     """
     return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)

@@ -1,4 +1,7 @@
-"""Choice of the keys that a compaction keeps (AM section 3, F.1, algorithms 1 and 2)."""
+"""Choice of the keys that a compaction keeps (AM section 3.3, appendices C.1, C.2 and F.1).
+
+Pursuit is algorithm 1. Algorithm 2, which chooses several keys per step, is not implemented.
+"""
 
 from __future__ import annotations
 

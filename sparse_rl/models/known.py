@@ -25,6 +25,7 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "Qwen/Qwen3-8B": ("qwen3", 36, 32, 8, 4096, 12_288, 151_936, 40_960, False),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": ("qwen2", 28, 28, 4, 3584, 18_944, 152_064, 131_072, False),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ("llama", 32, 32, 8, 4096, 14_336, 128_256, 131_072, False),
+    "meta-llama/Llama-3.2-3B-Instruct": ("llama", 28, 24, 8, 3072, 8192, 128_256, 131_072, True),
 }
 SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name, row in TABLE.items()}
 

@@ -19,6 +19,7 @@ from sparse_rl.config import Source, build, coerce, names_a_file, show, yaml_fie
 from sparse_rl.errors import UserError, listed, nearest, one_line
 from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import RECIPE_FILE
+from sparse_rl.recipe import tasks
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
@@ -84,8 +85,12 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
-    mapping = dict(mapping)
-    overridden = apply_overrides(mapping, overrides)
+    mapping = tasks.as_blocks(mapping, Source(name))
+    overridden: frozenset[str] = frozenset()
+    for override in overrides:
+        overridden |= apply_overrides(mapping, [override])
+        mapping = tasks.as_blocks(mapping, Source(name, overridden))
+    mapping = tasks.filled(mapping)
     kind = mapping.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         near = nearest(kind, KINDS)

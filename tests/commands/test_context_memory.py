@@ -45,7 +45,15 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_mo
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"select": "omp", "ratio": 0.1}, {"policy": "evict"}, {"chunk": 70}, {"most_queries": 90}]
+    "changed",
+    [
+        {},
+        {"select": "omp", "ratio": 0.1},
+        {"policy": "evict"},
+        {"policy": "evict", "select": "omp"},
+        {"chunk": 70},
+        {"most_queries": 90},
+    ],
 )
 def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
     changed: dict[str, Any], new_model: Callable

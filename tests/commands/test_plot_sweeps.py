@@ -13,8 +13,9 @@ import pytest
 
 from sparse_rl.analysis import sweeps
 from sparse_rl.analysis.drawing import COLOURS
-from sparse_rl.analysis.sweeps import Point, Sweep, method_names, plot_sweep
+from sparse_rl.analysis.sweeps import Point, Sweep, method_names, plot_sweep, read_sweep
 from sparse_rl.commands.main import main
+from sparse_rl.errors import UserError
 
 
 def row(policy: str, accuracy: Any, task: str = "one", **parameters: Any) -> dict[str, Any]:
@@ -37,11 +38,11 @@ def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
     return method_names(points(rows), axis)
 
 
-def axes_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+def axes_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, axis: str | None = None) -> Any:
     """Return the axes drawn from those rows that have an accuracy."""
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
     sweep = Sweep("accuracy", "one; a model", points([result for result in rows if result["accuracy"] is not None]))
-    figure: Any = plot_sweep(sweep, "unused")
+    figure: Any = plot_sweep(sweep, "unused", axis)
     (axes,) = figure.axes
     return axes
 
@@ -84,6 +85,31 @@ def test_each_method_has_a_line_through_its_points(monkeypatch: pytest.MonkeyPat
     assert {text.get_text() for text in axes.texts} == {
         "am, omp, repeat", "am, attention,\nrepeat+random", "evict, pool 3", "evict, pool 1", "full"
     }  # fmt: skip
+
+
+def test_any_swept_setting_can_be_the_x_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are preferred to texts; other swept settings tell lines apart; a policy without the setting is a dashed
+    line across the figure.
+    """
+    rows = [row("gkv", a / 10 + (f == "sum"), budget=64, alpha=a, form=f) for f in ("max", "sum") for a in (0.0, 0.8)]
+    rows += [row("morphkv", 0.5, budget=64)]
+    axes = axes_of(rows, monkeypatch)
+    assert axes.get_xlabel() == "alpha"
+    assert axes.get_xscale() == "linear"
+    assert lines(axes)[-1] == [(0.0, 0.5), (0.8, 0.5)]
+    assert [(0.0, 0.0), (0.8, 0.08)] in lines(axes)
+    by_form = axes_of(rows, monkeypatch, "form")
+    assert [label.get_text() for label in by_form.get_xticklabels()] == ["max", "sum"]
+    assert [(0.0, 0.0), (1.0, 1.0)] in lines(by_form)
+    with pytest.raises(UserError, match="no method has two values of window; settings with several values: alpha"):
+        axes_of(rows, monkeypatch, "window")
+
+
+def test_rows_of_several_models_form_lines_of_their_own(tmp_path: Path) -> None:
+    rows = [{**row("gkv", 0.1 * b, budget=b), "model": model} for model in ("runs/a/model", "org/b") for b in (1, 2)]
+    (tmp_path / "eval.json").write_text(json.dumps({"rows": rows}))
+    sweep = read_sweep(tmp_path / "eval.json")
+    assert method_names(sweep.points, "budget") == ["a, one: gkv", "a, one: gkv", "b, one: gkv", "b, one: gkv"]
 
 
 def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

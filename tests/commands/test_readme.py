@@ -45,6 +45,7 @@ OVERRIDES = {
     "sparse-rl plot": [],
     "sparse-rl perplexity eval/pg19": [
         "model=quickstart/model", "dtype=float32", "rollout.engine=hf", "prompt_tokens=16", "completion_tokens=16",
+        "sweep.cache.fraction=[0.5]",
     ],
     "sparse-rl rollout RECIPE": [],
 }  # fmt: skip

@@ -23,6 +23,7 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
 }
 ON_A_HUB = {name: load_recipe(name) for name in list_recipes() if load_recipe(name).model in PUBLISHED}
 

@@ -443,8 +443,8 @@ def test_reading_recipes_imports_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_recipes_cannot_be_changed_but_replaced():
-    """A replaced recipe is checked anew."""
+def test_a_recipe_is_frozen_and_a_changed_copy_is_checked():
+    """A copy made by `dataclasses.replace` is checked like a new recipe."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().seed = 3
     assert dataclasses.replace(make(), seed=3).seed == 3

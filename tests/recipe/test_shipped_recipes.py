@@ -17,7 +17,8 @@ from policy_cases import BOUNDED
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
-from sparse_rl.methods.config import AMConfig, GKVConfig
+from sparse_rl.methods.config import AMConfig, ClusteredConfig, FullConfig, GKVConfig, LayeredConfig, LinedConfig
+from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
@@ -26,6 +27,7 @@ from sparse_rl.recipe import (
     EvalRecipe,
     GRPORecipe,
     KVpopRecipe,
+    PerplexityRecipe,
     Recipe,
     SFTRecipe,
     TaughtRecipe,
@@ -39,10 +41,7 @@ NAMES = list_recipes()
 TRAINING_RECIPES = [name for name in NAMES if isinstance(load_recipe(name), TrainRecipe)]
 EVALUATION_RECIPES = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
-CHAT = (
-    "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '>' if enable_thinking is not defined or enable_thinking else '>;' }}{% endif %}"
-)
+WRAPPED = {"packing": True, "packing_strategy": "wrapped"}  # TRL's options of the workshop paper's first phase
 BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the only recipe that keeps its dtype
 
 
@@ -50,58 +49,6 @@ def family(name: str) -> str:
     """Return the model family of a recipe."""
     model = load_recipe(name).model.lower()
     return "llama" if "llama" in model else "qwen2" if "qwen2" in model or "distill-qwen" in model else "qwen3"
-
-
-@pytest.fixture(scope="session")
-def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
-    """tiny_model(family, chat) returns the directory of a tiny random model; with chat True, its tokenizer has a chat
-    template."""
-    from transformers import GenerationConfig
-
-    from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
-
-    folders: dict[tuple[str, bool], str] = {}
-
-    def make(family: str, chat: bool) -> str:
-        if (family, chat) not in folders:
-            folder = tmp_path_factory.mktemp(f"{family}-{chat}")
-            ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
-            model = new_model(family, initializer_range=0.2, **ids)
-            model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, 40, 41, 42], pad_token_id=PAD_ID)
-            model.save_pretrained(folder)
-            tokenizer = build_tokenizer()
-            tokenizer.chat_template = CHAT if chat else None
-            tokenizer.save_pretrained(folder)
-            folders[family, chat] = str(folder)
-        return folders[family, chat]
-
-    return make
-
-
-@pytest.fixture
-def problems_for(tmp_path: Path) -> Callable[[Any], str]:
-    """problems_for(data) returns a local file with the columns that a data block reads."""
-
-    def make(data: Any) -> str:
-        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        question, answer = data.columns.get("prompt", "prompt"), data.columns.get("answer", "answer")
-        marker = f"so {data.answer_after} " if data.answer_after else ""
-        completion, context = data.columns.get("completion", "completion"), data.columns.get("context", "context")
-        pairs = [(a, b) for a in range(8) for b in range(5)]
-        rows = [
-            {
-                question: f"{a}+{b}=",
-                answer: f"{marker}{a + b}",
-                "answers": [str(a + b)],
-                context: "1+2=3;" * 4,
-                completion: f"{a}+{b} makes it \\boxed{{{a + b}}}",
-            }
-            for a, b in pairs
-        ]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
-
-    return make
 
 
 def shortened(recipe: Recipe) -> str:
@@ -118,16 +65,16 @@ def shortened(recipe: Recipe) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_shipped_recipe_is_valid_and_names_its_command(name: str) -> None:
     """Each shipped recipe loads without a warning, has an output directory of its own, and begins with a comment whose
-    command names the recipe."""
+    command names the recipe. A sweep may have keys that only some of its policies have, as in eval/gkv_scores."""
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-    assert recipe.warnings == []
+    assert [warning for warning in recipe.warnings if not warning.startswith("sweep.cache.")] == []
     assert recipe.output_dir == f"runs/{name}"
     assert text.startswith("# ")
     assert f"sparse-rl {'train' if isinstance(recipe, TrainRecipe) else recipe.kind} {name}" in text
     assert max(map(len, text.splitlines())) <= 120
     if isinstance(recipe, TrainRecipe):
-        assert recipe.trainer_options == {}
+        assert recipe.trainer_options == (WRAPPED if name.endswith("/uptrain") else {})
 
 
 def test_the_folders_of_shipped_recipes_are_these() -> None:
@@ -135,6 +82,7 @@ def test_the_folders_of_shipped_recipes_are_these() -> None:
         "deepseek-r1-distill-llama-8b",
         "deepseek-r1-distill-qwen-7b",
         "eval",
+        "llama-3.2-3b-instruct",
         "quickstart",
         "qwen2.5-1.5b",
         "qwen3-4b",
@@ -163,7 +111,7 @@ def test_recipes_that_are_compared_differ_only_in_the_compared_key() -> None:
 @pytest.mark.parametrize("name", [name for name in TRAINING_RECIPES if name.startswith("deepseek") and "rl_" in name])
 def test_grpo_recipes_have_the_settings_of_g_kv(name: str) -> None:
     """The GRPO recipe has G-KV's settings: 16 prompts x 8 samples, 400 steps, 4096 tokens, temperature 0.6, learning
-    rate 1e-6, no KL, budget 2048, and 32 held-out problems with 4 samples each."""
+    rate 1e-6, no KL, budget 2048, and validation on 32 problems of the training set with 4 samples each."""
     recipe = load_recipe(name)
     assert isinstance(recipe, GRPORecipe)
     assert recipe.validation is not None
@@ -179,6 +127,7 @@ def test_grpo_recipes_have_the_settings_of_g_kv(name: str) -> None:
     assert recipe.grpo.zero_truncated_advantages
     assert recipe.grpo.train_attention == "replay"
     assert (recipe.validation.problems, recipe.validation.samples) == (32, 4)
+    assert recipe.validation.data == recipe.data
     if name.endswith("rl_sparse"):
         lam = 0.9 if "llama" in name else 0.7
         assert recipe.cache == GKVConfig(budget=2048, window=16, period=128, alpha=0.8, lam=lam)
@@ -186,8 +135,8 @@ def test_grpo_recipes_have_the_settings_of_g_kv(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["distill", "streaming_plus"])
 def test_distillation_recipes_have_the_settings_of_g_kv(name: str) -> None:
-    """The distillation recipe has the settings of G-KV appendix C: 250 steps, batch 128, learning rate 1e-6, 4096
-    tokens, budget 2048, correct outputs only, and temperature 0.6."""
+    """The distillation recipe has the settings of G-KV sections 7.1 and 7.4: 250 steps, batch 128, learning rate 1e-6,
+    sequences of 4096 tokens, correct outputs only, and temperature 0.6. The budget, 2048, is that of RL-Sparse."""
     recipe = load_recipe(f"deepseek-r1-distill-qwen-7b/{name}")
     assert isinstance(recipe, DistillRecipe)
     assert recipe.distill.keep == "math"
@@ -195,7 +144,8 @@ def test_distillation_recipes_have_the_settings_of_g_kv(name: str) -> None:
     batch, training = recipe.update_rows(), recipe.training
     assert (batch, training.max_steps, training.learning_rate) == (128, 250, 1e-6)
     cache: Any = recipe.cache
-    assert (recipe.distill.max_completion_length, recipe.loss.temperature, cache.budget) == (4096, 0.6, 2048)
+    assert (recipe.distill.max_length, recipe.loss.temperature, cache.budget) == (4096, 0.6, 2048)
+    assert recipe.distill.overlong == "truncate"
     assert differing("deepseek-r1-distill-qwen-7b/distill", "deepseek-r1-distill-qwen-7b/streaming_plus") == {"cache"}
 
 
@@ -231,12 +181,43 @@ def test_retrofit_recipes_have_the_settings_of_kvpop(model: str) -> None:
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 
 
+def test_recipes_of_the_workshop_paper_have_its_settings() -> None:
+    """The recipes have the settings of the workshop paper's table 2: 5,000 and 2,000 steps of 128 rows of 8,192 tokens,
+    k 444 and 1,980, window 64, losses 0.9 CE + 0.1 KL, a target that is not divided, and pairs that are not balanced.
+    The recipe of figure 3 has another model, length and number of steps."""
+    uptrain = load_recipe("qwen3-4b-instruct-2507/uptrain")
+    assert isinstance(uptrain, SFTRecipe)
+    assert (uptrain.sft.max_length, uptrain.sft.completion_only_loss) == (8192, False)
+    for budget, k in ((512, 444), (2048, 1980)):
+        retrofit = load_recipe("qwen3-4b-instruct-2507/kvpop_workshop", [f"cache.budget={budget}"])
+        assert isinstance(retrofit, KVpopRecipe)
+        policy: Any = retrofit.cache
+        assert (policy.k, policy.sinks, policy.window, policy.scorer.norm) == (k, 4, 64, False)
+        assert (retrofit.model, retrofit.kvpop.max_length) == (uptrain.output_dir, 8192)
+        assert (retrofit.loss.ce_weight, retrofit.loss.kl_weight, retrofit.loss.top_k) == (0.9, 0.1, 256)
+        assert not retrofit.kvpop.target.normalise
+        boundary = retrofit.kvpop.boundary
+        assert (boundary.margin, boundary.balance_min, boundary.balance_max) == (True, 1, 1)
+        assert (retrofit.data.path, retrofit.data.shuffle_seed) == (uptrain.data.path, 43)
+    scorers = load_recipe("llama-3.2-3b-instruct/kvpop_scorers")
+    assert isinstance(scorers, KVpopRecipe)
+    assert scorers.kvpop.max_length == 4096
+    assert scorers.cache == load_recipe("qwen3-4b-instruct-2507/kvpop_workshop").cache
+    for recipe, steps in ((uptrain, 5000), (retrofit, 2000), (scorers, 3000)):
+        training = recipe.training
+        assert (recipe.update_rows(), training.max_steps, training.learning_rate) == (128, steps, 8e-5)
+        assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 1e-4)
+        assert (training.lr_scheduler_type, training.max_grad_norm) == ("constant", 1.0)
+
+
 def test_the_attention_matching_recipe_has_the_settings_of_its_paper() -> None:
     """The Attention Matching recipe has the settings of the paper's table 7: 2,048 physical entries for 8,192 tokens,
-    window 20, 4 runs, and an answer that is forced at the limit."""
+    window 20, 4 runs, top-k 20, and the paper's text that forces an answer at the limit."""
     recipe = load_recipe("eval/am_aime25")
     assert isinstance(recipe, EvalRecipe)
     assert recipe.forced_answer is not None
+    assert recipe.forced_answer.text == "\nI need to respond with the answer.\n</think>Final Answer: "
+    assert recipe.sampling().top_k == 20
     (cache,) = recipe.caches()
     assert isinstance(cache, AMConfig)
     assert cache.schedule.peak == 2048
@@ -250,9 +231,10 @@ def test_the_attention_matching_recipe_has_the_settings_of_its_paper() -> None:
 
 
 def test_recipes_of_one_shot_compaction_have_the_settings_of_the_paper() -> None:
-    """The recipes for QuALITY and LongHealth have the paper's settings: 2,048 new tokens, one sample, self-study and
-    repetition, 50,000 queries, and the sweeps that the comments name."""
-    for name, size in (("quality", "0.05"), ("longhealth", "0.1")):
+    """The recipes for QuALITY and LongHealth have the paper's settings: 2,048 new tokens, self-study and repetition with
+    one answer to each request, 50,000 queries, QuALITY in one part and LongHealth in five; the sweeps that the comments
+    name load; and quality_methods differs from quality only in its methods."""
+    for name, size, tokens, parts in (("quality", "0.05", 8192, 1), ("longhealth", "0.1", 60_000, 5)):
         recipe = load_recipe(f"eval/{name}")
         assert isinstance(recipe, EvalRecipe)
         assert recipe.samples == 1
@@ -260,16 +242,20 @@ def test_recipes_of_one_shot_compaction_have_the_settings_of_the_paper() -> None
         assert (recipe.max_completion_length, recipe.sampling().top_k) == (2048, 20)
         assert {tuple(cache.queries) for cache in recipe.prompt_caches()} == {("self_study", "repeat")}
         assert {(cache.first, cache.most_queries) for cache in recipe.prompt_caches()} == {(0, 50_000)}
+        assert {(cache.study_samples, cache.study_tokens) for cache in recipe.prompt_caches()} == {(1, 2048)}
+        assert {math.ceil(tokens / cache.chunk) for cache in recipe.prompt_caches()} == {parts}
         text = (ROOT / f"recipes/eval/{name}.yaml").read_text()
         for override in re.findall(r"\.\.\. (prompt_cache[^ ]*=[^ \n\"]+)(?= |\n)", text):
             load_recipe(
                 f"eval/{name}", [override, f"prompt_cache.ratio={size}"] if "null" not in override else [override]
             )
-    text = (ROOT / "recipes/eval/quality.yaml").read_text()
-    rows = re.findall(r"^#     [\w+-]+(?: eviction)? {2,}((?:\w+: .*))$", text, re.M)
-    assert len(rows) == 6
-    for row in rows:
-        assert len(load_recipe("eval/quality", [f"prompt_cache={{{row}, ratio: [0.01, 0.2]}}"]).prompt_caches()) == 2
+    assert differing("eval/quality", "eval/quality_methods") == {"prompt_cache"}
+    methods = load_recipe("eval/quality_methods").prompt_caches()
+    assert len(methods) == 2 + 7 * 5
+    fitted = {(cache.select, tuple(cache.queries)) for cache in methods if cache.policy == "am"}
+    both = ("self_study", "repeat")
+    assert fitted == {("omp", both), ("attention", both), ("attention", ("repeat",))}
+    assert {cache.chunk for cache in methods if cache.policy == "am"} == {16384}
 
 
 def test_the_recipe_of_clustered_attention_reads_the_stated_number_of_entries() -> None:
@@ -281,15 +267,65 @@ def test_the_recipe_of_clustered_attention_reads_the_stated_number_of_entries() 
     assert policy.most_read(512, 512 + 1024 - 1) == 219  # the number in the recipe's comment
 
 
+def test_the_wikisalad_recipe_has_the_settings_of_lukas_table_1() -> None:
+    """Section 4.2 of LuKA: Qwen3-4B-Instruct-2507; pages of 16 tokens, weighted by attention, 3 of them opened; 128
+    recent tokens; 1/8 of the prompt's length; 8 lined, 20 clustered and 8 lined layers. Equations 1 and 3."""
+    recipe = load_recipe("eval/wikisalad")
+    assert isinstance(recipe, EvalRecipe)
+    assert recipe.model == "Qwen/Qwen3-4B-Instruct-2507"
+    assert list(recipe.tasks) == ["easy", "medium", "hard", "very_hard"]
+    lined = LinedConfig(compression=8, of="prompt", window=128, period=1)
+    clustered = ClusteredConfig(
+        page=16, window=128, open_pages=3, compressor="attention", bias="none", softmax="nested"
+    )
+    full, *sparse, mixed = recipe.caches()
+    assert (full, sparse) == (FullConfig(), [lined, clustered])
+    assert isinstance(mixed, LayeredConfig)
+    assert [(part.layers, part.cache) for part in mixed.ranges] == [(8, lined), (20, clustered), (8, lined)]
+    assert recipe.accuracy == {"name": "short_answer", "match": "exact"}
+
+
+def test_the_recipes_for_pg19_have_the_settings_of_lukas_figures() -> None:
+    """Section 5 of LuKA: the first 512 tokens (figures 4 and 6) or 1,024 tokens (figure 5) of a book. A fraction of 1
+    opens all pages of these tokens."""
+    fractions, modes = load_recipe("eval/pg19"), load_recipe("eval/pg19_modes")
+    assert isinstance(fractions, PerplexityRecipe)
+    assert isinstance(modes, PerplexityRecipe)
+    for recipe, tokens in ((fractions, 512), (modes, 1024)):
+        assert (recipe.pieces, recipe.prompt_tokens, recipe.prompt_tokens + recipe.completion_tokens) == (1, 1, tokens)
+    full, *caches = fractions.caches()
+    shown = {(cache.compressor, cache.values) for cache in caches if isinstance(cache, ClusteredConfig)}
+    assert full == FullConfig()
+    assert shown == {
+        *((compressor, "kept") for compressor in ("attention", "mean", "random")), ("attention", "zero"),
+        ("mean", "zero"),
+    }  # fmt: skip
+    assert len(caches) == 5 * 11
+    for window in (128, 16):
+        for cache in load_recipe("eval/pg19", [f"sweep.cache.window=[{window}]"]).caches()[1:]:
+            assert isinstance(cache, ClusteredConfig)
+            assert (cache.page, cache.window, cache.bias, cache.softmax) == (16, window, "none", "nested")
+            policy = make_policy(cache)
+            assert isinstance(policy, Clustered)
+            closed = int(policy.pages.closed(1, 510))
+            assert cache.fraction is not None
+            assert policy.most_opened(closed) == math.ceil(cache.fraction * closed - 1e-9)
+    parts = modes.caches()[-1]
+    assert isinstance(parts, LayeredConfig)
+    assert parts.spans(28) == [9, 10, 9]
+
+
 def test_evaluation_recipes_have_the_settings_of_their_papers() -> None:
-    """The evaluation recipes have the papers' settings. G-KV: AMC at 32,768 tokens and at 16,384 tokens, and 4,096
-    tokens at budget 2048. KVpop: 16 samples and top-k 20."""
-    long, short, trained, kvpop = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k", "kvpop"))
+    """The evaluation recipes have the papers' settings. G-KV: AMC at 16,384 tokens, and table 1 at 4,096 tokens and at
+    three budgets, the last of which is that of the training. KVpop: 16 samples and top-k 20."""
+    long, short, trained = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k"))
+    contests, gpqa = load_recipe("eval/kvpop_contests"), load_recipe("eval/kvpop_gpqa")
     for recipe, length, samples, top_k in (
         (long, 32768, 32, None),
         (short, 16384, 32, None),
         (trained, 4096, 32, None),
-        (kvpop, 32768, 16, 20),
+        (contests, 32768, 16, 20),
+        (gpqa, 32768, 16, 20),
     ):
         assert isinstance(recipe, EvalRecipe)
         sampling = recipe.sampling(recipe.samples)
@@ -298,8 +334,36 @@ def test_evaluation_recipes_have_the_settings_of_their_papers() -> None:
     rl = load_recipe("deepseek-r1-distill-qwen-7b/rl_sparse")
     assert isinstance(trained, EvalRecipe)
     assert isinstance(rl, GRPORecipe)
-    assert trained.caches() == [rl.cache]
+    assert isinstance(rl.cache, GKVConfig)
+    assert trained.caches() == [dataclasses.replace(rl.cache, budget=budget) for budget in (512, 1024, 2048)]
     assert trained.max_completion_length == rl.grpo.max_completion_length
+    assert isinstance(contests, EvalRecipe)
+    assert {task: data.thinking for task, data in contests.tasks.items()} == dict.fromkeys(
+        ("aime24", "aime25", "hmmt_feb25", "hmmt_nov25"), True
+    )
+    assert isinstance(gpqa, EvalRecipe)
+    assert (list(gpqa.tasks), gpqa.accuracy) == (["gpqa_diamond"], "letter")
+
+
+def test_sweeps_of_g_kv_compare_the_policies_of_its_figures() -> None:
+    """eval/gkv_budgets has the policies of figure 5, StreamingLLM's window being the budget. eval/gkv_scores has those
+    of figure 4, at budget 512: the global score without redundancy, in each form at each alpha, MorphKV and CAKE."""
+    recipe = load_recipe("eval/gkv_budgets")
+    assert isinstance(recipe, EvalRecipe)
+    caches: list[Any] = recipe.caches()
+    held = {cache.name: [c.budget - c.sinks for c in caches if c.name == cache.name] for cache in caches[1:]}
+    assert caches[0].name == "full"
+    assert held == {name: [512, 1024, 2048] for name in ("streaming", "snapkv", "morphkv", "rkv", "gkv")}
+    assert {cache.period for cache in caches[1:]} == {128}
+    scores = load_recipe("eval/gkv_scores")
+    assert isinstance(scores, EvalRecipe)
+    assert (scores.max_completion_length, scores.samples) == (16384, 32)
+    points: list[Any] = scores.caches()
+    assert {(cache.budget, cache.window, cache.period) for cache in points} == {(512, 16, 128)}
+    assert [cache.name for cache in points[:2]] == ["morphkv", "cake"]
+    assert {(cache.name, cache.redundancy, cache.pooling) for cache in points[2:]} == {("gkv", False, 1)}
+    forms = {form: [cache.alpha for cache in points[2:] if cache.form == form] for form in ("max", "mean", "sum")}
+    assert all(alphas == [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0] for alphas in forms.values())
 
 
 def test_the_reasoning_sweep_has_every_policy_at_the_same_budgets() -> None:
@@ -439,38 +503,54 @@ def test_each_evaluation_runs_at_a_small_size(
     for task, data in recipe.tasks.items():
         if data.synthetic is None:
             overrides += [f"tasks.{task}.path={problems_for(data)}", f"tasks.{task}.split=train"]
-            overrides += [f"tasks.{task}.subset=null"]
+            overrides += [f"tasks.{task}.subset=null", f"tasks.{task}.columns={json.dumps(data.columns)}"]
         overrides.append(f"tasks.{task}.limit=2")
-    if recipe.sweep.policy:
-        overrides += ["cache={window: 4, period: 4}", "sweep.cache.budget=[12]"]
+    if recipe.sweep.policy or recipe.sweep.cache:
+        if any(hasattr(cache, "budget") for cache in recipe.caches()):
+            overrides += ["cache.window=4", "cache.period=4", "sweep.cache.budget=[12]"]
+        else:
+            swept = json.dumps(recipe.resolved()["sweep"]["policy"])
+            overrides.append("sweep.policy=" + swept.replace('"window": 128', '"window": 4').replace("16", "2"))
     elif recipe.cache is not None:
         overrides.append(shortened(recipe))
     if recipe.forced_answer is not None:
         overrides.append("forced_answer={text: '1', tokens: 4}")
     if recipe.prompt_cache is not None:
-        overrides += ["prompt_cache.study_samples=1", "prompt_cache.study_tokens=4"]
-    rows = evaluate(load_recipe(name, overrides), progress=False)
-    points = len(recipe.sweep.policy) or len(recipe.prompt_caches()) or 1
+        blocks = yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text())["prompt_cache"]
+        short = {"ratio": [0.1], "study_tokens": 4}
+        shorter = [block | short for block in (blocks if isinstance(blocks, list) else [blocks])]
+        overrides.append(f"prompt_cache={json.dumps(shorter)}")
+    small = load_recipe(name, overrides)
+    assert isinstance(small, EvalRecipe)
+    rows = evaluate(small, progress=False)
+    points = len(small.prompt_caches() or small.caches())
     assert len(rows) == points * len(recipe.tasks)
     assert all(row.problems == 2 and row.accuracy is not None and 0 <= row.accuracy <= 1 for row in rows)
     assert {row.task for row in rows} == set(recipe.tasks)
 
 
-def test_the_perplexity_recipe_runs_at_a_small_size(tiny_model: Callable, tmp_path: Path) -> None:
-    """The perplexity recipe runs, scaled down, under a sweep that the recipe's comment names."""
+@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).kind == "perplexity"])
+def test_each_perplexity_recipe_runs_at_a_small_size(name: str, tiny_model: Callable, tmp_path: Path) -> None:
+    """The perplexity recipes run on a tiny model: on few tokens under a sweep that a recipe's comment names, and on 200
+    tokens, so that pages close, under their own caches, with one fraction."""
     from sparse_rl.commands.perplexity import measure
 
-    (name,) = (name for name in NAMES if load_recipe(name).kind == "perplexity")
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
     overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
-    overrides += ["prompt_tokens=16", "completion_tokens=16", "dtype=float32", "rollout.engine=hf"]
-    rows = measure(
-        load_recipe(name, [*overrides, "sweep={policy: [full, streaming, h2o], cache: {budget: [8, 12]}}"]), False
-    )
+    overrides += ["dtype=float32", "rollout.engine=hf"]
+    short = ["prompt_tokens=16", "completion_tokens=16", "pieces=8"]
+    swept = "sweep={policy: [full, streaming, h2o], cache: {budget: [8, 12]}}"
+    rows = measure(load_recipe(name, [*overrides, *short, swept]), False)
     assert [(row.policy, row.budget) for row in rows] == [
         ("full", None), ("streaming", 8), ("streaming", 12), ("h2o", 8), ("h2o", 12),
     ]  # fmt: skip
     assert len({row.nll for row in rows}) == 5
+    fraction = ["sweep.cache.fraction=[0.5]"] if load_recipe(name).sweep.cache else []
+    overrides += [f"output_dir={tmp_path / 'own'}", "completion_tokens=200", *fraction]
+    rows = measure(load_recipe(name, overrides), False)
+    assert len(rows) == len(load_recipe(name).sweep.policy)
+    different = [row.nll for row in rows if row.policy != "layered"]  # the model's two layers are both lined
+    assert len(set(different)) == len(different)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation problems are not here")

@@ -230,13 +230,14 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"queries": []}, "queries", "name at least one"),
         ({"pool": 4}, "pool", "that is odd, got 4"),
         ({"pool": 5, "select": "omp"}, "pool", "select: omp has no scores"),
+        ({"pool": 5, "select": "omp", "policy": "evict"}, "pool", "select: omp has no scores"),
         ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets already set how much each layer keeps"),
         ({"chunk": 0}, "chunk", ">= 1"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             PromptCacheConfig(**settings)
         assert caught.value.key == key
-    PromptCacheConfig(pool=5, select="omp", policy="evict")
+    PromptCacheConfig(pool=5, select="omp", policy="full")
 
 
 # ---- chunk by chunk -------------------------------------------------------------------------------------------------
@@ -335,3 +336,24 @@ def test_eviction_ranks_entries_of_the_whole_context(
     monkeypatch.setattr(compact, "MOST_LOGITS", HEADS * TOKENS * 50)
     assert same(studied.compacted(config), whole)
     assert sizes == [50, 50, 20] * LAYERS
+
+
+@pytest.mark.parametrize("chunk", [20, TOKENS])
+def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, stories: tuple) -> None:
+    """With `select: omp`, `evict` keeps the entries that `am` keeps, with their own keys and values and without biases,
+    also in chunks. Controls: `am` changes the values, and `select: attention` keeps other entries.
+    """
+    engine, tokens, _ = stories
+    config = PromptCacheConfig(ratio=0.2, policy="evict", select="omp", first=2, last=3, chunk=chunk)
+    studied = engine.study(tokens, config)
+    context, fitted = studied.compacted(config), studied.compacted(replace(config, policy="am"))
+    assert not context.fitted
+    for ours, theirs, whole in zip(context.layers, fitted.layers, studied.whole.layers, strict=True):
+        assert torch.equal(ours.positions, theirs.positions)
+        deep = ours.positions[..., None].expand_as(ours.keys)
+        assert torch.equal(ours.keys, whole.keys.gather(2, deep))
+        assert torch.equal(ours.values, whole.values.gather(2, deep))
+        assert not bool(ours.bias.any())
+        assert not torch.equal(ours.values, theirs.values)
+    most_attended = studied.compacted(replace(config, select="attention"))
+    assert not torch.equal(context.layers[0].positions, most_attended.layers[0].positions)

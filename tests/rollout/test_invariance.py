@@ -94,8 +94,8 @@ def check(recorded: list[tuple[Rollout, Decisions]], others: list[Rollout], temp
     return check_same([rollout for rollout, _ in recorded], others, recorded.__getitem__, temperature, "control")
 
 
-def test_control_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
-    """A changed token, or a changed eviction, whose choice was no tie is refused. So are two differing sequences."""
+def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
+    """A changed token or eviction is refused if its choice was not a tie. Two differing sequences are always refused."""
     alone, decisions = recorded
     for step, token in ((0, (alone.completion_ids[0] + 1) % 64), (9, (alone.completion_ids[9] + 7) % 64)):
         with pytest.raises(AssertionError, match="clear"):

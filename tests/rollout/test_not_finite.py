@@ -75,7 +75,7 @@ def test_weights_that_are_not_finite_are_an_error_of_the_first_step(
             with pytest.raises(NotFiniteLogprobError) as error:
                 engine.generate(prompts, replace(sampling, n=2))
             result = error.value
-            # with an infinite weight the failing place depends on the sign of the activations
+            # with an infinite weight, the sign of the activations decides which prompt, sample and step fails first
             if place == "embedding" or math.isnan(value):
                 assert (result.prompt, result.sample, result.step) == (failing_prompt, 0, 0)
         with pytest.raises(

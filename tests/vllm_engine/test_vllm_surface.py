@@ -192,8 +192,8 @@ def test_functions_of_vllm_have_the_expected_parameters(name: str) -> None:
 
 
 def test_replaced_functions_have_the_expected_parameters() -> None:
-    """The functions that we replace have the expected parameters in vLLM's source. Their replacements are ours, and
-    cannot be inspected.
+    """vLLM's functions that our plugin replaces have the expected parameters. They are replaced already when this test
+    runs, so it reads their parameters from vLLM's source file.
     """
     module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
     parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}

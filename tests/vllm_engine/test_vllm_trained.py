@@ -45,7 +45,7 @@ def test_float32_equals_the_reference_engine(
     policy, prompts = policy_of(policy_name, **BUDGET), problems[:32]
     rollouts = open_engine(policy, TRAINED, max_batch=32).generate(prompts, SAMPLING)
     agrees_with_hf(policy, prompts, SAMPLING, {"trained": rollouts}, TRAINED)
-    if policy_name != "full":
+    if policy_name != "full":  # control: with wrong traces the gap, which agrees_with_hf has bounded, is large
         for name, wrong_rollouts in wrong_traces(rollouts).items():
             assert replay_gap(wrong_rollouts, TRAINED) >= 1e-2, name
 

@@ -6,8 +6,8 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
   its own copy of the weights, which is synced after each update and then probed (probe.py);
 - a trace stays with its row from sampling to the loss, and in checkpoints (rows.py);
 - with `train_attention: replay`, every forward pass of policy and reference model replays the trace (forward.py); with
-  `train_attention: full`, the traces are ignored, which is the mismatched control (G-KV's "RL on mismatched masks").
-  RL-Full is neither of these, but training with the cache policy `full`;
+  `train_attention: full`, the traces are ignored, which is the mismatched control. RL-Full is neither of these, but
+  training with the cache policy `full`;
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
 - truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline (advantages.py);
 - our setting importance_correction selects TRL's importance correction (with `none`, the old log-probs are the

@@ -38,7 +38,9 @@ class KVpopLossConfig(DistillationLossConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GatesConfig(Configuration):
-    """Settings for the training of DMS's gates (trainer/kvpop/gates.py). The papers do not give these values.
+    """Settings for the training of DMS's gates (trainer/kvpop/gates.py). KVpop's papers do not give these values.
+
+    NVIDIA's published code has the temperature 0.1 and the weight 1, and raises the compression over all steps.
 
     temperature : temperature of the Gumbel-sigmoid (tau)
     weight : weight of the loss that is added if too few gates are open

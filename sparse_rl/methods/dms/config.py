@@ -15,9 +15,12 @@ from sparse_rl.policies.schedule import GatesDecide, Schedule
 class DMSConfig(LearnedConfig):
     """DMS: when a token arrives, a gate decides whether the token is dropped when it leaves the window.
 
+    Gates that read a token's key and value, and sinks, are our form of it. NVIDIA's published code has no sinks, and
+    its gates read a channel of the next token's query, or the next token's hidden state.
+
     compression : number of tokens per entry held, averaged over layers and kv heads; the gates are trained to reach it
-    bias : added to the score of every gate; a negative bias means that gates start nearly closed (the default is our
-        choice, the papers give no value)
+    bias : added to the score of every gate; a negative bias means that gates start nearly closed (KVpop's papers give
+        no value; NVIDIA's published model has -5, too)
     """
 
     name: ClassVar[str] = "dms"

@@ -42,8 +42,11 @@ class BoundaryLoss:
 
     rho is the share of pairs with the same label (kept or dropped) in the pair's kv head. The balance beta is
     normalised to a mean of 1 before it is multiplied by the margin weight, so that a layer with small margins has a
-    small loss. If the new token is itself the worst of the k, there is no pair. Our choices: the values of omega_min,
-    tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
+    small loss. If the new token is itself the worst of the k, there is no pair. Decayed scores are compared, as in the
+    full paper's equation 7 and the workshop paper's equation 2, so that gamma is trained too. (The full paper adds that
+    the decay is the same for both tokens, so that raw scores could be compared; but it depends on the token's age.)
+    The workshop paper has no balance; balance_min and balance_max of 1 turn it off. Our choices: the values of
+    omega_min, tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
 
     `BoundaryConfig` names these parameters. Queries are drawn with repetition; a share `late` of them has a density
     that grows linearly towards the row's end.

@@ -7,8 +7,8 @@ paper; a setting restores each of the paper's forms:
   (`bias: none`).
 - One softmax covers all entries that are read. In equation 3, opening a page leaves its attention mass unchanged
   (`softmax: nested`).
-- A summary is the mean of its page's tokens. In section 5, tokens are weighted by their attention
-  (`compressor: attention`).
+- A summary is the mean of its page's tokens. In the experiments of section 4.2, tokens are weighted by a softmax over
+  the attention that they received (`compressor: attention`; its temperature, to which the paper gives no value, is 1).
 """
 
 from __future__ import annotations

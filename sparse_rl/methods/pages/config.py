@@ -26,8 +26,8 @@ class ClusteredConfig(PolicyConfig):
         threshold or fraction is given
     bias : with log_n, a summary weighs as much in the softmax as its n tokens; with none, as much as one token
     values : with kept, summaries have keys and values; with zero, their values are zero (for comparison)
-    compressor : weights of a page's tokens in its summary: mean weights all tokens equally; attention weights each
-        token by the attention that it received until the page closed; random uses one random token as the summary
+    compressor : weights of a page's tokens in its summary: mean weights all tokens equally; attention uses a softmax
+        over the attention that each token received until the page closed; random uses one random token as the summary
     threshold : only pages whose summary has a larger share of the attention than this are opened; for evaluation only
     fraction : share of the closed pages that is opened, rounded up; for evaluation only
     softmax : joint uses one softmax over all entries that are read; with nested, the tokens of an opened page share the
@@ -94,7 +94,7 @@ class PartConfig(Configuration):
 
 
 def mixed() -> list[PartConfig]:
-    """Return the parts of LuKA's mixed attention for 36 layers, as in the paper's figure 5."""
+    """Return the default parts: the layers of LuKA's mixed attention (section 4.2), with our default parameters."""
     return [
         PartConfig(layers=8, cache=LinedConfig()),
         PartConfig(layers=20, cache=ClusteredConfig()),
@@ -104,10 +104,10 @@ def mixed() -> list[PartConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredConfig(PolicyConfig):
-    """A separate policy for each range of layers, as in LuKA's mixed attention.
+    """A separate policy for each range of layers (LuKA section 3.3).
 
     parts : ranges of layers in order, from the first layer on; null means 8 layers with lined, 20 with clustered and 8
-        with lined, all with the default parameters
+        with lined, the layers of LuKA's mixed attention, but with our default parameters
     """
 
     name: ClassVar[str] = "layered"

@@ -52,7 +52,8 @@ class PromptCacheSweep(PromptCacheConfig):
 class EvalRecipe(SweptRecipe):
     """Evaluation of pass@1 over tasks × policies × budgets.
 
-    tasks : name -> dataset
+    tasks : names of tasks in recipes/tasks, such as [aime24, gsm8k], or name -> dataset; a block under such a name
+        takes the keys that it does not set from the task
     samples : number of completions per problem
     temperature : sampling temperature; 0 takes the most likely token
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability
@@ -83,7 +84,9 @@ class EvalRecipe(SweptRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tasks:
-            raise UserError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
+            raise UserError(
+                "name at least one, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}", "tasks"
+            )
         self._check_prompt_cache()
         self.check_model_len()
         if self.temperature == 0 and self.samples > 1:

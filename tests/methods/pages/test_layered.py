@@ -29,7 +29,7 @@ PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages"
 GKV = {"policy": "gkv", "budget": 12, "window": 4, "period": 4}
 SAMPLING = SamplingConfig(max_tokens=50, seed=1, ignore_eos=True)
 MIXES: dict[str, list[tuple[int, Any]]] = {
-    "as in the paper": [(8, LINED), (20, PAGES), (8, LINED)],
+    "layers as in the paper": [(8, LINED), (20, PAGES), (8, LINED)],
     "weighed": [(1, {**PAGES, "compressor": "attention"}), (1, GKV)],
     "evictions alone": [(1, GKV), (1, LINED)],
     "full beside pages": [(1, "full"), (1, PAGES)],
@@ -95,7 +95,7 @@ def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
 def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
-    model, rollouts = sampled(name, block("as in the paper"))
+    model, rollouts = sampled(name, block("layers as in the paper"))
     layers = model.config.num_hidden_layers
     wrong_rollouts = {
         "layers reversed": with_sections(rollouts, evict_at=lambda x: x.flip(0), opened=lambda x: x.flip(0)),
@@ -109,7 +109,7 @@ def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> 
             assert gap(replay_logprobs(model, traces), rollouts) > 0.1, control
 
 
-@pytest.mark.parametrize("cache", [PAGES, {**PAGES, "compressor": "attention"}, block("as in the paper")], ids=str)
+@pytest.mark.parametrize("cache", [PAGES, {**PAGES, "compressor": "attention"}, block("layers as in the paper")], ids=str)
 def test_checkpointing_changes_no_bit_of_a_gradient(
     cache: dict, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_single_part_equals_its_policy_alone(cache: dict, sampled: Callable) -
 def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_of: Callable) -> None:
     """Layer 0, in the first part, records the same evictions as in a run under that part's policy alone, since no layer
     below it differs."""
-    model, rollouts = sampled("stories260K", block("as in the paper"))
+    model, rollouts = sampled("stories260K", block("layers as in the paper"))
     _, lined = sampled("stories260K", LINED)
     for ours, theirs in zip(rollouts, lined, strict=True):
         prompt = len(ours.prompt_ids)
@@ -163,7 +163,7 @@ def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_o
         assert torch.equal(*at_the_prompt)
         assert ours.trace.further["paged_layers"].tolist() == [1, 2, 3]
         assert (ours.trace.further["opened"][[0, 4]] == -1).all()
-    engine = make_engine("hf", model=model, policy=block("as in the paper"))
+    engine = make_engine("hf", model=model, policy=block("layers as in the paper"))
     engine.generate(prompts_of("stories260K", [60] * 4), replace(SAMPLING, max_tokens=1))
     held = [60, 60, 60]  # a compaction at the prompt's end leaves 8 + (60 - 8) // 2 = 34 of a lined layer
     _, kv_heads, head_dim = 5, model.config.num_key_value_heads, 8
@@ -212,9 +212,10 @@ def test_a_remark_gives_the_layers_if_they_differ_from_the_recipe() -> None:
     assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
 
 
-def test_the_default_parts_are_those_of_the_paper() -> None:
+def test_the_default_parts_have_the_papers_layers_and_our_default_parameters() -> None:
     assert make_policy("layered").config.ranges == mixed()
-    assert [part.cache.name for part in mixed()] == ["lined", "clustered", "lined"]
+    assert [(part.layers, part.cache.name) for part in mixed()] == [(8, "lined"), (20, "clustered"), (8, "lined")]
+    assert all(part.cache == make_policy(part.cache.name).config for part in mixed())
     policy = make_policy("layered")
     assert make_policy(json.loads(json.dumps(policy.config.as_block()))).config == policy.config
 
@@ -222,7 +223,7 @@ def test_the_default_parts_are_those_of_the_paper() -> None:
 def test_numbers_of_entries_are_means_over_layers() -> None:
     """With 2 lined and 3 clustered layers, the numbers of held and read entries are the means over the 5 layers,
     rounded up."""
-    policy = make_policy(block("as in the paper"))
+    policy = make_policy(block("layers as in the paper"))
     bound = policy.bound_to(SimpleNamespace(config=SimpleNamespace(num_hidden_layers=5)))
     lined, pages = make_policy(LINED), make_policy(PAGES)
     for prompt, fed in ((30, 60), (1, 200)):

@@ -4,7 +4,7 @@ Scores decay with age, at a rate gamma. A number alpha, learned for each kv head
 
     log gamma = log gamma_min + sigmoid(alpha) (log gamma_max - log gamma_min)
 
-The gradient of alpha comes from the boundary loss, which compares tokens of different age.
+The gradient of alpha comes from the boundary loss, which compares the decayed scores of tokens of different age.
 
 Sizes in shapes: B or R rows (sequences), Hkv kv heads, S or T tokens, D dimensions of a key and of a value.
 """

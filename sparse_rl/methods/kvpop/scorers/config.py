@@ -68,9 +68,11 @@ class MLSTMConfig(DecayingConfig):
     features : feature map of queries and keys, which gives d features for keys of d dimensions: hedgehog, from a
         projection to d / 2 numbers, or softmax, from a projection to d numbers
     value : width of the values that the memory stores: half or full, a projection to d / 2 or d numbers; cached stores
-        the token's value in the KV cache itself
+        the token's value in the KV cache itself. Half has the projections of both papers, full the d x d memory of the
+        workshop paper's section 2
     readout : delayed scores a token when it leaves the window; immediate scores it when it arrives (ablation)
-    norm : true adds an RMS norm to the readout of each kv head; the papers' readout has none
+    norm : true adds an RMS norm to the readout of each kv head, the optional norm of the full paper's equation 42; its
+        equation 11 and the workshop paper's appendix F have none
     softcap : bound of the absolute value of both gates before their exp or sigmoid; null means no bound
     skip : true adds a linear function of the token's key and value to the readout
     chunk : number of tokens that training and prefill process together

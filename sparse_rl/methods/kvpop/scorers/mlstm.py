@@ -14,8 +14,10 @@ stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m
 therefore this module contains its own chunkwise form. There is no output gate. r has no additive constant, because a
 constant would cancel in every comparison.
 
-Two settings are off by default: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor
-the workshop paper's appendix F has; and `skip`, which adds W_s x_u to h_u, with W_s = 0 at the start.
+Two settings are off by default: `norm`, an RMS norm of h_u per kv head, which is optional in the full paper's equation
+42 and left out in its equation 11 and in the workshop paper's appendix F; and `skip`, which adds W_s x_u to h_u, with
+W_s = 0 at the start. W_v has D / 2 columns, as in both papers, so C has D / 2 values a feature; the workshop paper's
+section 2 also writes a D x D memory, which `value: full` gives.
 
 Our choices, because the papers do not give them: initially, W_q and W_k copy the first numbers of the key, and W_v the
 first numbers of the value, with noise of 0.02; a = 0; log i = 0 (a constant cancels); the forget gate's bias goes from

@@ -1,0 +1,70 @@
+"""Named tasks: a recipe says `tasks: [aime24, gsm8k]`, and each name stands for the block in recipes/tasks."""
+
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.data.problems import load_data
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import load_recipe, make_recipe
+from sparse_rl.recipe.tasks import named_tasks
+
+DATA = Path(__file__).parents[3] / "shared" / "data"  # optional, outside the repository
+FILES = {"amc23": 40, "aime24": 30, "aime25": 30, "math500": 500, "gsm8k": 1319}
+EVAL = {"kind": "eval", "model": "some/model", "output_dir": "runs/x"}
+
+
+def tasks_of(tasks, *overrides):
+    return make_recipe({**EVAL, "tasks": tasks}, overrides).tasks
+
+
+@pytest.mark.parametrize("name", named_tasks())
+def test_a_name_stands_for_a_dataset_on_the_hub(name):
+    data = tasks_of([name])[name]
+    assert data.path is not None
+    assert not data.local
+    assert "{prompt}" in (data.prompt_template or "")
+    assert tasks_of(name) == tasks_of([name]) == tasks_of({name: {}}) == tasks_of({name: None})
+
+
+@pytest.mark.parametrize("name", [name for name in named_tasks() if name != "gpqa_diamond"])
+def test_a_local_file_replaces_the_source_and_keeps_the_prompt(name):
+    hub, data = tasks_of([name])[name], tasks_of([name], f"tasks.{name}.path=mine.jsonl")[name]
+    assert data.prompt_template == hub.prompt_template
+    assert (data.split, data.subset, data.answer_after) == ("train", None, None)
+    assert data.columns == {"prompt": "problem", "answer": "answer"}
+
+
+def test_own_keys_win_over_those_of_the_task():
+    data = tasks_of(["gsm8k"], "tasks.gsm8k.columns.prompt=text", "tasks.gsm8k.prompt_template='{prompt}'")["gsm8k"]
+    assert data.columns == {"prompt": "text", "answer": "answer"}
+    assert data.prompt_template == "{prompt}"
+    assert data.answer_after == "####"
+    assert tasks_of({"aime24": {"synthetic": {"task": "running_sum", "size": 2}}})["aime24"].path is None
+
+
+def test_overrides_add_and_replace_tasks():
+    assert list(tasks_of(["aime24"], "tasks=[aime25,gsm8k]", "tasks.gsm8k.limit=3", "tasks.mine.path=m.jsonl")) == [
+        "aime25", "gsm8k", "mine",
+    ]  # fmt: skip
+
+
+def test_a_resolved_recipe_is_the_same_recipe():
+    recipe = load_recipe("eval/reasoning", ["tasks.aime24.path=mine.jsonl", "tasks.aime25.prompt_template=null"])
+    assert make_recipe(recipe.resolved()) == recipe
+
+
+@pytest.mark.parametrize("tasks", [["aime26"], [3], [["aime24"]], "aime26", [{"aime24": {}}]])
+def test_an_unknown_task_is_one_line_that_names_the_known_tasks(tasks):
+    with pytest.raises(UserError, match=r"tasks: unknown task .*; known: aime24, .*math500; or give a block"):
+        tasks_of(tasks)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the data folder is absent")
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_at_hand_are_read(name):
+    file = DATA / ("gsm8k_test.jsonl" if name == "gsm8k" else f"{name}.jsonl")
+    data = tasks_of([name], f"tasks.{name}.path={file}")[name]
+    rows = load_data(data, None, require=("prompt", "answer"))
+    assert len(rows) == FILES[name]
+    assert all("\\boxed{}" in row["prompt"] for row in rows)
