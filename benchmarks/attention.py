@@ -1,11 +1,10 @@
-"""Replay attention: the tiles that a layer visits and the memory that it holds; on a GPU also exactness and speed.
+"""Replay attention: the tiles that a layer visits, its memory and its speed; on a GPU also its exactness.
 
-The cost is the number of 128 x 128 tiles with a visible pair. A budget B leaves about S * B visible pairs, but
-evictions scatter them over many more tiles. Sorting the keys in segments brings the number close to the ideal. Measured
-are:
+The cost is the number of 128 x 128 tiles in which a query sees a key. On S tokens, a budget B leaves about S * B such
+pairs, but evictions scatter the pairs over many more tiles than needed. Sorting the keys in segments helps. Measured:
 
-    tiles       the share of visited tiles: ideal (visible pairs), natural, sorted; for `gather`, which has no tiles,
-                the share of computed pairs; and the memory of one layer beside q, k and v
+    tiles       the share of visited tiles, with keys in natural order and sorted; as the ideal, the share of visible
+                pairs; for `gather`, the share of computed pairs; and the memory of one layer beside q, k and v
     building    the lists of tiles from evict_at, against torch's create_block_mask
     speed       flex_sorted, flex in natural order (with the same direct lists), flex with create_block_mask, and dense
                 causal SDPA (flash): forward and backward; on a CPU, where FlexAttention has no backward, forward
@@ -54,12 +53,12 @@ SPEED = {  # (S, B); heads, kv heads, head dim; dtype
 }
 PARITY = [(4096, 28, 4), (4096, 32, 8), (16384, 28, 4), (16384, 32, 8)]
 TARGET = (16384, 2048, (32, 8, 128))  # S, B, shape
-BUILD = (16384, 8)
+BUILD = (16384, 8)  # S, kv heads
 MASK_BYTES = 4e9  # create_block_mask is not run for more pairs
 
 
 def evictions(kind: str, length: int, budget: int, heads: int, device: str) -> torch.Tensor:
-    """Return evict_at int32 [heads, S] of a running best by scores that are uniform, or that favour recent tokens."""
+    """Return evict_at, int32 [heads, S], if the best random scores are kept. kind "recency" favours recent tokens."""
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0))
     if kind == "recency":
         scores = scores + torch.arange(length) / budget
@@ -123,7 +122,7 @@ def attentions(
 ) -> dict[str, Callable[..., torch.Tensor]]:
     """Return name -> attend(q, k, v): FlexAttention under evict_at [1, Hkv, S] and without evictions, and flash SDPA.
 
-    grouped : True if SDPA is given fewer kv heads than query heads, for which a CPU has no flash attention
+    grouped : False repeats the kv heads for SDPA, because a CPU has flash attention only for equal numbers of heads
     compiled : False uses FlexAttention's plain operator
     """
     everything, group = torch.full_like(evict_at, 2 * evict_at.shape[-1]), evict_at.shape[1]
@@ -188,7 +187,7 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     kinds = attentions(evict_at, dim**-0.5, grouped=trains)
     if trains and kv_heads * length**2 <= MASK_BYTES:
         kinds["natural, create_block_mask"] = with_torch_mask(evict_at, dim**-0.5)
-    if trains and length <= 16384:  # S x S masks; on a CPU it computes in float64
+    if trains and length <= 16384:  # it needs S x S masks, and computes in float64 on a CPU
         kinds["SDPA, masks"] = lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, dim**-0.5)
     timing: dict[str, Any] = {"S": length, "B": budget}
     with torch.set_grad_enabled(trains):

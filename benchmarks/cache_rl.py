@@ -2,11 +2,11 @@
 
 The questions are described in docs/benchmarks.md: `learned`, `few_notes` and `looked_up` (KVpop), `matched` (Attention
 Matching) and `paged` (clustered attention). The control of KVpop is StreamingLLM+, the same retrofit without a scorer.
-Streaming and G-KV start from the model before the retrofit. All caches of a question have the same number of entries at
-their peak, except the caches of `paged` and the caches named `always`, `most` or `held`. Accuracy is measured before
-and after GRPO, under the policy's own cache; errors are over seeds.
+Streaming and G-KV start from the model before the retrofit. Except in `paged`, all caches of a question have the same
+number of entries at their peak. Accuracy is measured before and after GRPO, under the policy's own cache. Standard
+errors are over seeds.
 
-A second call continues where the first stopped; a call with other seeds adds them to the file.
+A second call continues where the first stopped; a call with other seeds adds their rows to the file.
 
     python benchmarks/cache_rl.py learned     # on two cores; writes benchmarks/results/cache_rl_learned.json
     python benchmarks/cache_rl.py looked_up --seeds 0 1 2 3 4
@@ -55,12 +55,11 @@ AGAINST_WINDOW: dict[str, tuple[str, str | None]] = {
 class Question:
     """The settings of one question.
 
-    runs : row of the table -> its cache, and the keys that it changes in the recipe; NO_RL means that nothing is
-        trained
-    peak : entries per kv head that every cache holds at its peak
+    runs : name of a row -> name of its cache, and the keys that the row changes in GRPO's recipe; NO_RL means no GRPO
+    peak : entries per kv head that a cache holds at its peak (see above for exceptions)
     steps : number of GRPO steps
     synthetic : the task, without split, size and seed
-    retrofit : number of steps of the retrofit, and the keys that it changes in the recipe
+    retrofit : number of steps of the retrofit, and the keys that are changed in the retrofit's recipe
     control : row with which the other rows are compared
     longest : maximum number of tokens of a completion
     reward : reward of GRPO, whose mean is also the accuracy
@@ -125,7 +124,7 @@ MOST_READ, HELD = 48, 170  # entries under CLUSTERED, for 18 tokens of prompt an
 
 
 def caches(name: str) -> dict[str, str]:
-    """Return the caches by name."""
+    """Return name -> cache block of the recipe, for the caches of the question `name`."""
     peak, period = QUESTIONS[name].peak, 16 if name == "matched" else 1
     budget = peak - period
     baselines = {
@@ -232,11 +231,11 @@ def mean_read(row: dict[str, Any], lengths: Sequence[int]) -> float:
 
 
 def table(question: str, rows: Rows) -> Table:
-    """Return a table with a row for each run: accuracies of each seed before and after, and mean improvements."""
+    """Return a table with a row per run: accuracy before and after GRPO for each seed, and means over the seeds."""
     asked, seeds = QUESTIONS[question], sorted({row["seed"] for row in rows})
     named = {(row["run"], row["seed"]): row for row in rows}
     rendered = Table(
-        title=f"{question}: accuracy under the own cache, before → after GRPO; ± standard error over seeds"
+        title=f"{question}: accuracy under the run's own cache, before → after GRPO; ± standard error over seeds"
     )
     rendered.add_column("run")
     for name in (
@@ -282,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("question", choices=QUESTIONS)
     parser.add_argument(
-        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="no seed: only the rows of the file are shown"
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="if empty, only the rows of the file are shown"
     )
     parser.add_argument("--rows", nargs="+", help="rows to measure; the others stay in the file")
     parser.add_argument("--steps", type=int, help="number of GRPO steps")

@@ -1,9 +1,9 @@
-"""Cartridges (arXiv 2506.06266) compared with Attention Matching: a compacted context, trained by gradient descent.
+"""Cartridges (arXiv 2506.06266) compared with Attention Matching.
 
-Texts are sampled after a context (self-study), other texts than those that are judged. A cartridge has as many entries
-per kv head as a compaction leaves, which start as the first tokens of the context or as the result of Attention
-Matching. Adam minimises KL(full cache || cartridge) per token of the sampled texts, through the model's forward pass.
-Fixed entries, contexts and judged texts are as in benchmarks/one_shot.py.
+A cartridge is a compacted context that gradient descent trains. It has as many entries per kv head as a compaction
+leaves, and starts as the first tokens of the context or as the result of Attention Matching. Self-study samples texts
+after the context. On these texts, Adam minimises KL(full cache || cartridge) per token, through the model's forward
+pass. Other texts are judged. Fixed entries, contexts and judged texts are as in benchmarks/one_shot.py.
 
 The learning rate of each start is the best of RATES on other contexts. Seconds are CPU seconds for one context.
 
@@ -49,9 +49,9 @@ AM = "am, self-study and repeat"  # the row of MATCHING from which a cartridge s
 
 
 class Prefix:
-    """A context's entries, all trained except the first `fixed`: keys and values, and biases if they were fitted.
+    """The entries of a context, all trained except the first `fixed`. Biases are trained only if they were fitted.
 
-    of_layer : the trained part of each layer: keys and values [1, Hkv, N - fixed, D], and bias [1, Hkv, N - fixed]
+    of_layer : for each layer, the entries after `fixed`: keys, values [1, Hkv, N - fixed, D], bias [1, Hkv, N - fixed]
     """
 
     def __init__(self, start: Context, fixed: int) -> None:
@@ -90,7 +90,7 @@ def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
 
 
 def logprobs(model: Any, context: Context, texts: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the next token after each token of texts [B, S] after a context, float32 [B, S, V]."""
+    """Return the log-probs of the next token at each token of texts that follow a context, float32 [B, S, V]."""
     cache = ContextCache(context)
     cache.begin_prefill([texts.shape[1]] * len(texts), texts.device)
     places = torch.arange(texts.shape[1])[None] + cache.past
@@ -128,7 +128,7 @@ def train(
 
 
 class Trial:
-    """One context: its texts of self-study, and its compaction by each method. Times are CPU seconds."""
+    """One context, its texts of self-study, and its compaction by each method. Times are CPU seconds."""
 
     def __init__(self, judge: Judge, number: int, seed: int) -> None:
         self.judge, self.number, self.tokens = judge, number, judge.contexts[number]
@@ -149,7 +149,7 @@ class Trial:
     def trained(
         self, start: Context, seconds: float, rate: float, steps: Sequence[int]
     ) -> Iterator[tuple[int, float, float]]:
-        """Yield (step, KL, seconds) of a cartridge, from a start that took `seconds`."""
+        """Train a cartridge from `start`, which took `seconds`. Yield (step, KL, seconds including the start)."""
         prefix = Prefix(start, FIRST + LAST)
         for step, spent in train(self.judge.model, prefix, self.texts, self.full, rate, steps, BATCH):
             with torch.no_grad():

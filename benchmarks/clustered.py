@@ -1,8 +1,8 @@
-"""The cost of clustered attention, in CPU seconds of this process on one thread, the minimum over some runs.
+"""The cost of clustered attention in CPU seconds of this process: the minimum over some runs, on one thread.
 
 training    one attention layer, forward and backward: gathered entries, the masked reference, and a full cache
 decoding    one step of one layer: a query that reads pages, and a query that reads all entries
-breakdown   the parts of such a step (figure 3 of the paper); the rest, after PARTS, is the logits
+breakdown   the PARTS of a step that reads pages (figure 3 of the paper); the rest of the step computes the logits
 
     OMP_NUM_THREADS=1 python benchmarks/clustered.py     # writes benchmarks/results/clustered.json
 """
@@ -40,8 +40,8 @@ CACHE = {"policy": "clustered", "page": 16, "window": 128, "sinks": 4, "open_pag
 LENGTHS = {"training": (2048, 4096, 8192), "decoding": (4096, 8192, 32768)}
 STEPS = 64  # every 16th step closes a page
 PARTS: dict[str, tuple[Any, str]] = {
-    "plan": (PagedCache, "begin_decode"),  # of the tokens and summaries to read
-    "close": (PagedCache, "_close"),  # a page, every 16th step
+    "plan": (PagedCache, "begin_decode"),  # which tokens and summaries to read
+    "close": (PagedCache, "_close"),  # closes a page, every 16th step
     "choose": (paged, "choose"),
     "gather": (paged, "at_slots"),  # keys and values
     "sum": (paged, "_weighed"),  # softmax and weighted sum
@@ -126,7 +126,7 @@ def breakdown_row(length: int, runs: int) -> dict[str, Any]:
 
 
 def clocked(spent: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its time added to `spent`. Calls of other clocked functions inside count for it alone."""
+    """Return `function`, changed to add its time to `spent[name]`. Clocked functions that it calls add nothing."""
 
     def timed(*given: Any) -> Any:
         before, start = dict(spent), time.process_time()
@@ -150,7 +150,7 @@ def main() -> None:
     show(f"a layer of training, {shape}", training, 1)
     breakdown = [breakdown_row(length, options.runs) for length in LENGTHS["decoding"]]
     show(f"a step of decoding in one layer, {shape}", decoding, 1)
-    show("where it spends them", breakdown, 1)
+    show("the parts of such a step", breakdown, 1)
     write(options.out, cache=CACHE, training=training, decoding=decoding, breakdown=breakdown)
 
 

@@ -1,13 +1,12 @@
 """Clustered attention without training: its divergence from a full cache, against the entries read and held.
 
-A model samples texts with a full cache, which are decoded again under each cache, teacher-forced. The columns are
+A model samples texts with a full cache. These texts are decoded again under each cache, teacher-forced. The columns are
 explained in docs/benchmarks.md. `read` counts the tokens of an opened page, but not its summary, which is read only to
-choose the page; `held` counts the summaries. `to streaming` is the KL minus the KL of streaming with as many entries
-read.
+choose the page; `held` counts all summaries. `to streaming` is the KL minus the KL of streaming that reads as much.
 
     OMP_NUM_THREADS=1 python benchmarks/clustered_quality.py MODEL    # writes benchmarks/results/clustered_quality.json
 
-Our numbers are of karpathy/tinyllamas' stories260K, in transformers' format: 5 layers of 8 query and 4 kv heads of 8.
+Our model is karpathy/tinyllamas' stories260K in transformers' format: 5 layers, 8 query and 4 kv heads, head dim 8.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ def caches() -> dict[str, Mapping[str, Any]]:
 
 
 def layered(*parts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a cache whose three parts have one, three and one layers."""
+    """Return a cache block for five layers. Its three parts have one, three and one layers."""
     return {"policy": "layered", "parts": [{"layers": n, "cache": c} for n, c in zip((1, 3, 1), parts, strict=True)]}
 
 
 @torch.no_grad()
 def decoded(model: str, cache: Mapping[str, Any], texts: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the next token from each query of position >= FROM, float32 [B, LENGTH - FROM, V].
+    """Return the log-probs of the next token at each position >= FROM, float32 [B, LENGTH - FROM, V].
 
     texts : int64 [B, LENGTH + 1]
     """

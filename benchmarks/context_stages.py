@@ -1,8 +1,8 @@
 """The cost of compacting a long context: CPU seconds of this process on one thread, and an estimate for an H200.
 
-stages      prefill, reference queries (the context is read a second time) and compaction, in one layer of the shape of
-            Qwen2.5-0.5B's with random weights, and the process's peak memory
-compaction  the compaction alone, of random keys: T tokens, of which t are kept, and the fit of the seconds to T^a t^b
+stages      prefill, reference queries (the context is read a second time) and compaction, in one layer with the shape
+            of Qwen2.5-0.5B's layers and random weights, and the process's peak memory
+compaction  the compaction alone, with random keys of T tokens, of which t are kept; a fit of c T^a t^b to the seconds
 arithmetic  operations, bytes and seconds of each stage on an H200 at the assumed shares of its nominal speed, for all
             layers. Nothing was run on an H200
 
@@ -37,7 +37,7 @@ from rollout.context.compact import Stages, Studied, study
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, LAYERS = 896, 4864, 14, 2, 64, 24
 RATIO, CHUNK = 0.05, 4096
 QUERIES = {"attention": 2048, "omp": 512}  # for each kv head, few enough for a CPU; the default is 50,000
-# TFLOP/s and TB/s by the manufacturer, and the share that we assume is reached.
+# The manufacturer's TFLOP/s and TB/s, and the share of them that we assume.
 H200 = {"bf16": (989, 0.4), "fp64": (67, 0.5), "memory": (4.8, 0.6)}
 
 LAUNCHES, LAUNCH = 15, 10e-6  # sequential kernels in a step of the pursuit, and the seconds of each kernel
@@ -102,7 +102,7 @@ def exponents(rows: Rows) -> dict[str, float]:
 
 
 def arithmetic(tokens: int, queries: int) -> Rows:
-    """Return the costs of all layers, in bfloat16 except for the fits; `queries` is their number for each kv head."""
+    """Return the costs of all layers, in bfloat16 except for the fits. queries : their number for each kv head"""
     weights = LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * DIM + 3 * INTERMEDIATE)
     seen = {"prefill": tokens**2 / 2, "queries (repeat)": 3 * tokens**2 / 2}  # pairs of tokens
     rows = []
@@ -118,10 +118,10 @@ def arithmetic(tokens: int, queries: int) -> Rows:
     fit = 6 * queries * part * DIM + 4 * queries * left**2
     rows.append(costed("compaction, attention", "fp64", heads * fit, heads * queries * part * 28 * 8))
     gram = 2 * queries * part**2
-    rows.append(costed("compaction, omp, but for its steps", "fp64", heads * (fit + gram), rows[-1]["bytes"]))
+    rows.append(costed("compaction, omp, without its steps", "fp64", heads * (fit + gram), rows[-1]["bytes"]))
     launches = heads * left * LAUNCHES
     steps = {"operations": launches, "bytes": 0.0, "seconds": launches * LAUNCH}
-    return [*rows, {"stage": "omp, its steps, if it need not start anew", "in": "kernel launches", **steps}]
+    return [*rows, {"stage": "the steps of omp, without a restart", "in": "kernel launches", **steps}]
 
 
 def costed(stage: str, kind: str, operations: float, moved: float) -> dict[str, Any]:

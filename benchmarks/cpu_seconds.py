@@ -14,7 +14,7 @@ from benchmarks.results import Rows
 
 
 def seconds(work: Callable[[], Any], runs: int) -> float:
-    """Return the minimum CPU seconds of this process over some runs. Other work on the machine hardly changes it."""
+    """Return the minimum CPU seconds of this process over some runs. Other work on the machine hardly changes them."""
     times = []
     for _ in range(runs):
         start = time.process_time()
@@ -24,7 +24,7 @@ def seconds(work: Callable[[], Any], runs: int) -> float:
 
 
 def show(title: str, rows: Rows, keys: int) -> None:
-    """Print a table. The first `keys` columns describe a row; the timings are also divided by the first timing."""
+    """Print a table. The first `keys` columns describe a row; the rest are timings, also as multiples of the first."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="right")

@@ -1,8 +1,7 @@
-"""The cost of a distillation step: with a teacher in memory, over the vocabulary or its top k, and with a teacher
-cache.
+"""The cost of a distillation step with a teacher in memory (whole vocabulary or top k), and with a teacher cache.
 
-A teacher with t times the student's parameters costs t forward passes, where the student costs one forward and two for
-the backward pass; reading k log-probs per token costs almost nothing. The evictions are simulated before the timing.
+The student's forward pass costs 1, and its backward pass 2. A teacher with t times the student's parameters adds t.
+Reading k log-probs per token adds almost nothing. The evictions are simulated before the timing.
 
     OMP_NUM_THREADS=1 python benchmarks/distill.py      # writes benchmarks/results/distill.json
 """

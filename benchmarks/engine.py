@@ -1,8 +1,8 @@
-"""The cost of eviction in the hf engine: tokens/s with a full cache and under eviction, and the share of compactions.
+"""The cost of eviction in the hf engine: tokens/s with a full cache and under eviction; share of compactions.
 
-A decode step reads all held keys and values, so eviction reads less. It adds the policy's score and one gather per
-compaction, every `period` tokens. Runs are interleaved and medians are reported, because the machine may be noisy:
-compare the ratios.
+A decode step reads all held keys and values, so it reads less under eviction. But every `period` tokens, a compaction
+computes the policy's scores and gathers the kept entries. Runs are interleaved and medians are reported, because the
+machine may be noisy: compare the ratios.
 
     python benchmarks/engine.py                 # writes benchmarks/results/engine.json
 """

@@ -1,4 +1,4 @@
-"""Numbers of entries that decoding queries read and hold, for the benchmarks that compare caches by them."""
+"""Numbers of entries that decoding queries read and that caches hold, for benchmarks that compare caches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparse_rl.policies import make_policy
 
 
 def read_and_held(cache: Mapping[str, Any], prompt: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries per kv head that each query reads, and those held at that time, float64 [Q] each.
+    """Return the numbers of entries per kv head that each query reads, and that the cache holds, float64 [Q] each.
 
-    Summaries of pages count as entries. The policy `layered` gives means over its layers.
+    Summaries of pages count as entries. For the policy `layered`, the numbers are means over its layers.
 
     cache : the recipe's cache block
     prompt : number of tokens of the prompt

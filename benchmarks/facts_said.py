@@ -7,7 +7,7 @@ from typing import Any
 
 
 def facts_said(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    """Return the share of a document's facts that prompt and completion answer correctly, each by its first answer.
+    """Return for each document the share of its facts that are answered correctly. The first answer to a fact counts.
 
     A document states a fact as `ba=7`. The prompt ends in a question, `ba?`. The completion answers the question, and
     asks and answers further questions: `7 du? 2`.

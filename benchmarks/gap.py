@@ -3,7 +3,7 @@ rollout/verify.py.
 
     OMP_NUM_THREADS=1 python benchmarks/gap.py [--stories DIR]
 
-As a control, the recorded evictions are also replayed one position later and earlier; these gaps must exceed the bound.
+As a control, the recorded evictions are also replayed one position later and earlier; both gaps must exceed the bound.
 Writes benchmarks/results/gap.json, with the largest and the mean gap of each row, in nats.
 """
 
@@ -37,7 +37,7 @@ CACHES: list[dict[str, Any]] = [
     {"policy": "am", **BUDGET, "window": 4},
     {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2},
 ]
-DTYPES = [("float32", True), ("float32", False), ("float16", True), ("bfloat16", True)]  # and `rollout.exact`
+DTYPES = [("float32", True), ("float32", False), ("float16", True), ("bfloat16", True)]  # dtype, `rollout.exact`
 
 
 def main() -> None:

@@ -1,15 +1,15 @@
 """KVpop's retrofit on a longer running sum, measured by decoding: do learned evictions beat caches that do not learn?
 
 docs/benchmarks.md describes the comparison. For each seed, a model of the task with 12 labels is trained with a full
-cache. The smaller budget is the smallest at which streaming has an accuracy of 0.25 to 0.5 on problems of a split of
-its own; the larger is 1.25 times that. A seed without such a budget is reported as passed over. All problems are the
-same for all caches, so differences are taken problem by problem.
+cache. The smaller budget is the smallest at which streaming has an accuracy of 0.25 to 0.5 on the split `calibration`;
+the larger budget is 1.25 times the smaller. A seed without such a budget is passed over and reported. All caches get
+the same problems.
 
 The model's learning rate is 1/12.5 of the scorers', as in the papers: a tiny model that learns fast adapts to any mask.
 The oracle is the taught model under the best evictions, chosen by the attention that each token receives after it has
 left the window.
 
-A second call continues where the first stopped; a call with other seeds adds them to the file.
+A second call continues where the first stopped; a call with other seeds adds their rows to the file.
 
     python benchmarks/kvpop.py         # 100 minutes on two cores; writes benchmarks/results/kvpop.json
     python benchmarks/kvpop.py --taught-notes 0.1 --budgets 1 --out benchmarks/results/kvpop_few_notes.json
@@ -55,7 +55,7 @@ from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss
 
 LABELS, NOTES, BUDGETS = 12, 0.1, (40, 44, 48, 52, 56, 60, 64)  # a text has about 130 tokens
-LEARNING_RATE = 4e-4  # the scorers' is 5e-3
+LEARNING_RATE = 4e-4  # of the model; the scorers have 5e-3
 TASK = "tasks.running_sum.synthetic"
 UNTRAINED = Lock()  # guards torch's global generator, from which an untrained model is drawn
 NOTES_IN_TEXT = {"0-1": 1, "2-3": 3, "4-": 999}  # label -> maximum number of notes
@@ -83,8 +83,8 @@ def in_order(row: dict[str, Any]) -> tuple[Any, ...]:
 def caches(budget: int, length: float, shape: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
     """Return the cache of each arm, for a model of `shape` (layers, kv heads, head dim).
 
-    A cache holds `budget` entries at its peak, minus the entries whose bytes a scorer's state takes. DMS aims at
-    `budget` on average at the end of a text of `length` tokens.
+    A cache holds `budget` entries at its peak. If scorers have a state, the cache holds fewer entries, by the bytes of
+    the state. DMS aims at `budget` entries on average at the end of a text of `length` tokens.
     """
     window = budget // 2
     learned = {"policy": "kvpop", "sinks": 1, "window": window, "budget": budget}
@@ -124,7 +124,7 @@ def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence
 
 
 def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
-    """Return the numbers of correct and of all completions, by their number of notes."""
+    """Return label of NOTES_IN_TEXT -> the numbers of correct and of all completions with that number of notes."""
     counts = dict.fromkeys(NOTES_IN_TEXT, (0, 0))
     for line in lines:
         notes = line["completion"].count("[")
@@ -136,7 +136,7 @@ def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Example]) -> list[float]:
-    """Return KL(teacher || teacher under the best evictions) per token of each row, at the cache's sizes."""
+    """Return each row's KL(teacher || teacher under the best evictions) per token, with the sizes of `cache`."""
     policy, results = make_policy(cache).config, []
     assert isinstance(policy, KVpopPolicyConfig)
     for row in rows:
@@ -179,7 +179,7 @@ class Seed(Taught):
         return json.loads((place / "eval.json").read_text())["rows"]
 
     def calibrate(self) -> dict[int, float]:
-        """Return streaming's accuracy at each budget, on problems of a split of its own."""
+        """Return budget -> accuracy of streaming, on the problems of the split `calibration`."""
         budgets = ",".join(str(budget - 1) for budget in BUDGETS)  # at period 1 the peak is one more
         rows = self.evaluate("calibrating", self.folder / "calibration", self.start, "calibration", 256,
                              "cache={policy: streaming, sinks: 1, budget: 39, period: 1}",
@@ -318,7 +318,7 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="no seed: only the rows of the file are shown"
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="if empty, only the rows of the file are shown"
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=512)
@@ -336,7 +336,7 @@ def main() -> None:
         default=0.3,
         help="probability of a note before each line, while the task is taught",
     )
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="learning rate of the model")
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kvpop.json"))

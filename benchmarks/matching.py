@@ -2,9 +2,10 @@
 
 layer       one attention layer over a sequence, forward and backward: compactions repeated segment by segment, with
             gradients or as constants; and the evictions alone, without biases and fits, by a mask or by gathered keys
-compaction  one layer of ROWS sequences: by attention, by orthogonal matching pursuit, and G-KV's
-pursuit     our orthogonal matching pursuit, with a growing Cholesky factor, against the paper's, which solves a least
-            squares problem from scratch in each step; both choose the same entries in the same order
+compaction  one layer of ROWS sequences: Attention Matching that selects by attention or by orthogonal matching pursuit,
+            and G-KV
+pursuit     our orthogonal matching pursuit, with a growing Cholesky factor, against the paper's, which solves a new
+            least squares problem in each step; both choose the same entries in the same order
 
     OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/matching.json
 """
@@ -38,7 +39,7 @@ PURSUITS = [(512, 64, 256), (1024, 128, 512), (2048, 256, 512)]  # entries, chos
 
 
 def recorded(policy: Any, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch of one row and layer, with random evictions among the entries that compete."""
+    """Return a batch of one row and layer. Its compactions evict random entries from those outside the window."""
     generator = torch.Generator().manual_seed(0)
     further = policy.further(64, length)
     evict_at = torch.full((1, 1, HEADS, length), NEVER, dtype=torch.int32)
@@ -111,7 +112,7 @@ def compaction_row(budget: int, period: int, runs: int) -> dict[str, Any]:
 
 
 def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:
-    """Return the choice of the paper's algorithm 1: naive_pursuit, with one product instead of a loop over entries."""
+    """Return the choice of the paper's algorithm 1. Unlike naive_pursuit, compute one product per step, not a loop."""
     mass, chosen = phi.sum(-1), list[int]()
     missing = mass
     for _ in range(count):
@@ -124,7 +125,7 @@ def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:
 
 
 def pursuit_row(count: int, chosen: int, queries: int, runs: int) -> dict[str, Any]:
-    """Return timings on random keys in clusters, as in a text, after checking that all forms choose the same order."""
+    """Return timings on random keys in clusters, as in a text, and check that all variants make the same choice."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(16, DIM, generator=generator, dtype=torch.float64)
     keys = centres[torch.randint(16, (count,), generator=generator)]

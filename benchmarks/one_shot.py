@@ -1,9 +1,9 @@
 """One-shot compaction of a context: KL to the full cache on continuations, by method and by the number of kept entries.
 
 A model samples stories. The first CONTEXT tokens of a story are a context, in which the first token and the last four
-are always kept. The rest is judged under every compacted context: KL(full cache || compacted) per token, in nats. If a
-method keeps a longer end, the additional tokens count as kept entries, so it has no result at small sizes. Head budgets
-come from sensitivity curves over other contexts (rollout/context/budgets.py).
+are always kept. The rest of a story is judged after each compacted context: KL(full cache || compacted) per token, in
+nats. If a method always keeps more tokens at the end, they count as kept entries, and the method has no result at small
+sizes. Head budgets come from sensitivity curves over other contexts (rollout/context/budgets.py).
 
     OMP_NUM_THREADS=1 python benchmarks/one_shot.py MODEL     # writes benchmarks/results/one_shot.json
 """
@@ -97,14 +97,14 @@ class Judge:
         return float((full.exp() * (full - own)).sum(-1).mean())
 
     def kl(self, kept: int, settings: dict[str, Any], shares: torch.Tensor | None = None) -> list[float]:
-        """Return the KL of each context. shares : shares of the heads; None means equal shares"""
+        """Return the KL of each context. shares : each head's share of the entries; None means equal shares"""
         config = configured(kept, settings)
         counts = None if shares is None else budgets.counts(shares, config.ratio, CONTEXT, config)
         contexts = (self.engine.compact(tokens, config, self.beginnings, counts) for tokens in self.contexts)
         return [self.loss(number, context) for number, context in enumerate(contexts)]
 
     def shares(self, settings: dict[str, Any], ratio: float) -> torch.Tensor:
-        """Return head budgets at a ratio, from these contexts."""
+        """Return each head's share of the entries at a ratio, from sensitivity curves over these contexts."""
         config = configured(24, settings)
         studied = [self.engine.study(tokens, config, self.beginnings) for tokens in self.contexts]
         curves = budgets.sensitivity(studied, config, self.loss)
@@ -118,7 +118,7 @@ def configured(kept: int, settings: dict[str, Any]) -> PromptCacheConfig:
 
 
 def chosen(kept: int, settings: dict[str, Any]) -> int:
-    """Return the number of kept entries that a method chooses itself."""
+    """Return how many of the `kept` entries a method chooses. The others are additional tokens at the end."""
     return kept - (settings.get("last", LAST) - LAST)
 
 
@@ -159,9 +159,9 @@ def main() -> None:
 
 
 def tables(rows: Rows) -> list[Table]:
-    """Return the KL of each method, and for each fitted method its KL compared with the best eviction per context."""
+    """Return a table of each method's KL, and one that compares fitted methods with the best eviction per context."""
     printed = Table(title=f"KL to the full cache, ± standard error; entries left of {CONTEXT - FIRST - LAST}")
-    against = Table(title="KL over that of the best eviction without head budgets, and the difference ± standard error")
+    against = Table(title="KL / KL of the best eviction without head budgets, and the difference ± standard error")
     for table in (printed, against):
         for name in ("method", *map(str, KEPT), "seconds"):
             table.add_column(name, justify="left" if name == "method" else "right")

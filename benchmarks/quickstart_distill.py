@@ -1,8 +1,8 @@
 """Distillation on the quickstart's task, and GRPO after it.
 
 For each seed, quickstart/distill and then quickstart/grpo start from the model and the budget of `make quickstart`.
-They are compared with the quickstart's GRPO alone, and with the control: GRPO with as many updates as both together.
-Measured are the held-out KL to the full cache, and accuracies under eviction; errors are over seeds.
+The models are compared with the quickstart's GRPO alone, and with GRPO that has as many updates as both trainings (the
+control). Measured are the held-out KL to the full cache, and accuracies under eviction; errors are over seeds.
 
     make quickstart SEEDS="0 1 2"
     python benchmarks/quickstart_distill.py         # writes benchmarks/results/quickstart_distill.json

@@ -59,16 +59,16 @@ def _processor() -> str:
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of one value per seed (or text), and its standard error over them; NaN for a single value."""
+    """Return the mean of values (one per seed or text) and its standard error, which is NaN for a single value."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return statistics.mean(values), error
 
 
 def with_rows_before(out: Path, settings: dict[str, Any], rows: Rows, key: Callable[[dict[str, Any]], Any]) -> Rows:
-    """Return `rows`, and the rows of the file `out` that `rows` does not replace.
+    """Return `rows`, and the rows of the file `out` whose key no row of `rows` has.
 
-    Exits if that file has other settings. Each new row gets its own commit and date, because rows of one file may
-    differ.
+    Exits if that file has other settings. Each new row gets its own commit and date, because rows of a file may differ
+    in these.
     """
     if rows:
         how = measured()
@@ -77,7 +77,7 @@ def with_rows_before(out: Path, settings: dict[str, Any], rows: Rows, key: Calla
         return rows
     content = json.loads(out.read_text())
     if content.get("settings") != json.loads(json.dumps(settings)):
-        sys.exit(f"{out} was measured with other settings, {content.get('settings')}; remove it, or give --out")
+        sys.exit(f"{out} was measured with other settings, {content.get('settings')}; remove this file, or set --out")
     return list({key(row): row for row in [*content["rows"], *rows]}.values())
 
 

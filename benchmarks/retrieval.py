@@ -3,7 +3,7 @@
 Each model was trained by retrieval/short and retrieval/sft, with its own seed. Held-out documents have 20 facts, each
 stated 17 times. Each question is asked alone after the compacted document, and its most likely next token is judged. In
 self-study the model asks and answers its own questions after "asked:". The first token is always kept. Head budgets
-come from sensitivity curves over documents of another split (rollout/context/budgets.py), at 10 times.
+come from sensitivity curves over documents of another split, compacted to 1/10 (rollout/context/budgets.py).
 
     OMP_NUM_THREADS=1 python benchmarks/retrieval.py runs/retrieval/sft ...   # writes benchmarks/results/retrieval.json
 """
@@ -73,7 +73,7 @@ DRAWN = {  # a row -> its name in the figure
 
 
 class Judge:
-    """Documents with all questions about each, for which a model's answers after a compaction are judged."""
+    """Judges a model's answers to all questions about some documents, which are compacted first."""
 
     def __init__(self, engine: Any, tokenizer: Any, task: Retrieval, documents: int, split: str) -> None:
         self.engine = engine
@@ -89,7 +89,7 @@ class Judge:
         self.studies: dict[tuple[str, ...], list[Studied]] = {}
 
     def studied(self, config: PromptCacheConfig) -> list[Studied]:
-        """Return the documents with a method's reference queries, which are made once."""
+        """Return the documents with a method's reference queries. Each set of queries is made only once."""
         key = tuple(config.queries) if config.chooses else ()
         if key not in self.studies:
             self.studies[key] = [self.engine.study(tokens, config, [self.begins]) for tokens in self.documents]
@@ -110,7 +110,7 @@ class Judge:
         return -float(self.logprobs(number, context).gather(1, answers[:, None]).mean())
 
     def accuracy(self, config: PromptCacheConfig, shares: torch.Tensor | None = None) -> float:
-        """Return the accuracy over documents and questions. shares : shares of the heads; None means equal shares"""
+        """Return the accuracy over documents and questions. shares : each head's share of the entries; None: equal"""
         right = []
         for number, studied in enumerate(self.studied(config)):
             tokens = len(studied.whole.tokens)
@@ -120,18 +120,18 @@ class Judge:
         return float(torch.stack(right).mean())
 
     def shares(self, config: PromptCacheConfig) -> torch.Tensor:
-        """Return head budgets from these documents, at the configuration's ratio."""
+        """Return each head's share of the entries at the configuration's ratio, from these documents."""
         curves = budgets.sensitivity(self.studied(config), config, self.loss, base=config.ratio)
         return budgets.allocate(curves, budgets.RATIOS, config.ratio)
 
 
 def configured(times: int, settings: dict[str, Any], task: Retrieval) -> PromptCacheConfig:
-    """Return the configuration for a cache `times` smaller. Self-study asks as many questions as there are facts."""
+    """Return the configuration for a cache of 1/`times` of the document. Self-study asks one question per fact."""
     return PromptCacheConfig(ratio=1 / times, study_tokens=2 * task.facts, most_queries=QUERIES, **settings)
 
 
 def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return method -> the accuracy at each ratio. Methods that choose no entries repeat one accuracy."""
+    """Return method -> the accuracy at each ratio. A method that chooses no entries has one accuracy at all ratios."""
     engine = make_engine("hf", model=model_directory(model), policy="full", max_batch=128)
     tokenizer = load_tokenizer(model_directory(model))
     judge = Judge(engine, tokenizer, task, options.documents, "evaluation")
@@ -192,7 +192,7 @@ def draw(accuracies: dict[str, list[list[float]]], times: Sequence[int], out: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="runs of retrieval/sft; no model: only the figure is drawn")
+    parser.add_argument("models", nargs="*", help="runs of retrieval/sft; if empty, only the figure is drawn")
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--calibration", type=int, default=2, help="number of documents for head budgets")
     parser.add_argument("--facts", type=int, default=20)

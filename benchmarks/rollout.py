@@ -1,9 +1,9 @@
 """The gain of eviction in the vLLM engine: tokens/s, peak blocks, concurrent requests, preemptions, compaction.
 
-equal memory     a pool for 4 whole sequences, and 32 requests; with eviction all requests run concurrently
-equal batch      a pool for all requests; eviction reads less, but compacts. On a CPU with a tiny model the limit
-                 is the fixed cost of a step, on a GPU the bytes of the cache; so compare ratios
-layers of 0.5B   equal batch on 3 layers of Qwen2.5-0.5B's shape: the share of compaction in a step of a real model
+equal memory     blocks for 4 sequences without evictions, and 32 requests; with eviction all requests run concurrently
+equal batch      blocks for all requests; a step reads less under eviction, but compactions take time. On a CPU with a
+                 tiny model the fixed cost of a step dominates, on a GPU the bytes of the cache; so compare ratios
+layers of 0.5B   as equal batch, on 3 layers of Qwen2.5-0.5B's shape: the share of compactions in a real model's step
 
 The full cache is vLLM's own, with only our sampler. Runs are interleaved, and medians are reported.
 
@@ -78,7 +78,7 @@ QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
 def save_model(
     shape: PretrainedConfig, cache: dict[str, Any], folder: Path, device: str = "cpu", dtype: str = "float32"
 ) -> Path:
-    """Save a random model of a shape. Scorers of a learned cache are random too, so that they do not rank by recency.
+    """Save a random model of a shape. A learned cache's scorers are random too: new scorers would rank by recency.
 
     device, dtype : device on which the weights are drawn, and their dtype
     """
@@ -100,7 +100,7 @@ def save_model(
 
 
 class Watch:
-    """Counts the events in an in-process engine since its construction or `reset`."""
+    """Counts the events in an engine of this process since the last `reset`."""
 
     def __init__(self, engine: Any) -> None:
         from rollout.vllm.compat.paged import live_state
@@ -161,7 +161,7 @@ def open_engine(
 ) -> Any:
     """Return a vLLM engine for `requests` sequences of `length` tokens.
 
-    blocks : blocks of the pool; None leaves the size of the pool to `options`
+    blocks : number of blocks of the pool; None leaves this number to `options`
     """
     if blocks is not None:
         layers, heads, dim = cache_shape(shape)
@@ -176,8 +176,8 @@ def open_engine(
 def run(engine: Any, watch: Watch, prompts: list[list[int]], tokens: int) -> dict[str, float]:
     """Sample `tokens` tokens after each prompt, and return the speed and the counts of `watch`.
 
-    decoded_per_second counts from the end of the prefill of all prompts; it is left out if the engine could not run all
-    requests concurrently.
+    decoded_per_second starts when all prompts have been read. It is left out if the engine could not run all requests
+    concurrently.
     """
     watch.reset()
     start = now()
@@ -219,7 +219,7 @@ def main() -> None:
         "--tokens",
         type=int,
         default=LENGTH - PROMPT,
-        help="sampled per request; half of it at equal batch, a quarter on the larger layers",
+        help="tokens sampled per request; half of them at equal batch, a quarter on the larger layers",
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))

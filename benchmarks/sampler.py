@@ -1,9 +1,9 @@
-"""The sampler against its plain reference, which sorts the vocabulary; and its CDF against a CDF in two levels.
+"""The sampler against its plain reference, which sorts the vocabulary; and the sampler's CDF against a two-level CDF.
 
-The two levels are sums over chunks of the vocabulary, and then the tokens of one chunk. They round differently from one
-scan, so a row whose draw is within the rounding bound of a border between two tokens is drawn again by the scan. To
-find such rows, a GPU must be synchronised in every step. The last measurement counts how often top-p would leave other
-tokens if the whole ranked list were not summed.
+The sampler's CDF is one scan over the vocabulary. The two-level CDF sums chunks of the vocabulary, and then scans one
+chunk. Its rounding differs: a row whose draw is too close to a border between two tokens is drawn again by the scan. To
+find such rows, a GPU must be synchronised in every step. The last measurement counts how often top-p would keep other
+tokens if the ranked probabilities were not normalised first.
 
     OMP_NUM_THREADS=1 python benchmarks/sampler.py      # writes benchmarks/results/sampler.json; takes minutes
 """
@@ -60,7 +60,7 @@ def by_scan(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the same tokens. In any order, sums of V numbers >= 0 differ by less than V 2^-52 of their total."""
+    """Return the tokens of `by_scan`. In any order, sums of V numbers >= 0 differ by less than V 2^-52 of the total."""
     rows, size = logprobs.shape
     mass = logprobs.new_zeros(rows, -(-size // CHUNK) * CHUNK, dtype=torch.float64)
     mass[:, :size].copy_(logprobs).exp_()
@@ -108,7 +108,7 @@ def measure(rows: int, size: int, runs: int) -> dict[str, Any]:
 
 
 def cut_elsewhere(deviation: float, rows: int = 192, size: int = 151_936, top_p: float = 0.95) -> int:
-    """Return the number of rows in which top-p leaves other tokens if the ranked list is not summed before the cut."""
+    """Return the number of rows in which top-p keeps other tokens if the ranked list is not normalised before."""
     generator, count = torch.Generator().manual_seed(0), 0
     for _ in range(rows):
         logprobs = (deviation * torch.randn(1, size, generator=generator)).log_softmax(-1)
@@ -139,7 +139,7 @@ def main() -> None:
         table.add_row(size, "its CDF: scan, two levels", f"{scan:.3g}", f"{levels:.3g}", f"{scan / levels:.3g}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    console.print("Rows of 192 that top-p 0.95 cuts elsewhere if the ranked list is not added up, by deviation:", cuts)
+    console.print("Rows of 192 that top-p 0.95 cuts elsewhere if the list is not normalised, by deviation:", cuts)
 
 
 if __name__ == "__main__":

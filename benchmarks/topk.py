@@ -1,6 +1,6 @@
 """running_topk compared with the obvious implementation: a Fenwick tree over ranks, one token at a time.
 
-The parallel form does O(S log S) work in ceil(log2 S) passes of sequential reads; the tree does as much work in S
+On S tokens, running_topk does O(S log S) work in ceil(log2 S) parallel passes; the tree does as much work in S
 dependent steps. On a CPU the compiled tree is the fastest alternative per core. On a GPU each step waits for memory, so
 only parallel passes are fast. The time of running_topk includes the sort that makes the ranks; the time of the trees
 does not.
@@ -94,7 +94,7 @@ def compile_fenwick(folder: Path) -> Any:
 
 
 def triton_fenwick() -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return the Triton tree: one program per row, with the tree in global memory, which the L2 cache holds."""
+    """Return the Triton tree: one program per row, with the tree in global memory (it fits into the L2 cache)."""
     from benchmarks.fenwick_triton import fenwick  # not on a CPU
 
     return fenwick

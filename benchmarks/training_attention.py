@@ -1,7 +1,7 @@
 """The cost of attention under evictions in training on a CPU: CPU seconds, forward and backward, on one thread.
 
-Measured are one attention layer, and a model of four layers, on one sequence whose evictions keep the best uniform
-scores. The columns are PyTorch's causal SDPA in float32, and
+Measured are one attention layer, and a model of four layers, on one sequence of S tokens. The evictions keep the tokens
+with the best random scores. The columns are PyTorch's causal SDPA in float32, and
 
     masks       SDPA under S x S masks, in float64 (`attention_kernel: sdpa`)
     gather      SDPA over the keys that a chunk of queries sees, in float64: the choice of `auto` on a CPU

@@ -6,7 +6,7 @@ A reward is called as TRL calls it, `fn(completions, **columns) -> list[float | 
 
 - `completions` has one entry per completion: a string, or a conversation (a list of messages with "role" and
   "content"). `rewards.text.completion_text` reads both.
-- `columns` holds the columns of the dataset (`answer`, ...), with one entry per completion, and values from TRL:
+- `columns` holds the columns of the dataset (`answer`, ...), each with one entry per completion, and TRL's values
   `prompts`, `completion_ids` (token ids), `trainer_state`, `log_metric(name, value)` and `log_extra(name, values)`.
 - None means that a completion cannot be scored. This reward then leaves the completion out, without punishment.
 
@@ -14,13 +14,13 @@ Adding a reward here
 --------------------
 1. Write one file with one class, and name the file after the property that the reward scores. `__init__` has
    keyword-only parameters, and raises a ValueError with the name of a wrong parameter. `__call__(self, completions,
-   **columns)` declares each column that it needs as an argument, and checks it with `rewards.text.require_column`.
+   **columns)` has an argument for each needed column, and checks the column with `rewards.text.require_column`.
 2. Set the class attribute `__name__`: the name in recipes and in metrics. Instances must survive pickling.
-3. Add one line to REWARDS below, and add tests to `tests/rewards/`, which also tests every entry on adversarial texts.
+3. Add one line to REWARDS below, and tests to `tests/rewards/`, where every entry is also tested on adversarial texts.
 
 A reward of your own needs no change in this package. A recipe may name a function, or a class like those in this
-package, in a file ("mine.py:function") or by a dotted path ("my_package.module:function"), which is looked up in the
-working directory and on the Python path (own.py). The parameters in the recipe are passed as keyword arguments.
+package, in a file ("mine.py:function") or by a dotted path ("my_package.module:function"). A dotted path is looked up
+in the working directory, then on the Python path (own.py). The recipe's parameters are passed as keyword arguments.
 """
 
 import functools
@@ -42,7 +42,7 @@ from rewards.short_answer import ShortAnswerReward
 __all__ = ["REWARDS", "Reward", "make_rewards"]
 
 Reward = Callable[..., list[float | None]]
-"""A reward, called as fn(completions, **columns). Returns a number per completion, or None if it cannot be scored."""
+"""A reward, called as fn(completions, **columns). Returns a number per completion, or None for "cannot be scored"."""
 
 REWARDS: dict[str, type] = {
     "math": MathReward,
@@ -101,7 +101,7 @@ def _make_reward(spec: str | Mapping[str, Any]) -> tuple[Reward, str, float]:
             raise
         except BaseException as error:  # a user's class may raise anything
             raise ValueError(f"reward {name!r} cannot be made: {type(error).__name__}: {error}") from error
-    elif params:  # a partial, because TRL unwraps it to find the name and to see if the function is async
+    elif params:  # a partial: TRL unwraps it to find out the name, and whether the function is async
         inner, target = target, functools.partial(target, **params)
         functools.update_wrapper(target, inner, updated=())
     return target, getattr(target, "__name__", type(target).__name__), float(weight)

@@ -1,4 +1,4 @@
-r"""The reward `boxed` checks if the content of the last ``\boxed{...}`` equals the gold answer as a string."""
+r"""The reward `boxed` checks whether the content of the last ``\boxed{...}`` equals the gold answer as a string."""
 
 from collections.abc import Sequence
 from typing import Any

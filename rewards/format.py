@@ -1,4 +1,4 @@
-"""The reward `format` checks if a completion has the required format. It does not check if the answer is right."""
+"""The reward `format` checks whether a completion has the required format, not whether the answer is right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ STYLES = ("boxed", "think")
 class FormatReward:
     r"""Scores 1.0 if the completion has the required format, else 0.0.
 
-    style : ``boxed`` requires exactly one ``\boxed{...}``, closed and not empty, in the answer part, which is the text
-        after the last ``</think>``, or the whole text if there is no ``</think>``. A ``<think>`` that is not closed
-        scores 0.0. A ``</think>`` without ``<think>`` is allowed, because many chat templates write the opening tag
-        into the prompt. ``think`` is TRL's `think_format_reward`: the text must start with ``<think>`` and contain the
-        closing tag
+    style : ``boxed`` requires that the answer part has exactly one ``\boxed{...}``, closed and not empty. The answer
+        part is the text after the last ``</think>``, or the whole text if there is no ``</think>``. A ``<think>`` that
+        is not closed scores 0.0. A ``</think>`` without ``<think>`` is allowed, because many chat templates write the
+        opening tag into the prompt. ``think`` is TRL's `think_format_reward`: the text must start with ``<think>`` and
+        contain the closing tag
     """
 
     __name__ = "format"

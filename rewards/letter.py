@@ -1,7 +1,7 @@
-r"""The reward `letter` checks if a completion states the letter of the right option of a multiple-choice question.
+r"""The reward `letter` checks whether a completion states the right letter in answer to a multiple-choice question.
 
-A statement of an answer is the last ``\boxed{...}``, or a phrase such as "Answer:", "the answer is" or "the correct
-option is". Its letter, from A to Z in upper case, must come first, as in C, (C), ``\text{C}``, option C or C) 12 m.
+A statement is the content of the last ``\boxed{...}``, or the text after a phrase such as "Answer:", "the answer is" or
+"the correct option is". A statement begins with an upper-case letter: C, (C), ``\text{C}``, option C, C) 12 m.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from rewards.text import BOX, completion_text, gold_text, require_column, until_closed
 
-FAR = 100  # characters after a phrase that are read
+FAR = 100  # number of characters that are read after a phrase
 
 _SPACE = re.compile(r"\\[ ,;:!]|\\q?quad(?![a-zA-Z])|~")
 _STYLE = re.compile(r"\\(?:text|math)[a-zA-Z]*|\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[()\[\]]|[$*`\"“”'‘’]")
@@ -49,10 +49,9 @@ def _first_letter(statement: str) -> str | None:
 
 
 class LetterReward:
-    """Scores 1.0 if the last statement of a letter in a completion has the letter of the gold answer, else 0.0.
+    """Scores 1.0 if the letter that a completion states last is the letter of the gold answer, else 0.0.
 
-    A completion that states no letter scores 0.0. If the gold answer is no letter, such as C or (C), the reward is
-    None.
+    A completion that states no letter scores 0.0. The reward is None if the gold answer is not a letter (C, (C) or C.).
     """
 
     __name__ = "letter"

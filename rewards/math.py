@@ -1,4 +1,4 @@
-r"""The reward `math` checks if the final answer has the same value as the gold answer, according to math-verify.
+r"""The reward `math` checks whether the final answer has the same value as the gold answer, according to math-verify.
 
 The answer of a completion is the content of its last ``\boxed{...}``, or else the answer that math-verify finds at the
 end of the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the main thread. Therefore
@@ -27,7 +27,7 @@ class MathReward:
     timeout : seconds of processor time for one comparison; a comparison that takes longer scores 0.0. Comparisons that
         need more than half a second are run again after all others, and share 2 * `timeout` seconds per worker
     workers : maximum number of worker processes, of about 100 MB each; they start on first use
-    require_boxed : True scores 0.0 if there is no box; False then looks for an answer in the text
+    require_boxed : if there is no box, True scores 0.0, and False looks for an answer in the text
 
     If `log_metric` is passed, each call logs `rewards/unparseable_gold`, the number of completions with reward None,
     and `rewards/math_timeout`, the number of completions that scored 0.0 because the comparison took too long.
@@ -104,5 +104,6 @@ class MathReward:
             "math reward: the gold answer %s cannot be parsed; its completions get no reward (None). Write it as "
             "LaTeX, put words in \\text{...}, or use the 'boxed' reward for exact text.%s",
             gold,
-            " Further ones are only counted, in rewards/unparseable_gold." * (len(self._reported) == WARNING_LIMIT),
+            " Further ones are not shown, but counted: rewards/unparseable_gold."
+            * (len(self._reported) == WARNING_LIMIT),
         )

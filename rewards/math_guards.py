@@ -1,4 +1,4 @@
-"""Guards against errors of math-verify: removes parts that math-verify misreads, and rejects wrong answers it accepts.
+"""Guards against errors of math-verify: removes what math-verify misreads, rejects what math-verify wrongly accepts.
 
 `read` normalises an answer (`math_spelling.py`) and separates the unit and the base of the number, which math-verify
 does not handle. `refused` finds answers that math-verify would accept although they differ from the gold answer. A
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
 
 
 def read(answer: str, *, keep_name: bool = True) -> Reading | None:
-    """Normalise an answer and separate its unit and base. None means that words next to a number change its value.
+    """Normalise an answer, and separate unit and base. None means that a word after the number changes its value.
 
     keep_name : False removes the name of a variable in front of the value, so that x=5 becomes 5
     """
@@ -239,7 +239,7 @@ def values(gold: Reading, response: Reading) -> list[str]:
 def sides(response: str, gold: str) -> list[str]:
     """Return the parts of the answer that must all equal the gold answer.
 
-    For an equation these are all its numbers, so that 5=6 does not equal 6; otherwise it is the whole answer.
+    The parts of an equation are all its numbers, so that 5=6 does not equal 6. Any other answer is one part.
     """
     if "=" in gold or "=" not in response or r"\neq" in response:
         return [response]

@@ -60,7 +60,7 @@ class Worker:
             raise
 
     def ask(self, request: dict[str, Any], limit: float) -> bool | None:
-        """Return the worker's answer to a request. None means that it took more than `limit` seconds of processor time.
+        """Return the worker's answer. None means that the request took more than `limit` seconds of processor time.
 
         Raises TimeoutError if the worker does not answer within STALL * limit + GRACE seconds, and WorkerDied if it
         died.
@@ -120,7 +120,7 @@ class MathPool:
         self._slots = threading.BoundedSemaphore(self.size)
 
     def map(self, requests: list[dict[str, Any]]) -> list[bool | None]:
-        """Return True, False or None for each request. None: it exceeded its limit, or workers died twice."""
+        """Return True, False or None for each request. None: the request exceeded its limit, or two workers died."""
         if self._pid != os.getpid():  # after a fork: the workers belong to the parent, and locks may be held
             self._start_afresh()
             _kill_all(self._idle)

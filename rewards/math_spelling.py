@@ -200,7 +200,7 @@ def spelt(answer: str) -> str:
 
 
 def _coordinates(latex: str) -> str:
-    """Turn x=2, y=-3 into (2,-3), sorted by name if the names are consecutive letters; x=2 or x=-3 into 2,-3."""
+    """Turn x=2, y=-3 into (2,-3), in the order of the names if these are consecutive letters; x=2 or x=-3 into 2,-3."""
     inside = re.sub(r"^\(|\)$|^\\\{|\\\}$|\\(?:begin|end)\s*\{cases\}", "", latex)
     parts = [_NAMED.fullmatch(part) for part in _NEXT_NAME.split(inside)]
     named = [(part[1], len(part[2]), part[2], part[3].strip()) for part in parts if part]

@@ -31,14 +31,12 @@ _COMMANDS = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|operatorname|begin|
 
 
 def is_prose(text: str) -> bool:
-    """Return True if two words stand side by side outside of LaTeX commands: a sentence, not an expression like xy +
-    yz.
-    """
+    """Return True if two words stand side by side outside of LaTeX commands, as in a sentence but not in xy + yz."""
     return bool(_TWO_WORDS.search(_COMMANDS.sub("|", text)))
 
 
 def parse(source: str) -> list:
-    """Parse a text with math-verify. Return the expressions, which their source string may follow, or []."""
+    """Parse a text with math-verify. Return [], or a list of expressions, which may end with the source as a string."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 

@@ -15,8 +15,8 @@ def own_reward(name: str) -> Any:
     """Load the object that a path names.
 
     `mine.py:reward` is loaded from the file mine.py. `mine:reward` or `package.mine:reward` is loaded from the working
-    directory if it contains this module, else from an installed module. A dot may replace the colon. Errors of the
-    user's module are raised unchanged; a missing file or object raises FileNotFoundError, AttributeError or
+    directory if that contains the module, else from an installed module. `mine.reward` means `mine:reward`. Errors of
+    the user's module are raised unchanged. A missing file or object raises FileNotFoundError, AttributeError or
     ImportError.
     """
     module, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
@@ -35,7 +35,7 @@ def own_reward(name: str) -> Any:
 def _load(file: Path, folder: Path, module: str) -> ModuleType:
     """Load a file as a module under a unique name, so that it neither hides an installed module nor is hidden by one.
 
-    The module's imports are also looked up in `folder`, last.
+    The module's own imports are looked up in `folder` too, after all other places.
     """
     file, place = file.resolve(), str(folder.resolve())
     package = ModuleType(f"from {place}".replace(".", "_"))  # allows relative imports of neighbouring files

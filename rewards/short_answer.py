@@ -1,4 +1,4 @@
-"""The reward `short_answer` checks if the first line of a completion is one of the true answers, each a few words long.
+"""The reward `short_answer` checks whether the first line of a completion is a true answer of a few words.
 
 The rules are from the published evaluation script of LuKA, whose "exact match" is `match: contained` here. Answers are
 normalised as in SQuAD's official evaluation.
@@ -22,8 +22,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def short_answer(completion: str) -> str:
     """Return the first line of a completion.
 
-    If the line has more than LONG_LINE characters, and its first sentence more than SHORT_SENTENCE, return that
-    sentence.
+    If the line has more than LONG_LINE characters, return only its first sentence, unless this sentence has at most
+    SHORT_SENTENCE characters.
     """
     line = completion.lstrip().partition("\n")[0].rstrip()
     end = _SENTENCE_END.search(line) if len(line) > LONG_LINE else None
@@ -41,9 +41,9 @@ class ShortAnswerReward:
     The true answers of each problem are a list of texts in the column `answers`. An answer that is empty after
     normalisation does not match any text.
 
-    match : exact means that the two answers are equal; contained means that one of them contains the other as a
-        substring, as `heart` contains `art`
-    unanswerable : score if the list of true answers is empty: wrong (0.0 for every completion) or left_out (None)
+    match : `exact`: the two answers are equal; `contained`: one of them contains the other as a substring, as heart
+        contains art
+    unanswerable : score if the list of true answers is empty: `wrong` (0.0 for every completion) or `left_out` (None)
     """
 
     __name__ = "short_answer"

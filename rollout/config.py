@@ -28,12 +28,11 @@ class SamplingConfig(Configuration):
     top_k : sampling is restricted to the top_k most likely tokens; None means all
     n : completions per prompt
     seed : random seed; None draws a fresh one
-    stop_token_ids : tokens that end a completion, and are included in it; None means the model's end-of-sequence tokens
-    ignore_eos : if stop_token_ids is None, only max_tokens ends a completion
-    forced : tokens that every completion gets from step `forced_from` on, whatever the model predicts
+    stop_token_ids : tokens that end a completion (the last token of the completion is then a stop token); None means
+        the model's end-of-sequence tokens
+    ignore_eos : True means no stop tokens if stop_token_ids is None: only max_tokens then ends a completion
+    forced : tokens that replace the sampled tokens in every completion, from completion token `forced_from` on
     forced_from : number of completion tokens before the forced ones
-
-    Raises UserError if a value is not allowed.
     """
 
     max_tokens: PositiveInt
@@ -49,7 +48,7 @@ class SamplingConfig(Configuration):
 
     @property
     def truncated_support(self) -> bool:
-        """True if top-p or top-k cuts the distribution, so that `logprobs` differ from `model_logprobs`."""
+        """True if top-p or top-k cuts the distribution, so that `Rollout.logprobs` and `model_logprobs` differ."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
 
 
@@ -57,16 +56,16 @@ class SamplingConfig(Configuration):
 class RolloutConfig(Configuration):
     """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
 
-    engine : hf is the reference engine; vllm is fast and keeps its own copy of the weights; auto is vllm if it is
-        installed and supports the model, else hf
+    engine : hf is the reference engine; vllm is fast and keeps its own copy of the weights; auto is vllm if
+        vLLM is installed and supports the model, else hf
     max_batch : maximum number of sequences that are sampled at the same time
     progress : show a progress bar
-    kv_cache_gb : maximum GiB for keys and values (never more than max_batch sequences can fill); None means the memory
-        that gpu_memory_utilization leaves, or 1 on a CPU
-    gpu_memory_utilization : the engine's share of the GPU's memory, including its weights
+    kv_cache_gb : maximum GiB for keys and values; vllm never takes more than max_batch sequences can fill. None means
+        1 on a CPU, and on a GPU the memory that gpu_memory_utilization leaves
+    gpu_memory_utilization : share of the GPU's memory for the engine's weights and cache together
     tensor_parallel : number of GPUs that one engine is spread over; not available in training
-    max_model_len : maximum length of prompt + completion; None means max_prompt_tokens + max_completion_length, or the
-        model's own limit
+    max_model_len : maximum length of prompt + completion; None means max_prompt_tokens + max_completion_length; without
+        max_prompt_tokens, it means the model's own limit
     sleep : in training, release the engine's GPU memory while the weights are updated
     full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one graph per
         layer; written without a GPU and never run on one
@@ -89,8 +88,8 @@ class RolloutConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
-    """The sampling engine, which does not share the GPU with training, as in `sparse-rl serve`. The keys from
-    kv_cache_gb to full_graphs apply only to vllm.
+    """The sampling engine. It does not share the GPU with a training. The keys from kv_cache_gb to full_graphs apply
+    only to vllm.
     """
 
     gpu_memory_utilization: Fraction = ALONE

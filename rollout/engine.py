@@ -1,6 +1,6 @@
 """Interface of an engine, which takes prompts and returns sampled completions with log-probs and eviction traces.
 
-This file depends neither on torch modules nor on the internals of policies. hf.py is the reference implementation.
+hf.py is the reference implementation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_ROWS = 4
 
 
 def sampling_stage(requests: Sequence[Request], shown: bool) -> AbstractContextManager[Stage]:
-    """Return the progress stage in which an engine samples these requests, or decodes their given completions."""
+    """Return the progress stage for these requests: "decoding" if their completions are given, else "sampling"."""
     name = "decoding" if requests and requests[0].forced is not None else "sampling"
     return stage(name, total=len(requests), unit="sequence", shown=shown)
 
@@ -39,8 +39,8 @@ class Rollout:
     prompt_ids, completion_ids : token ids
     logprobs : log-prob of each completion token under the sampling distribution (after temperature, top-p, top-k)
     model_logprobs : log-prob of each completion token before top-p and top-k; replay is compared with these log-probs
-    trace : eviction trace; len(trace) = prompt + completion
-    finish_reason : "stop" (a stop token ends the completion) or "length" (truncated)
+    trace : eviction trace; len(trace) = number of tokens of prompt and completion
+    finish_reason : "stop" (a stop token ends the completion) or "length" (max_tokens is reached)
 
     Raises TraceError if the trace cannot have been recorded with this prompt (`EvictionTrace.check`).
     """
@@ -66,7 +66,7 @@ class Prefilled(Protocol):
     def queries(self, layer: int) -> Tensor:
         """Return the last W queries of each row in one layer, oldest first: [B, Hq, W, D].
 
-        W is the number of queries that the policy scores with. Raises UserError if it does not score with queries.
+        W is `policy.last_queries`, the number of queries with which the policy scores. Raises UserError if W is 0.
         """
         ...
 
@@ -89,8 +89,8 @@ class Engine(Protocol):
         """Sample `sampling.n` completions of each prompt. Returns len(prompts) * n rollouts, prompt by prompt.
 
         prompts : token ids
-        context : a context compacted by `HFEngine.compact`; each prompt continues it, and `prompt_ids` of each rollout
-            begins with its tokens. Tokens after the context are never evicted.
+        context : a context that `HFEngine.compact` has compacted, and that every prompt continues. `prompt_ids` of each
+            rollout then begins with the context's tokens, and the tokens after the context are never evicted
 
         Raises UserError on an empty prompt, and NotFiniteError at the first step with a log-prob that is not finite.
         """
@@ -105,9 +105,9 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Record the log-probs and evictions that `generate` would have recorded, had it sampled these completions.
 
-        Returns one rollout per prompt, computed exactly as in decoding. `logprobs` are computed at `temperature`.
+        Returns one rollout per prompt, decoded token by token as in sampling. Log-probs are computed at `temperature`.
 
-        context : a compacted context that the prompts continue; None means that there is none
+        context : a compacted context that every prompt continues; None means that there is none
 
         Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
         """
@@ -123,16 +123,16 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights in the engine's copy of the model.
 
-        weights : (name in a Hugging Face checkpoint, tensor [...] of the weight's shape)
+        weights : pairs (name in a Hugging Face checkpoint, tensor [...] of the weight's shape)
 
         Raises UserError if the engine's model has no weight of that name and shape.
         """
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Return digests of the weights of learned scorers that the engine samples with.
+        """Return stored name -> digest of each kv head, for the weights of the policy's scorers; {} without scorers.
 
-        Keys are the stored names (kvpop/scorers/base.py). Empty if the policy has no scorers.
+        `head_digests` in kvpop/scorers/base.py computes the digests.
         """
         ...
 

@@ -34,7 +34,7 @@ PART = 64  # number of lines read at a time when there are no trace files
 class Part:
     """Rollouts on consecutive lines of completions.jsonl.
 
-    file : the file of their traces, or completions.jsonl if there are no trace files
+    file : the file of the rollouts' traces, or completions.jsonl if there are no trace files
     line : line of the first rollout in completions.jsonl, counted from 1
     """
 
@@ -48,10 +48,10 @@ Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
 
 @contextmanager
 def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
-    """Write the files of a folder, replacing the files of an earlier call.
+    """Write rollouts to the files of a folder. The files of an earlier call are replaced.
 
-    Yields a function `add(rollouts, further)` that writes one part. `further` has, for each rollout, additional keys
-    and values for its line of completions.jsonl.
+    Yields a function `add(rollouts, further)`, which appends rollouts. `further` holds one mapping per rollout: further
+    keys and values for the rollout's line of completions.jsonl.
     """
     for earlier_file in folder.glob(TRACES):
         earlier_file.unlink()
@@ -85,7 +85,7 @@ def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _in_float32(number: float) -> float:
-    """Round a float32 number to 9 digits, the fewest that always identify it."""
+    """Round a float32 number to 9 significant digits, the fewest that identify every float32 number."""
     return float(f"{number:.9g}")
 
 
@@ -99,13 +99,13 @@ class RolloutFiles:
     def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
         """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads : the model's numbers, to build traces if nothing could be evicted and there are no trace files
+        layers, kv_heads : the model's numbers; traces are built from them if there are no trace files
 
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
         files = sorted(self.folder.glob(TRACES))
         if self.origin.evicts and not files:
-            raise UserError(f"{self.folder} lacks its traces, {TRACES}: copy them too, or sample anew")
+            raise UserError(f"{self.folder} lacks its traces, {TRACES}: copy the trace files too, or sample again")
         count = 0
         with self._opened() as log:
             lines = enumerate(log, start=1)
@@ -114,7 +114,7 @@ class RolloutFiles:
                 loaded = list(islice(lines, len(traces)))
                 if len(loaded) < len(traces):
                     wrong = f"holds {len(traces)} traces, but {COMPLETIONS} has only {len(loaded)} lines left"
-                    raise UserError(f"{file} {wrong}: they were not written by one call; sample anew")
+                    raise UserError(f"{file} {wrong}: the two files were not written by one call; sample again")
                 pairs = zip(loaded, traces, strict=True)
                 yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
                 count += len(traces)
@@ -124,9 +124,9 @@ class RolloutFiles:
                 count += len(loaded)
             if next(lines, None) is not None:
                 wrong = f"{COMPLETIONS} has more lines than the {count} traces"
-                raise UserError(f"{self.folder}: {wrong}; copy the missing trace files, or sample anew")
+                raise UserError(f"{self.folder}: {wrong}; copy the missing trace files, or sample again")
         if not count:
-            raise UserError(f"{self.folder / COMPLETIONS} is empty; sample anew")
+            raise UserError(f"{self.folder / COMPLETIONS} is empty; sample again")
 
     @contextmanager
     def _opened(self) -> Iterator[Iterator[str]]:
@@ -142,18 +142,18 @@ class RolloutFiles:
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:
-            problem = error.message if isinstance(error, UserError) else f"it is not JSON ({error})"
+            problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
         tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
         if len(rollout.trace) != tokens:
-            line = f"line {number} of {COMPLETIONS} has {tokens}: they do not belong together"
+            line = f"line {number} of {COMPLETIONS} has {tokens}: the two files do not belong together"
             raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, but {line}")
         return rollout
 
     def _parsed(self, text: str, trace: EvictionTrace | tuple[int, int]) -> Rollout:
         line = json.loads(text)
         if not isinstance(line, dict):
-            raise UserError("it is not a mapping")
+            raise UserError("the line is not a mapping")
         prompt, completion = (_ids(line, name, self.origin.vocabulary) for name in ("prompt_ids", "completion_ids"))
         logprobs = model_logprobs = _logprobs(line, "logprobs", len(completion))
         if self.origin.sampling.truncated_support:
@@ -166,7 +166,7 @@ class RolloutFiles:
 
 def _ids(line: Mapping[str, Any], name: str, vocabulary: int) -> list[int]:
     if not isinstance(line.get(name), list):
-        raise UserError(f"it has no list {name}")
+        raise UserError(f"the line has no list {name}")
     try:
         return token_ids([line[name]], vocabulary)[0]
     except UserError as error:
@@ -176,9 +176,9 @@ def _ids(line: Mapping[str, Any], name: str, vocabulary: int) -> list[int]:
 def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:
     loaded = line.get(name)
     if not isinstance(loaded, list):
-        raise UserError(f"it has no list {name}: the log-probs of the sampled tokens are missing; sample anew")
+        raise UserError(f"the line has no list {name}: the log-probs of the sampled tokens are missing; sample again")
     if any(type(value) not in (float, int) or not -math.inf < value <= 0 for value in loaded):
         raise UserError(f"{name} has a value that is not a log-prob, which is a finite number <= 0")
     if len(loaded) != tokens:
-        raise UserError(f"it has {len(loaded)} {name}, but {tokens} completion_ids")
+        raise UserError(f"the line has {len(loaded)} {name}, but {tokens} completion_ids")
     return loaded

@@ -1,8 +1,7 @@
 """The reference engine, which other engines must match: plain transformers forward passes over caches that shrink.
 
-Each distinct prompt is prefilled once. Finished rows are frozen, and are removed from the batch once they make up half
-of it. A prompt gives the same tokens and traces if it is sampled alone, in a batch or in another order. The engine does
-not handle text, rewards or training.
+Each distinct prompt is prefilled once. When a sequence ends, its row is frozen; once half of a batch's rows are frozen,
+they are removed. A prompt gives the same tokens and traces if it is sampled alone, in a batch or in another order.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Row:
 class HFEngine:
     """Samples from any model of the supported families, under any policy.
 
-    model : a directory, or a live module, from which the engine samples directly (no copy, no stale weights)
+    model : a directory, or a live module; the engine samples from a live module itself, not from a copy
     dtype : dtype of the weights if `model` is a directory
     device : device on which to load the model; ignored for a live module
     max_batch : maximum number of sequences that are sampled at the same time
@@ -141,12 +140,12 @@ class HFEngine:
 
         tokens : token ids of the context
         study_prompts : prompts about the context, for reference queries of the kind self_study
-        counts : number of entries that each kv head keeps, [layer][kv head]; None means that `config` determines the
-            numbers (budgets.py)
-        on_stage : called with the name of each stage when it begins
+        counts : number of entries that each kv head keeps besides the first and last ones, [layer][kv head]; None means
+            that `config` determines the numbers (budgets.py)
+        on_stage : called with the name of each stage when the stage begins
 
-        Raises UserError if the context is no longer than `first` + `last`, if `config` has the query kind self_study
-        but `study_prompts` is empty, and if the file of head budgets was made for a model of another shape.
+        Raises UserError if the context has at most `config.first` + `config.last` tokens, if `config.queries` contains
+        self_study but `study_prompts` is empty, or if `config.budgets` was made for a model of another shape.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
@@ -164,7 +163,7 @@ class HFEngine:
     ) -> Studied:
         """Prefill a context and compute its reference queries, from which compactions of any size can be made.
 
-        The arguments and errors are those of `compact`, except for the head budgets.
+        Arguments and errors are those of `compact`, without `counts` and the errors of `config.budgets`.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         study_ids = token_ids(study_prompts, self.model.config.vocab_size)
@@ -282,7 +281,7 @@ class HFEngine:
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue
-                # `logprobs` is -inf if a forced token is outside top-p or top-k
+                # `logprobs` is not checked: it is -inf if a forced token is outside top-p or top-k
                 if not math.isfinite(model_logprobs[i]):
                     prompt_and_sample, dtype = (
                         divmod(row.request.place, sampling.n),
@@ -314,7 +313,7 @@ class HFEngine:
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
     def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, Tensor]:
-        """Prefill each distinct prompt once. Returns the cache, one row per prompt, and the last logits [B, V]."""
+        """Prefill each distinct prompt once. Returns the cache, one row per prompt, and the next logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         prefilled = self.prefill(list(distinct), context)
         rows = [distinct[tuple(prompt)] for prompt in prompts]

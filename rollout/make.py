@@ -26,11 +26,11 @@ def make_engine(
     kind : "hf" or "vllm"; use `default_engine()` if there is no reason to prefer one
     model : directory of a model or of a run; for hf also a live module
     policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
-        stored in the model's directory (cache_policy.json), or a full cache if there is none
+        stored in the model's directory (cache_policy.json), or a full cache if none is stored
     options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine)
 
-    Raises UserError if the engine, the policy or a parameter is unknown, or the engine is not installed or cannot use
-    the model.
+    Raises UserError if the engine, the policy or an option is unknown, if the engine is not installed, or if the engine
+    cannot run the model.
     """
     if kind not in ENGINES:
         raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")

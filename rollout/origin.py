@@ -1,4 +1,4 @@
-"""Record of how the rollouts of a folder were sampled, and the names of its files (files.py). Does not import torch."""
+"""Record of how the rollouts of a folder were sampled, and names of the folder's files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Origin(Configuration):
 
     model : directory or hub name of the model
     vocabulary : size of the model's vocabulary
-    engine, dtype, exact : the sampling engine's values of these recipe keys
+    engine, dtype, exact : values of these recipe keys when the rollouts were sampled
     sampling : settings of sampling
     evicts : true if entries can be evicted, so that there are trace files
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
@@ -60,5 +60,5 @@ def read_origin(folder: Path) -> Origin:
         raise UserError(f"{file} cannot be read: {why}") from error
     version = record.pop("format_version", None) if isinstance(record, dict) else None
     if version != FORMAT_VERSION:
-        raise UserError(f"{file} has format version {show(version)}, this reads {FORMAT_VERSION}; sample anew")
+        raise UserError(f"{file} has format version {show(version)}, but {FORMAT_VERSION} is needed; sample again")
     return build(Origin, record, "", Source(str(file)))

@@ -1,10 +1,10 @@
 """Layers whose rounding does not depend on the number of input rows. This matters only on a CPU, in float32.
 
-A CPU library sums a matrix product in another order if it has few rows: below 4 rows on some processors, below 8 to 16
-on others if the inner size is 172 or more. Activations take another code path for the last few numbers. An engine
-decodes few rows, a trainer reads many, and a trained model amplifies the difference. So engines pad their inputs with
-rows of zeros, to a multiple of ROWS. A trainer need not pad: the last rows of its inputs belong to a sequence's last
-token, which no later query attends to.
+A CPU library sums a matrix product in another order if the input has few rows: below 4 rows on some processors; below 8
+to 16 rows on others, if the inner size is 172 or more. Activations take another code path for the last few numbers of a
+tensor. An engine decodes few rows, a trainer reads many, and a trained model amplifies the difference. So engines pad
+their inputs with rows of zeros, to a multiple of ROWS. A trainer need not pad: the last rows of its inputs belong to a
+sequence's last token, which no later query attends to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Steps common to all engines before they sample: the requested sequences, their seeds and their stop tokens.
-
-This module depends neither on models nor on caches.
-"""
+"""Steps common to all engines before they sample: the requested sequences, their seeds and their stop tokens."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ class Request:
 def requests_to_sample(
     prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int, context: Context | None = None
 ) -> list[Request]:
-    """Return the requests of a call of `Engine.generate`: n per prompt, prompt by prompt.
+    """Return the requests of a call of `Engine.generate`: `sampling.n` per prompt, prompt by prompt.
 
-    A prompt that occurs twice gets different seeds each time.
+    All samples of equal prompts have different seeds.
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     times: Counter[tuple[int, ...]] = Counter()
@@ -95,7 +92,7 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
         if not ids:
             raise UserError(f"{what} {i} is empty; it needs at least one token")
         if wrong := [token for token in ids if not 0 <= token < vocabulary][:1]:
-            raise UserError(f"{what} {i} has token {wrong[0]}; the model knows 0 to {vocabulary - 1}")
+            raise UserError(f"{what} {i} has token {wrong[0]}; the model's token ids are 0 to {vocabulary - 1}")
         id_lists.append(ids)
     return id_lists
 
@@ -103,8 +100,8 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
 def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
     """Return the token that a sequence must take at a step; -1 means that the token is sampled.
 
-    completion : the given completion if the sequence is simulated; after its end the sequence only fills the batch, and
-        its token does not matter
+    completion : the given completion if the sequence is simulated. After the completion's end, 0 is returned: the
+        sequence then only fills the batch, and its tokens are ignored
     """
     if completion is not None:
         return completion[step] if step < len(completion) else 0
@@ -140,8 +137,10 @@ def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
 
 
 def stop_tokens(sampling: SamplingConfig, generation_config: Any, config: Any) -> list[int]:
-    """Return the ids of tokens that end a completion: `sampling.stop_token_ids`, or else the model's end-of-sequence
-    tokens, or none if `sampling.ignore_eos`.
+    """Return the ids of the tokens that end a completion.
+
+    If `sampling.stop_token_ids` is given, it is returned. Otherwise, if `sampling.ignore_eos` is true, no token ends a
+    completion. Otherwise the model's end-of-sequence tokens do.
 
     generation_config : the model's generation config; None if the model has none
     config : the model's configuration, used if `generation_config` names no end-of-sequence token

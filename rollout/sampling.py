@@ -1,4 +1,4 @@
-"""Sampling turns logits into tokens and log-probs, reproducibly for each sequence.
+"""Turns logits into tokens and log-probs, reproducibly for each sequence.
 
 Each sequence draws one uniform number per step from its own generator and inverts the CDF in vocabulary order, in
 float64. So a sequence's tokens depend only on its logits, its seed and its own length.
@@ -28,7 +28,7 @@ class Uniforms:
         self.number, self.block = -1, [0.0]
 
     def at(self, step: int) -> float:
-        """Return the uniform number of a step. A step in an earlier block of BLOCK numbers restarts the generator."""
+        """Return the uniform number of a step. Any order of steps is allowed; an increasing order is the fastest."""
         number, place = divmod(step, BLOCK)
         if number < self.number:
             self._begin()
@@ -67,9 +67,7 @@ def sample(
 def drawn(
     logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample tokens from log-probs float32 [B, V] before and after top-p and top-k. Returns the same values as
-    `sample`.
-    """
+    """Sample tokens as `sample` does. logprobs, processed : float32 [B, V], before and after top-p and top-k"""
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
@@ -83,11 +81,11 @@ def drawn(
 
 
 def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """Return log-probs [B, V] restricted by top-k, then by top-p, and renormalised; -inf for all other tokens.
+    """Restrict log-probs [B, V] by top-k, then by top-p, and renormalise them. All other tokens get -inf.
 
-    Top-p keeps the smallest set of tokens with total probability >= top_p. With top-k, only the best tokens are ranked.
-    The other tokens would only add zeros to the sums, so on a CPU every sum has the same bits as over the whole
-    vocabulary, provided that at least LANES tokens are ranked.
+    Top-p keeps the smallest set of tokens with total probability >= top_p. With top-k, only the max(top_k, LANES) most
+    likely tokens are ranked. All other tokens would only add zeros to the sums; since at least LANES tokens are ranked,
+    every sum on a CPU has the same bits as a sum over the whole vocabulary.
     """
     size = logprobs.shape[-1]
     order = ranking(logprobs, size if top_k is None else min(size, max(top_k, LANES)))

@@ -33,7 +33,7 @@ class Gap:
     rollouts, tokens : number of compared rollouts, and of compared tokens
     beyond : number of tokens whose gap exceeds the bound
     largest, total : largest gap, and sum of all gaps
-    line, token : place of the largest gap: line of completions.jsonl, from 1, and token of its completion, from 0
+    line, token : place of the largest gap: line of completions.jsonl, from 1, and token of the completion, from 0
     """
 
     rollouts: int = 0
@@ -64,7 +64,7 @@ class Gap:
 def default_bound(origin: Origin, dtype: str, device: str) -> float:
     """Return the largest gap that passes: the larger of the bounds of the sampler's dtype and the replay's `dtype`.
 
-    The bound is at least INEXACT unless sampler and replay both compute attention in float64, on a CPU.
+    If the sampler or the replay does not compute attention in float64 on a CPU, the result is at least INEXACT.
     """
     bound = max(BOUNDS[origin.dtype], BOUNDS[dtype])
     return bound if origin.exact and device == "cpu" else max(bound, INEXACT)
@@ -73,16 +73,15 @@ def default_bound(origin: Origin, dtype: str, device: str) -> float:
 def check_model(origin: Origin, config: Any, model: str) -> bool:
     """Return True if a model's configuration has the fingerprint of the model that sampled the rollouts.
 
-    Raises UserError, which names `model`, if the two models differ in family, shape or vocabulary: replay is then
-    impossible.
+    Raises UserError if the two models differ in family, shape or vocabulary, because replay is then impossible.
     """
     ours, theirs = model_fingerprint(config), origin.made_by.get("model", "")
     shape, sampled = ours.rpartition("-")[0], theirs.rpartition("-")[0]
     if shape != sampled:
         raise UserError(f"{model} is {shape}, but these rollouts were sampled by {sampled}; name that model", "MODEL")
     if config.vocab_size != origin.vocabulary:
-        wrong = f"{model} knows {config.vocab_size} tokens, but these rollouts were sampled with {origin.vocabulary}"
-        raise UserError(f"{wrong}; name that model", "MODEL")
+        wrong = f"{model} has {config.vocab_size} tokens, but the rollouts' model has {origin.vocabulary}"
+        raise UserError(f"{wrong}; name the model that sampled them", "MODEL")
     return ours == theirs
 
 
@@ -94,7 +93,7 @@ def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path
     model : a model on which `adopt` (sparse_rl/attention/interface.py) was called, in evaluation mode
     bound : largest allowed gap, in nats
 
-    Raises UserError if the files are not valid (see `RolloutFiles.parts`) or no view can replay a trace, and
+    Raises UserError if the files are not valid (see `RolloutFiles.parts`) or a trace cannot be replayed, and
     NotFiniteError if the model gives NaN.
     """
     compute_exactly(files.origin.exact)
@@ -112,7 +111,7 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
         gaps = (ours.cpu() - torch.tensor(rollout.model_logprobs)).abs().double()
         largest, token = gaps.max(0)
         if not math.isfinite(largest):
-            place = f"line {line} of {COMPLETIONS}, token {int(token)} of its completion"
+            place = f"token {int(token)} of the completion in line {line} of {COMPLETIONS}"
             raise NotFiniteError(f"in replay, the log-prob of {place} is not a finite number: the model gives NaN")
         beyond, total = int((gaps > bound).sum()), float(gaps.sum())
         sums.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))

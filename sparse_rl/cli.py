@@ -21,14 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave_out_working_directory() -> None:
-    """Keep imports from finding the user's own files, such as `rewards/` or `trainer.py`, in the working directory.
+    """Make sure that no import finds a file of the user in the working directory, such as `trainer.py` or `rewards/`.
 
-    `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. The directory is moved to
-    the end if PYTHONPATH names it, and is removed otherwise.
+    `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. This function
+    moves it to the end if PYTHONPATH names it, and removes it otherwise.
     """
     here = Path.cwd()
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if here == SOURCES:  # perhaps not installed, but child processes must find it too
+    if here == SOURCES:  # sparse_rl may not be installed, and child processes must find it too
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), *entries])
         return
     is_named = here in (Path(entry).resolve() for entry in entries)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Rule:
     """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
 
-    If a type has several rules, an error names the first rule, or else the later rule that the value violates.
+    An error names the rule that the value violates, or the first rule if the value does not even have the type.
     """
 
     says: str
@@ -39,7 +39,7 @@ def at_most(most: float) -> Rule:
 
 
 def names_a_file(text: str) -> bool:
-    """Return True if a file path may have this length and these characters."""
+    """Return True if a file's path may have the length and the characters of `text`."""
     if NO_TEXT.search(text):
         return False
     return len(text.encode()) <= 3000 and all(len(part.encode()) <= 255 for part in text.split("/"))
@@ -81,7 +81,7 @@ class Source:
 
 
 class Misplaced(UserError):
-    """A mistake at a known key. `hint` is the type that the value should have had; None if the type is not at fault."""
+    """A mistake at the dotted key `key`. `hint` is the type that the value must have; None if it is not at fault."""
 
     hint: Any = None
 
@@ -106,7 +106,7 @@ def describe(hint: Any) -> str:
     if origin is Annotated:
         return f"{describe(args[0])} {args[1].says}"
     if origin in (Union, types.UnionType):
-        # sorted: Python may return one union for another with the same types in a different order
+        # sorted, because Python may return the same union with its types in another order
         return " or ".join(sorted({describe(member) for member in args}, key=lambda text: (text == "null", text)))
     if origin is Literal:
         return "one of " + ", ".join([*map(str, args[:MOST_SHOWN]), *(["..."] if len(args) > MOST_SHOWN else [])])
@@ -207,7 +207,7 @@ class Configuration:
     """
 
     def __post_init__(self) -> None:
-        """Check and convert each field like a value from YAML. UserError has the field's name as its key."""
+        """Check and convert each field like a value from YAML. Raises UserError with the field's name as its key."""
         cls: Any = type(self)
         for f in dataclasses.fields(self):
             try:
@@ -221,8 +221,8 @@ class Configuration:
 class NamedConfiguration(Configuration):
     """A member of a family of configurations, chosen by name: {policy: gkv, budget: 512}, or just the name.
 
-    A family is a direct subclass of this class. Errors call a member by `family`, such as "cache policy". A block names
-    its member under the key `name_key`, such as "policy".
+    A family is a direct subclass of this class. `family` is the word for a member in errors, such as "cache policy". A
+    block names its member under the key `name_key`, such as "policy".
     """
 
     family: ClassVar[str]
@@ -279,9 +279,9 @@ class NamedConfiguration(Configuration):
 
 
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a dataclass field for a component's configuration, whose keys YAML has beside the dataclass's own keys.
+    """Declare a field that holds a component's configuration. YAML has the keys of both dataclasses at the same level.
 
-    Omit `default_factory` if a key of that configuration is required.
+    Omit `default_factory` if a key of the component's configuration is required.
     """
     return field(default_factory=default_factory, metadata={"flat": True})
 
@@ -335,7 +335,7 @@ def _plain(value: Any) -> Any:
 
 
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
-    """Return the error for an unknown key. It lists names in `valid`, and may suggest a name in `valid` or `also`."""
+    """Return the error for an unknown key: it suggests a name in `valid` or `also`, or lists the names in `valid`."""
     valid = list(valid)
     if key in source.places:
         place = source.places[key]
@@ -353,7 +353,7 @@ def build(
     """Create an instance of a dataclass from a mapping; `given` sets fields that YAML cannot set.
 
     Errors may suggest the keys in `also`, but do not list them. Raises UserError for an unknown or missing key, and for
-    an invalid value. The keys of errors that the dataclass's own `__post_init__` raises are relative to this block.
+    an invalid value. If the dataclass's own `__post_init__` raises a UserError, `path` is put before the error's key.
     """
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""

@@ -14,7 +14,7 @@ from errno import EDQUOT, EFBIG, ENOSPC
 from typing import Any
 
 LONGEST = 4000  # maximum characters in an error's line
-MOST_LISTED = 160  # if the valid names together are longer than this, an error lists only the nearest ones
+MOST_LISTED = 160  # maximum characters of a list of valid names; of a longer list, an error shows the nearest names
 
 
 def one_line(text: object, most: int = LONGEST) -> str:
@@ -24,9 +24,7 @@ def one_line(text: object, most: int = LONGEST) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for a library's failure: the first line of its message, and the second if the first ends in
-    ":".
-    """
+    """Return the first line of a library's error message, joined with the second line if the first ends in ":"."""
     first, _, rest = str(error).strip().partition("\n")
     first += f" {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else ""
     return one_line(
@@ -68,7 +66,7 @@ class NotWrittenError(StoppedError):
 
 
 def without_room(error: BaseException | None) -> OSError | None:
-    """Return the OSError among the causes of `error` that reports a full disk, quota or file-size limit, or None."""
+    """Return the OSError behind `error` that reports a full disk, quota or file-size limit; None if there is none."""
     while error is not None and not (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)):
         error = error.__cause__ or error.__context__
     return error

@@ -1,4 +1,4 @@
-"""Read the files that a user names, up to a size limit; replace files whole; reset file permissions."""
+"""Functions that read files up to a size limit, replace whole files, and reset the permissions of files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sparse_rl.errors import UserError
 
-MOST_JSON = 128 * 2**20  # bytes of a settings, index or tokenizer file; the largest known has 35 million (a tokenizer)
-MOST_TEXT = 2**30  # bytes of a text or results file
+MOST_JSON = 128 * 2**20  # maximum bytes of a settings, index or tokenizer file; the largest known has 35 million
+MOST_TEXT = 2**30  # maximum bytes of a text or results file
 
 
 def check_readable(file: str | Path, most: int = MOST_JSON) -> None:

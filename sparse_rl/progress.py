@@ -67,7 +67,7 @@ class Stage:
 
 
 class Screen:
-    """The rows of this process, drawn on `console`. None means stdout, if that is a terminal when rows appear."""
+    """The rows of this process, drawn on `console`; by default on stdout, if stdout is a terminal when rows appear."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.given = console

@@ -35,8 +35,10 @@ class Slow:
 def slow_logprobs(model: object, context: Context, question: list[int], completion: list[int]) -> torch.Tensor:
     """Return the log-probs [T] of a completion's T tokens after the context and a question, by the reference."""
     ids = torch.tensor([[*question, *completion]])
-    places = torch.arange(ids.shape[1])[None] + len(context.tokens)
+    positions = torch.arange(ids.shape[1])[None] + len(context.tokens)
     with torch.no_grad():
-        out = model(input_ids=ids, position_ids=places, attention_mask=NO_MASK, kv_view=Slow(context), use_cache=False)
+        out = model(
+            input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=Slow(context), use_cache=False
+        )
     logits = out.logits[0, len(question) - 1 : -1].log_softmax(-1)
     return logits.gather(-1, torch.tensor(completion)[:, None])[:, 0]

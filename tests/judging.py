@@ -44,7 +44,7 @@ def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Return controls by name: copies of the rollouts whose traces are all wrong in the way that the name says."""
+    """Return name -> copies of the rollouts with wrong traces. The name says what is wrong with them."""
     right = [r.trace.evict_at for r in rollouts]
     wrong = {
         "evict_at + 1": [shifted(e, 1) for e in right],

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Peak bytes alive among the tensors that operators made; tensors that existed before are not counted."""
+    """Records the peak number of bytes of the tensors that operators create. Tensors that existed before do
+    not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class Screen:
         elif code == "K":
             self.lines[self.row] = ""
         else:
-            assert code == "m", f"a code that this screen does not know: {code}"
+            assert code == "m", f"this screen does not support the code {code}"
 
     def _put(self, letter: str) -> None:
         if letter == "\r":

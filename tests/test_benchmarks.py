@@ -34,7 +34,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.results")
 
 
-def test_over_seeds_gives_mean_and_standard_error(results: ModuleType) -> None:
+def test_over_seeds_returns_mean_and_standard_error(results: ModuleType) -> None:
     assert results.over_seeds([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
     assert math.isnan(results.over_seeds([1.0])[1])
 
@@ -77,8 +77,9 @@ def test_the_docs_list_how_every_results_file_was_measured(results: ModuleType) 
     ],
 )  # fmt: skip
 def test_a_fact_counts_by_its_first_answer(results: ModuleType, completion: str, share: float) -> None:
-    """The prompt asks for `du`, whose answer is 2; after it the completion may state other known facts (ba=7). The
-    result is the share of the two facts that the completion states correctly, each by its first mention.
+    """The prompt asks for `du`, whose answer is 2. After this answer the completion may state the other known fact,
+    ba=7. `facts_said` returns the share of the two facts that the completion states correctly; only the first mention
+    of a fact counts.
     """
     facts_said = importlib.import_module("benchmarks.facts_said").facts_said
     assert facts_said(["known: ba=7 the of du=2 asked: du?"], [completion]) == [share]

@@ -78,12 +78,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("cpu", False, 16, "head size 16 is not supported by vllm on this platform"),
         ("cpu", True, 24, "head size 24 is not supported by vllm on this platform"),
         ("cuda", True, 16, None),
-        ("cuda", False, 32, "there is no GPU, and the vllm that is installed needs one"),
+        ("cuda", False, 32, "there is no GPU, but the installed vLLM needs one"),
         (None, False, 32, 'vllm is not installed: pip install "vllm==0.31.*"'),
         (None, True, 128, 'vllm is not installed: pip install "vllm==0.31.*"'),
     ],
 )
-def test_auto_takes_vllm_if_it_can_run_and_else_hf(
+def test_auto_takes_vllm_if_vllm_can_run_and_else_hf(
     installed: str | None, cuda: bool, head_size: int, refusal: str | None, machine: Callable
 ) -> None:
     """If vllm cannot run here (`refusal`), `auto` takes hf and gives the reason, and a recipe that names vllm is
@@ -137,8 +137,8 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
 
 
 def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Families that only hf supports are sampled with hf; the vllm engine itself and `serve` also
-    refuse such a family.
+    """The test marks the family llama as unsupported by vllm. Then `auto` takes hf, and the vllm engine and `serve`
+    refuse the family.
     """
     machine("cpu")
     assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
@@ -165,7 +165,7 @@ def test_a_resolved_recipe_keeps_its_engine(machine: Callable) -> None:
     machine("cpu")
     chosen = resolve(grpo(), config(16))
     assert chosen.findings["rollouts"] == "hf engine (head size 16 is not supported by vllm on this platform)"
-    machine(None)  # vllm is removed
+    machine(None)  # now vllm is not installed
     resolved_again = resolve(chosen.recipe, config(32))
     assert resolved_again.recipe == chosen.recipe
     assert resolved_again.findings["rollouts"] == "hf engine"

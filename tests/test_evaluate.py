@@ -1,5 +1,5 @@
-"""`evaluate` writes one row for each task and cache. The estimators equal enumeration, and every row equals a recount
-of the completions from which it was computed.
+"""`evaluate` writes one row for each task and cache. pass@k equals an enumeration of subsets, and every number of a row
+equals a recount of the completions.
 """
 
 from __future__ import annotations
@@ -98,15 +98,18 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
         assert pass_at_k(n, correct, k) == pytest.approx(sum(hits) / len(hits))
 
 
-def test_the_standard_error_is_over_problems():
-    """The standard error treats problems, not samples, as independent."""
+def test_the_standard_error_treats_problems_as_independent():
+    """`mean_and_error` gets one value for each problem. The error of 4 values is their standard deviation / 2; a single
+    value has no error. Control: 16 samples of two problems, taken as 16 independent values, give a smaller error than
+    two problems.
+    """
     values = [0.0, 0.25, 1.0, 0.5]
     mean, error = mean_and_error(values)
     assert mean == statistics.mean(values)
     assert error == pytest.approx(statistics.stdev(values) / 2)
     assert mean_and_error([1.0]) == (1.0, None)
     assert mean_and_error([]) == (None, None)
-    # control: the estimate is smaller if the samples of one problem are treated as independent
+    # control: the samples of one problem are not independent
     samples = [1.0] * 8 + [0.0] * 8
     assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
 
@@ -185,10 +188,10 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
     assert "[/b]" in console.file.getvalue()
 
 
-def test_short_answers_count_or_leave_out_unanswerable_questions(recipe_of):
+def test_unanswerable_questions_count_as_wrong_or_are_left_out(recipe_of):
     """Of 4 questions one has no answer. The reward `short_answer` counts it as wrong (4 problems) or, with
-    `unanswerable: left_out`, leaves it out (3 problems). Also: errors of accuracy functions are one line that names
-    their key.
+    `unanswerable: left_out`, leaves it out (3 problems). The second half gives wrong accuracy functions; each error
+    names the key and fits in one line.
     """
     rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
     spec = {"name": "short_answer", "match": "contained"}
@@ -207,9 +210,9 @@ def test_short_answers_count_or_leave_out_unanswerable_questions(recipe_of):
             evaluate(recipe_of(rows_of(2), further_accuracy={"mine": f"evaluation_accuracy:{wrong}"}), progress=False)
 
 
-def test_each_cache_has_one_engine_and_only_one_is_open(recipe_of, as_vllm, monkeypatch):
-    """All tasks run on one engine for each cache, which is closed before the next is opened, also after an error. The
-    log `as_vllm` shows the opens and closes. Rows are in the order of the tasks.
+def test_each_cache_has_one_engine_and_only_one_engine_is_open(recipe_of, as_vllm, monkeypatch):
+    """One engine is opened for each cache, and runs all tasks. It is closed before the next engine is opened, also
+    after an error (the log `as_vllm` shows it). Rows are in the order of the tasks.
     """
     recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "cache": {"budget": [8]}})
     recipe = replace(recipe, tasks={"a": recipe.tasks["one"], "b": recipe.tasks["one"]})
@@ -242,7 +245,7 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """For any batch size, completions are the same. A problem that occurs twice gets other samples the second time.
+    """Batches of 4, 7 and 64 give the same completions. A problem that occurs twice gets other samples the second time.
     Control: another seed gives other completions.
     """
     rows = rows_of(5) + rows_of(1)
@@ -265,8 +268,8 @@ def test_a_model_in_memory_gives_the_same_results_as_its_directory(recipe_of, tm
     assert lines == completions(tmp_path)
 
 
-def test_correct_means_a_reward_of_at_least_one(recipe_of):
-    """With rewards of 0.5 no completion is correct."""
+def test_a_completion_is_correct_if_its_reward_is_at_least_1(recipe_of):
+    """The accuracy function `half` gives every completion the reward 0.5, so no completion is correct."""
     row = evaluate(recipe_of(rows_of(2), "half"), progress=False)[0]
     assert row.accuracy == 0
     assert row.retention_correct is None
@@ -298,7 +301,7 @@ def test_held_and_read_entries_are_reported_separately(recipe_of):
     assert "peak" in [str(column.header) for column in accuracy_table(rows[1:]).columns]
 
 
-def test_labels_of_caches_of_one_policy_show_the_difference(recipe_of):
+def test_labels_of_two_caches_with_the_same_policy_show_the_key_that_differs(recipe_of):
     swept = [{"policy": "clustered", "open_pages": 1}, {"policy": "clustered", "open_pages": 2}, "full"]
     rows = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
     assert cache_labels(rows) == ["clustered, open_pages 1", "clustered, open_pages 2", "full"]
@@ -306,8 +309,9 @@ def test_labels_of_caches_of_one_policy_show_the_difference(recipe_of):
 
 
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
-    """With `forced_answer`, a completion that has not ended 7 + 5 tokens before the limit of 40 continues with the
-    forced text (5 tokens) and 7 tokens of answer; its tokens before that, and shorter completions, are unchanged.
+    """The limit is 40 tokens; `forced_answer` has a text of 5 tokens, and 7 tokens for the answer. A completion that
+    has not ended after 40 - 7 - 5 tokens continues with the text and the answer. Its tokens before the text do not
+    change, and shorter completions do not change at all.
     """
     free = evaluate(recipe_of(rows_of(6)), progress=False)[0]
     before = completions(tmp_path)
@@ -331,12 +335,13 @@ def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
 
 @pytest.mark.parametrize(("tokens", "max_completion_length"), [(38, 40), (64, 40), (1, 3)])
 def test_a_forced_answer_that_leaves_no_tokens_before_it_is_refused(recipe_of, tokens, max_completion_length):
+    """The text and the answer (`tokens`) would fill the whole completion."""
     answer = {"text": "=5", "tokens": tokens}
-    with pytest.raises(UserError, match="nothing is left of"):
+    with pytest.raises(UserError, match="tokens after it fill max_completion_length"):
         evaluate(recipe_of(rows_of(1), forced_answer=answer, max_completion_length=max_completion_length))
 
 
-def test_without_a_scored_problem_the_accuracy_is_none(recipe_of):
+def test_the_accuracy_is_none_if_no_problem_has_a_score(recipe_of):
     row = evaluate(recipe_of(rows_of(2, none={0, 1})), progress=False)[0]
     assert row.accuracy is None
     assert row.excluded == 2
@@ -351,7 +356,7 @@ def test_the_accuracy_gets_the_same_arguments_as_a_reward(recipe_of):
     assert row.accuracy == pytest.approx(2 / 3)
 
 
-def test_without_a_cache_the_models_saved_policy_is_used(recipe_of, tmp_path):
+def test_a_recipe_without_a_cache_uses_the_policy_that_is_saved_with_the_model(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(1))
     assert [p.name for p in prepare(recipe).policies] == ["full"]
     save_untrained(tmp_path / "trained", 0)
@@ -393,8 +398,8 @@ def test_an_engine_with_separate_weights_gives_the_same_samples(recipe_of, tmp_p
 
 @pytest.mark.parametrize("kind", ["eval", "grpo"])
 def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
-    """`sample` writes completions and, in files of one batch each, their traces in the same order, with the fingerprint
-    of model and policy.
+    """`sample` writes completions. It also writes their traces in the same order, in one file for each batch, with the
+    fingerprint of model and policy.
     """
     cache = {"policy": "streaming", "budget": 8, "period": 4}
     recipe = recipe_of(rows_of(5), cache=cache)

@@ -171,6 +171,9 @@ def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Call
 
 
 def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
+    """Each key of PromptCacheConfig is used either when a context is read (`read`) or when it is compacted
+    (COMPACTION), never in both steps.
+    """
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
     # a new key must be in exactly one of the two sets
@@ -201,7 +204,7 @@ def test_stages_are_announced(model: str) -> None:
 
 
 def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: Path) -> None:
-    """With `forced_answer`, the forced text occurs in completions that would exceed the limit."""
+    """With `forced_answer`, completions that would exceed the limit contain the forced text."""
     (row,) = evaluate(recipe_of({}, forced_answer={"text": "=[5]=", "tokens": 3}, samples=2), progress=False)
     assert row.forced > 0
     assert any("=[5]=" in line["completion"] for line in lines_of(tmp_path / "out"))
@@ -269,15 +272,13 @@ def test_other_kinds_of_recipes_refuse_the_key_prompt_cache(kind: str) -> None:
 def test_errors_of_contexts_and_files_are_one_line(
     recipe_of: Callable, studies: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Contexts that are too short or too long, a file of head budgets for another model, and a wrong key on the command
-    line are refused in one line. At the end the same commands run without mistakes.
+    """Refused in one line are contexts that are too short or too long, a file of head budgets for another model, and a
+    wrong key on the command line. Control: at the end the same commands run without mistakes.
     """
-    with pytest.raises(
-        UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, but first \+ last are 61"
-    ):
+    with pytest.raises(UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, but first \+ last is 61"):
         evaluate(recipe_of({"last": 60}), progress=False)
     (tmp_path / "b.json").write_text('{"shares": [[1.0]]}')
-    with pytest.raises(UserError, match=r"prompt_cache\.budgets: b\.json has budgets of \[1, 1\]"):
+    with pytest.raises(UserError, match=r"prompt_cache\.budgets: b\.json has head budgets of shape \[1, 1\]"):
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
     with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, which with 1000 tokens of answer"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)

@@ -1,5 +1,8 @@
-"""Evaluations that are interrupted and continued, or shared by several processes, end with the same results but for
-times, and do no work twice.
+"""An evaluation that is interrupted and continued, or shared by several processes, ends with the same results except
+for times, and does no work twice.
+
+A *point* is one task under one cache. The *journal* is a file of finished results; each line has a point and a *unit*,
+a part of the point's work.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @contextlib.contextmanager
 def interrupted_after(writes: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt within the block, before the journal is written to for the `writes` + 1st time."""
+    """Raise KeyboardInterrupt within the block, after the journal was written to `writes` times."""
     add, count = Journal.add, 0
 
     def interrupting_add(journal: Journal, lines: Any) -> None:
@@ -125,6 +128,9 @@ def line(point: str, unit: int, value: Any = None) -> dict[str, Any]:
 
 
 def test_half_a_line_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
+    """A process that is killed while it writes leaves an incomplete last line. The file is cut at each byte. Only its
+    complete lines are read, and a further line can be added.
+    """
     file = tmp_path / "journal.jsonl"
     with Journal(file) as journal:
         journal.add([line("a", 0, 1), line("a", 1, 2)])
@@ -141,6 +147,7 @@ def test_half_a_line_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
 
 
 def test_lines_are_ordered_by_unit_and_kept_once(tmp_path: Path) -> None:
+    """Lines of a point are sorted by unit. Of two lines with the same point and unit, the journal keeps the first."""
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.add([line("a", 2, "first"), line("b", 0)])
         journal.add([line("a", 0), line("a", 2, "second")])
@@ -150,9 +157,9 @@ def test_lines_are_ordered_by_unit_and_kept_once(tmp_path: Path) -> None:
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_point_is_worked_on_by_one_process(tmp_path: Path) -> None:
-    """Another process that holds a point keeps this process away from it, but from no other point, until it ends. The
-    journal cannot be begun anew meanwhile.
+def test_only_one_process_at_a_time_works_on_a_point(tmp_path: Path) -> None:
+    """While another process holds a point, this process cannot take it, but can take other points; nor can it start a
+    new journal. After the other process is killed, it can do both.
     """
     file, point, other = tmp_path / "journal.jsonl", point_key("one"), point_key("other")
     with Journal(file) as journal:
@@ -179,8 +186,8 @@ def test_a_point_is_worked_on_by_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writes", [0, 1, 3, 6])
 def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int):
-    """After an interrupt, only the unfinished problems are sampled. Results and completions are those of a run without
-    interrupt.
+    """After an interrupt, only the unfinished problems are sampled. Results and completions equal those of a run
+    without an interrupt.
     """
     evaluate(recipe_of("whole"), progress=False)
     in_all = sum(sampled)
@@ -199,9 +206,10 @@ def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path
     assert texts[0] == texts[1]
 
 
-def test_only_new_points_are_sampled(recipe_of: Callable, sampled: list[int]) -> None:
-    """With `resume`, a sweep that has grown samples only its new points. Everything that determines the completions
-    counts: with another seed, all points are sampled again.
+def test_resuming_samples_only_new_points(recipe_of: Callable, sampled: list[int]) -> None:
+    """A sweep gets a new cache and is resumed; only the points of the new cache are sampled (8 prompts). If a setting
+    that determines the completions changes (seed, temperature, accuracy, samples), all points are sampled again (16
+    prompts).
     """
     evaluate(recipe_of(), progress=False)
     sampled.clear()
@@ -227,8 +235,10 @@ def test_a_changed_model_is_sampled_again(recipe_of: Callable, tmp_path: Path, s
     assert sum(sampled) == 16
 
 
-def test_models_are_swept(recipe_of: Callable, tmp_path: Path, model: str) -> None:
-    """`sweep.model` gives the rows of each model, which equal the rows of an evaluation of this model alone."""
+def test_a_sweep_over_models_gives_the_rows_of_each_model(recipe_of: Callable, tmp_path: Path, model: str) -> None:
+    """The rows of `sweep.model` for a model equal the rows of an evaluation of this model alone. Control: the two
+    models have different rows.
+    """
     save_untrained(tmp_path / "other", 1)
     swept = {"policy": ["streaming", "full"], "cache": {"budget": [16]}, "model": [model, str(tmp_path / "other")]}
     rows = evaluate(recipe_of("both", sweep=swept), progress=False)
@@ -238,9 +248,11 @@ def test_models_are_swept(recipe_of: Callable, tmp_path: Path, model: str) -> No
     assert results(tmp_path / "both")["rows"][:4] != results(tmp_path / "one")["rows"]
 
 
-def test_a_point_of_another_process_is_left_to_it(recipe_of: Callable, tmp_path: Path, sampled: list[int]) -> None:
-    """While another process holds a point, all others are evaluated, and eval.json has no row of it. The point is taken
-    over once the other process has ended.
+def test_a_point_that_another_process_holds_is_left_out(
+    recipe_of: Callable, tmp_path: Path, sampled: list[int]
+) -> None:
+    """While another process holds one of 4 points, the other 3 points are evaluated, and eval.json has 3 rows. After
+    the other process has ended, the fourth point is evaluated too.
     """
     evaluate(recipe_of("whole"), progress=False)
     file = tmp_path / "out" / "eval_completions.jsonl"
@@ -262,10 +274,12 @@ def test_a_point_of_another_process_is_left_to_it(recipe_of: Callable, tmp_path:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
-def test_an_evaluation_after_contexts_continues(
+def test_an_interrupted_evaluation_with_compacted_contexts_continues(
     recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int
 ) -> None:
-    """Contexts whose questions are all answered are not compacted again."""
+    """After an interrupt, only the unanswered questions are sampled. Results equal those of a run without an
+    interrupt.
+    """
     contexts = ["a1b2c3d4" * 5, "e5f6a7" * 5]
     rows = [{"text": contexts[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -58,12 +58,12 @@ def check_cell(
         if policy.name == "full":
             assert not any(evicted)
             return
-        assert all(evicted), "a row where nothing is evicted shows nothing"
+        assert all(evicted), "a row without evictions cannot test replay"
         for name, with_wrong_trace in wrong_traces(rollouts).items():
             wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
             record_property(name, wrong_gap)
             assert wrong_gap >= max(100 * true_gap, least), (
-                f"{name}: {wrong_gap:.1e} does not tell it from the right trace, {true_gap:.1e}"
+                f"{name}: the gap {wrong_gap:.1e} is too close to the gap of the right trace, {true_gap:.1e}"
             )
 
 
@@ -79,7 +79,9 @@ def test_replay_equals_sampling(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """Sampled with evictions, then replayed under the recorded traces: the gap is at most 1e-5 (`check_cell`)."""
+    """Completions are sampled with evictions, then replayed under the recorded traces. The gap is at most 1e-5.
+    Control: under each wrong trace it is at least 100 times the true gap (`check_cell`).
+    """
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
     prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
     check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, record_property, tally)
@@ -95,8 +97,8 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
     record_property: Callable,
     tally: Callable,
 ) -> None:
-    """The policy is not registered. Its compactions keep one more entry for every 4 tokens seen, so the rows of a batch
-    keep different numbers of entries.
+    """Compactions keep one more entry for every 4 tokens seen, so the rows of a batch keep different numbers of
+    entries. The policy is defined in tests/growing.py. `check_cell` checks the same law as above.
     """
     policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
     prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
@@ -104,8 +106,8 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """A policy that scores each kv head separately evicts differently in each head, so swapping the heads gives a wrong
-    trace.
+    """gkv scores each kv head separately, so the heads evict different tokens. `wrong_traces` offers the control "heads
+    swapped" only then.
     """
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=BUDGET, window=4, period=8))
     rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True))

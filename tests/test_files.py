@@ -46,12 +46,15 @@ ENDLESS = [device, pipe, too_large]
 
 @pytest.mark.parametrize("make_endless", ENDLESS)
 def test_read_text_refuses_endless_files(make_endless: Callable, tmp_path: Path) -> None:
+    """ENDLESS makes a link to an endless device, a pipe, or a file that is one byte too large. `read_text` refuses each
+    before it reads.
+    """
     refused = make_endless(tmp_path / "file", MOST_JSON)
     with pytest.raises(UserError, match=refused):
         read_text(tmp_path / "file")
 
 
-def test_all_ends_of_lines_are_read_as_newlines(tmp_path: Path) -> None:
+def test_every_kind_of_line_ending_is_read_as_a_newline(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a\r\nb\rc\n")
     assert read_text(tmp_path / "file") == "a\nb\nc\n"
 

@@ -90,7 +90,7 @@ sys.exit(main(sys.argv[2:], stages, "made_up:describe"))
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process runs. A killed process that nobody has waited for does not."""
+    """Return True if a process runs. A killed process that its parent has not waited for does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -186,6 +186,9 @@ def test_the_last_lines_of_a_failure_are_in_the_report(command: Command) -> None
 
 
 def test_a_stage_that_hangs_is_ended_with_all_its_processes(command: Command) -> None:
+    """The stage `hangs` starts a child process and sleeps. At its time limit both processes are killed, its first row
+    is kept, and the next stage runs.
+    """
     command.new(["hangs", "fine"], stages={"hangs": {"limit": 0.02}})
     pids = [int(pid) for pid in (command.folder / "pids").read_text().split()]
     assert len(pids) == 2
@@ -195,7 +198,7 @@ def test_a_stage_that_hangs_is_ended_with_all_its_processes(command: Command) ->
     assert "cut after 1 rows: reached its limit of 1 s" in command.result("hangs")
 
 
-def test_a_row_that_fails_leaves_the_other_rows(command: Command) -> None:
+def test_a_failed_row_does_not_stop_the_other_rows(command: Command) -> None:
     command.new(["half", "fine"])
     assert command.statuses == {"half": "done", "fine": "done"}
     assert command.result("half") == "done; 1 of 2 rows failed"
@@ -203,14 +206,14 @@ def test_a_row_that_fails_leaves_the_other_rows(command: Command) -> None:
     assert command.result("fine") == "done"
 
 
-def test_printed_text_is_no_row_and_nan_is_written_as_valid_json(command: Command) -> None:
+def test_printed_text_is_ignored_and_nan_is_written_as_valid_json(command: Command) -> None:
     command.new(["prints"])
     (row,) = command.stages["prints"]["rows"]
     assert (row["ms"], row["s"]) == ("nan", 1)
     assert "NaN" not in command.out.read_text()
 
 
-def test_a_stage_without_a_number_is_not_run(command: Command) -> None:
+def test_a_stage_that_measures_no_number_is_reported_as_not_run(command: Command) -> None:
     command.new(["wordy", "fine"])
     assert command.statuses["wordy"] == "done"
     assert command.result("wordy") == "not run: it gave no number"
@@ -257,13 +260,14 @@ def test_a_command_killed_at_any_moment_can_be_resumed(command: Command) -> None
 
 
 def test_a_killed_command_leaves_no_stage_running(command: Command) -> None:
+    """After the command is killed, the process of its stage ends by itself."""
     process = command.start(["hangs"], "--device", "cpu", "--out", str(command.out))
-    place = command.folder / "pids"
+    pids_file = command.folder / "pids"
     for _ in range(200):
-        if place.exists() and place.read_text():
+        if pids_file.exists() and pids_file.read_text():
             break
         time.sleep(0.05)
-    worker, sleeper = (int(pid) for pid in place.read_text().split())
+    worker, sleeper = (int(pid) for pid in pids_file.read_text().split())
     assert alive(worker)
     process.kill()
     process.wait()
@@ -297,7 +301,7 @@ def test_a_stage_that_is_done_runs_again_only_if_it_is_named(command: Command) -
     assert [row["call"] for row in command.stages["second"]["rows"]] == [0, 0, 0]
 
 
-def test_after_resuming_a_stage_that_was_interrupted_runs_last(command: Command) -> None:
+def test_an_interrupted_stage_runs_last_when_the_command_resumes(command: Command) -> None:
     names = ["hangs", "fine"]
     command.new(names, stages={"hangs": {"limit": 0.02}})
     output = command.resume([*names, "second"], stages={"hangs": {"limit": 0.02}})
@@ -337,16 +341,16 @@ def test_the_report_lists_each_stage_and_each_machine(command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "results.json"], "exists; go on from it with --resume"),
+        (["--out", "results.json"], "exists; continue it with --resume"),
         (["--resume", "absent.json"], "cannot be read"),
         (["--resume", "results.json", "--device", "cuda"], "has full sizes on cpu"),
         (["--resume", "results.json", "--small"], "has full sizes on cpu"),
         (["--resume", "results.json", "--only", "absent"], "invalid choice"),
-        (["--out", "other.json", "--trace", "absent"], "is no folder"),
+        (["--out", "other.json", "--trace", "absent"], "is not a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_arguments_change_nothing(command: Command, words: list[str], message: str) -> None:
+def test_wrong_arguments_do_not_change_the_results_file(command: Command, words: list[str], message: str) -> None:
     command.new(["fine"])
     before = command.out.read_text()
     assert message in command(["fine"], *words, status=2)
@@ -386,7 +390,10 @@ def test_full_and_small_sizes_differ_in_every_field(gpu: Callable[[str], Any]) -
     assert (full.heads, full.budget) == ((28, 4, 128), 2048)
 
 
-def test_tests_that_skip_do_not_count_as_passed(gpu: Callable[[str], Any], tmp_path: Path) -> None:
+def test_skipped_tests_do_not_count_as_passed(gpu: Callable[[str], Any], tmp_path: Path) -> None:
+    """A stage runs a file of four tests, which pass, fail, skip, and have a broken fixture. Its rows give these
+    outcomes with their reasons. If all tests skip, the stage counts as not run.
+    """
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\n"
@@ -429,9 +436,11 @@ def test_compared_times_give_the_ratio_to_the_reference(gpu: Callable[[str], Any
     assert rows["fails"] == {"failure": "RuntimeError: out of memory"}
 
 
-def test_evictions_of_a_shorter_text_are_the_beginning_of_a_longer_one(
-    gpu: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_a_shorter_text_gets_the_beginning_of_a_longer_trace(gpu: Callable[[str], Any], tmp_path: Path) -> None:
+    """`evictions` records one trace at the longest length, and cuts it for shorter texts. The first 256 tokens have the
+    same evictions as a trace that is recorded for 256 tokens. Control: without the cut they do not, because later
+    queries evict more of them.
+    """
     evictions, options = gpu("evictions"), gpu("worker").Options(folder=tmp_path)
     beginning, origin = evictions.evictions("cpu", True, options, 256)
     assert "synthetic" in origin

@@ -57,6 +57,9 @@ def test_the_file_is_a_valid_notebook_of_at_most_400_kb() -> None:
 
 
 def test_cells_were_executed_once_in_order() -> None:
+    """Code cells are numbered from 1 without a gap. Exactly the cells that print or show a figure have an output, and
+    no output is a warning.
+    """
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     for number, cell in enumerate(code, 1):
@@ -115,4 +118,6 @@ def test_the_claims_of_the_notebook_hold(tmp_path: Path) -> None:
     assert min(wrong.values()) > 1e-3
     printed = sum(len(text.splitlines()) for cell in cells("code") for text in texts(cell) if "<Figure" not in text)
     assert len(process.stdout.splitlines()) == printed, "the outputs are of another version of the code"
-    assert {path.name for path in tmp_path.iterdir()} == {"cells.json", "found.json"}, "it leaves files behind"
+    assert {path.name for path in tmp_path.iterdir()} == {"cells.json", "found.json"}, (
+        "the notebook leaves files behind"
+    )

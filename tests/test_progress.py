@@ -41,7 +41,7 @@ def refresh() -> None:
     progress.screen.drawn.refresh()
 
 
-def test_a_row_shows_stage_and_count_and_time_left_and_message(monkeypatch):
+def test_a_row_shows_stage_count_time_left_and_message(monkeypatch):
     time = clock(monkeypatch)
     with terminal() as seen, stage("training", total=4, unit="step") as row:
         time.now += 30
@@ -96,7 +96,7 @@ def test_printed_lines_appear_above_the_rows():
     assert "\x1b[?25l" not in seen.getvalue()  # the cursor is not hidden
 
 
-def test_a_stream_that_a_library_keeps_writes_above_later_rows_too():
+def test_a_kept_stderr_writes_above_the_rows_of_later_stages_too():
     """A library may keep the `sys.stderr` that it found during one stage, and write to it during a later stage."""
     with terminal() as seen:
         with stage("loading"):
@@ -120,6 +120,7 @@ def test_an_error_removes_all_rows():
 
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_a_row_is_one_line_on_every_terminal(width):
+    """On terminals of 30, 60 and 200 columns, long texts are cut so that each row fits in one line."""
     loading = stage("loading", "/a/long/path/" * 9)
     with terminal(width) as seen, loading, stage("evaluating", total=1000, unit="problem") as row:
         row.tell("math500, streaming 1024")
@@ -188,9 +189,9 @@ class Silence:
         return self.waits < 0
 
 
-def test_without_a_terminal_a_command_prints_that_it_is_running(capsys, monkeypatch):
-    """Without a terminal, a command prints from time to time in which stage and step it is: after 20, 60, 140, 300 s
-    and so on, counted over all stages. Once the command has printed a line itself, it prints no more of them.
+def test_a_command_without_a_terminal_prints_that_it_is_running(capsys, monkeypatch):
+    """The command prints its stage and step 20, 60, 140 and 300 seconds after its start; the times count over all
+    stages. Once the command has printed a line itself, no more such lines are printed.
     """
     time, screen = clock(monkeypatch), Screen()
     with screen.command():

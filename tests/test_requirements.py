@@ -64,6 +64,9 @@ VLLM = lines("vllm-requires-dist.txt")
 
 
 def test_the_pins_satisfy_the_requirements_of_vllm() -> None:
+    """requirements/vllm-requires-dist.txt is a copy of the requirements of vLLM for CUDA, in the version that is
+    pinned.
+    """
     assert not list(contradictions(PINS, VLLM))
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
 

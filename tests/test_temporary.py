@@ -77,8 +77,10 @@ def test_a_process_that_outlives_its_command_keeps_the_folder(tmp_path: Path) ->
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_program_started_by_exec_keeps_the_folder(tmp_path: Path) -> None:
-    """A program that is started by exec keeps the folder; `serve` becomes another program, the server, in this way."""
+def test_a_program_that_replaces_the_command_keeps_the_folder(tmp_path: Path) -> None:
+    """By exec, a command becomes another program in the same process, as `serve` becomes the server. While this program
+    runs, the next command does not delete its folder.
+    """
     becomes = PRINTS_FOLDER + "import os, sys; os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     program = "import sys; sys.stdin.readline(); from sparse_rl.temporary import *; remove_temporary_folder()"
     running = start(tmp_path, becomes, program)
@@ -105,7 +107,7 @@ def test_files_of_a_killed_run_are_removed_later(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["sparse_rl", "rollout", "trainer", "rewards"])
 def test_all_temporary_files_go_into_the_commands_folder(package: str) -> None:
-    # calls that make a temporary file without naming the command's folder by dir=
+    """No line of the package makes a temporary file without `dir=`, which names the command's folder."""
     own_place = re.compile(r"(?:mkdtemp|mkstemp|TemporaryDirectory|TemporaryFile)\((?!.*dir=)|DefaultLogsSpecs\(\)")
     files = [file for file in (ROOT / package).rglob("*.py") if file.name != "temporary.py"]
     lines = [(file, line) for file in files for line in file.read_text().splitlines()]

@@ -64,6 +64,9 @@ def same_evictions(ours: list[EvictionTrace], theirs: list[EvictionTrace]) -> bo
 @LAW
 @given(traces())
 def test_visible_equals_the_definition(trace: EvictionTrace) -> None:
+    """`trace.visible(layer)` gives a bool for each kv head, query and token. It equals the definition (`sees`), and
+    every token sees itself.
+    """
     for layer in range(trace.layers):
         visible = trace.visible(layer)
         assert visible.dtype == torch.bool
@@ -89,8 +92,8 @@ def test_an_evicted_token_never_returns(trace: EvictionTrace) -> None:
 @LAW
 @given(traces())
 def test_a_trace_rebuilt_from_its_events_is_the_same(trace: EvictionTrace) -> None:
-    """A trace's events are its evictions (layer, head, token, evict_at) as rows, in order; their order does not matter
-    for rebuilding.
+    """An event is a row (layer, head, token, evict_at), one for each eviction. Events in any order rebuild the trace.
+    Control: with one event fewer, another trace is rebuilt.
     """
     events = trace.to_events()
     assert events.dtype == torch.int64
@@ -117,18 +120,18 @@ def test_a_trace_without_events_is_dense() -> None:
     assert (trace.layers, trace.kv_heads, len(trace)) == (2, 3, 5)
 
 
-def test_recorded_writes_evictions_after_the_last_query_as_never() -> None:
+def test_an_eviction_that_no_query_observes_is_recorded_as_never() -> None:
     """The last of 6 tokens is sampled and never fed to the model, so the queries are 0 to 4. No query observes an
-    eviction at 5 or later, which is therefore recorded as NEVER.
+    eviction at 5 or later. `EvictionTrace.recorded` writes such an eviction as NEVER.
     """
     record = torch.tensor([[[4, 5, 6, 7, NEVER, NEVER + 3]]], dtype=torch.int64)
     trace = EvictionTrace.recorded(record)
     assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
     assert trace.evict_at.dtype == torch.int32
     assert trace.evict_at.device.type == "cpu"
-    assert record[0, 0].tolist()[:3] == [4, 5, 6], "the engine's record is left alone"
+    assert record[0, 0].tolist()[:3] == [4, 5, 6], "the engine's record does not change"
     before = EvictionTrace(record.to(torch.int32), validate=False).visible(0)[:, :5]
-    assert torch.equal(trace.visible(0)[:, :5], before), "no query that is ever fed sees a difference"
+    assert torch.equal(trace.visible(0)[:, :5], before), "all queries see the same tokens as before"
 
 
 def test_a_layer_of_a_trace_is_a_view_without_a_copy() -> None:
@@ -148,7 +151,10 @@ def test_a_layer_of_a_trace_is_a_view_without_a_copy() -> None:
         (torch.full((2, 2, 4), 9.0), "got torch.float32"),
         (torch.full((2, 4), NEVER, dtype=torch.int32), r"got torch.int32 \[2, 4\]"),
         (torch.full((1, 2, 2, 4), NEVER, dtype=torch.int32), r"\[1, 2, 2, 4\]"),
-        (torch.full((2, 2, 4), 3, dtype=torch.int32), r"evict_at\[0, 0, 3\] = 3: a token is evicted after its own"),
+        (
+            torch.full((2, 2, 4), 3, dtype=torch.int32),
+            r"evict_at\[0, 0, 3\] = 3: a token can be evicted only after its own",
+        ),
         (
             torch.full((0, 2, 4), NEVER, dtype=torch.int32),
             r"evict_at \[0, 2, 4\] is empty: a trace has at least one layer, kv",
@@ -193,8 +199,8 @@ def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
 @LAW
 @given(traces())
 def test_statistics_equal_counting(trace: EvictionTrace) -> None:
-    """Numbers of visible tokens at a query, their peak in decoding, the retention (the kept share at the end), and the
-    kept share by position (`density`) equal counting token by token.
+    """Four statistics equal counting token by token: the number of visible tokens at a query, its peak in decoding, the
+    share of tokens kept at the end (`retention`), and this share by position (`density`).
     """
     fed = max(len(trace) - 1, 1)  # the last token is sampled, never fed
     for query in [None, *range(len(trace))]:
@@ -298,19 +304,20 @@ def test_packed_documents_see_only_themselves(docs: list[EvictionTrace]) -> None
     the token in that document's own trace.
     """
     packed = pack_traces(docs)
-    place = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
-    assert len(packed) == len(place)
+    origins = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
+    assert len(packed) == len(origins)
     assert packed.evict_at.dtype == torch.int32
     for layer in range(2):
         visible = packed.visible(layer)
         for head in range(2):
-            for query, (query_doc, at) in enumerate(place):
-                for key, (key_doc, token) in enumerate(place):
+            for query, (query_doc, at) in enumerate(origins):
+                for key, (key_doc, token) in enumerate(origins):
                     expected = query_doc == key_doc and sees(docs[key_doc], layer, head, at, token)
                     assert bool(visible[head, query, key]) == expected, (query, key)
 
 
 def test_packing_evicts_every_token_at_the_end_of_its_document() -> None:
+    """So no query sees a token of an earlier document."""
     docs = [EvictionTrace.dense(1, 1, 3), EvictionTrace.dense(1, 1, 2)]
     assert pack_traces(docs).evict_at.tolist() == [[[3, 3, 3, 5, 5]]]
 
@@ -416,14 +423,17 @@ DAMAGE = {
         put("evict_at.lengths", torch.tensor([4, 7])),
         "does not hold sequences of 11 tokens in total",
     ),
-    "too early": (put("evict_at", FULL.masked_fill(FULL > 0, 2)), r"evict_at\[0, 0, 2\] = 2: a token is evicted"),
+    "too early": (
+        put("evict_at", FULL.masked_fill(FULL > 0, 2)),
+        r"evict_at\[0, 0, 2\] = 2: a token can be evicted only",
+    ),
     "too late": (
         put("evict_at", FULL - 1),
         rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2; a token that is never evicted",
     ),
     "no layer": (put("evict_at", FULL[:0].clone()), r"evict_at \[0, 2, 4\] is empty"),
     "no kv head": (put("evict_at", FULL[:, :0].clone()), r"evict_at \[2, 0, 4\] is empty"),
-    "zero": (put("evict_at", torch.zeros_like(FULL)), r"evict_at\[0, 0, 0\] = 0: a token is evicted after"),
+    "zero": (put("evict_at", torch.zeros_like(FULL)), r"evict_at\[0, 0, 0\] = 0: a token can be evicted only after"),
 }
 
 
@@ -492,12 +502,13 @@ def test_more_damage_is_refused_with_its_path(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("join", ["pack", "save"])
 def test_traces_of_different_models_cannot_be_mixed(join: str, tmp_path: Path) -> None:
+    """Traces of 2 and of 3 layers can be neither packed nor saved together."""
     docs = [random_trace(0), random_trace(0, layers=3)]
     with pytest.raises(TraceError):
         pack_traces(docs) if join == "pack" else save_traces(tmp_path / "t.safetensors", docs)
 
 
 @pytest.mark.parametrize("event", [[0, 0, -3, 4], [-1, 0, 0, 2], [0, 0, 9, 11], [2, 0, 0, 2]])
-def test_events_outside_of_the_sequence_are_refused(event: list[int]) -> None:
+def test_events_with_an_index_outside_of_the_trace_are_refused(event: list[int]) -> None:
     with pytest.raises(TraceError):
         EvictionTrace.from_events(2, 2, 6, torch.tensor([event]))

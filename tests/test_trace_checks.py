@@ -227,8 +227,8 @@ def test_records_of_a_sampler_are_accepted(kind: str, tmp_path: Path) -> None:
 
 
 def with_one_change(sections: Sections, rng: random.Random) -> Sections:
-    """Return the record with one section changed: another number, two numbers swapped or shifted by +1 and -1, or the
-    section made longer, shorter, or removed.
+    """Return the record with one section changed: one number replaced, two numbers swapped, two numbers shifted by +1
+    and -1, or the section made longer, made shorter, or removed.
     """
     name = rng.choice([name for name, values in sections.items() if values.numel()])
     values = sections[name].clone()
@@ -277,7 +277,7 @@ def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
+def test_a_record_without_a_prompt_length_is_accepted_if_it_fits_some_prompt(kind: str) -> None:
     """A trace alone or in a file is accepted if and only if it is possible for some prompt length."""
     counts: Counter[bool] = Counter()
     for seed in range(300):
@@ -404,9 +404,9 @@ def test_a_record_that_does_not_fit_the_prompt_is_refused_in_replay(model_of: Ca
             replay_logprobs(model_of("qwen3"), [sequence])
 
 
-def test_control_a_page_with_a_later_token_would_leak_it(model_of: Callable) -> None:
-    """The reason for the check of pages: if query 8 may open a page that contains token 9, the log-probs at query 8
-    depend on token 9 (here 20 or 21). With the valid record they do not.
+def test_control_a_page_that_contains_a_later_token_leaks_this_token(model_of: Callable) -> None:
+    """This is the reason for the check of pages. If query 8 may open a page that contains token 9, the log-probs at
+    query 8 depend on token 9 (here 20 or 21). With the valid record they do not.
     """
     model = model_of("qwen3")
 
@@ -468,7 +468,7 @@ def test_files_of_format_version_2_load_unless_they_have_pages(tmp_path: Path, m
     (loaded,) = load_traces(path)
     assert all(torch.equal(values, loaded.sections[name]) for name, values in plain.items())
     write_sections(path, [{name: values for name, values in pages.items() if name != "closed_at"}], None)
-    with pytest.raises(TraceError, match=r"has pages in format version 2, which mixed .*; sample anew$"):
+    with pytest.raises(TraceError, match=r"has pages in format version 2, which mixed .*; sample again$"):
         load_traces(path)
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 4)
     write_sections(path, [plain], None)

@@ -70,7 +70,7 @@ def flipped(whole: bytes, bit: int) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[list[EvictionTrace], bytes]:
-    """Return traces, and their file after bits are flipped, bytes are lost, doubled or inserted, or two places are
+    """Return traces, and their file after bits are flipped, bytes are lost, doubled or inserted, or two parts are
     exchanged.
     """
     seeds = draw(st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
@@ -212,6 +212,8 @@ def test_a_file_without_a_hash_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_an_invalid_trace_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     late = EvictionTrace(torch.full((1, 1, 4), 3, dtype=torch.int32), validate=False)
-    with pytest.raises(TraceError, match=r"^evict_at\[0, 0, 3\] = 3: a token is evicted after its own position$"):
+    with pytest.raises(
+        TraceError, match=r"^evict_at\[0, 0, 3\] = 3: a token can be evicted only after its own position$"
+    ):
         late.save(path)
     assert not path.exists()

@@ -31,7 +31,7 @@ from sparse_rl.trace import (
 )
 from sparse_rl.trace.sealed import content_hash
 
-PLACES = ([1, 4], [], [0, 2, 3])  # positions of each trace's visits; one trace has none
+POSITIONS = ([1, 4], [], [0, 2, 3])  # positions of each trace's visits; one trace has none
 LENGTHS = (6, 3, 5)
 
 
@@ -52,7 +52,7 @@ def evictions(length: int, seed: int = 0) -> EvictionTrace:
 @pytest.fixture
 def traces(with_visits: Callable) -> list[EvictionTrace]:
     """Return three traces with the sections evict_at, visits and gains."""
-    return [with_visits(evictions(n, n), places) for n, places in zip(LENGTHS, PLACES, strict=True)]
+    return [with_visits(evictions(n, n), positions) for n, positions in zip(LENGTHS, POSITIONS, strict=True)]
 
 
 def test_saved_traces_load_with_every_section(traces: list[EvictionTrace], tmp_path: Path) -> None:
@@ -181,6 +181,9 @@ def test_a_damaged_section_is_refused_with_its_path(
 
 
 def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTrace]) -> None:
+    """ReplayView and DenseView refuse traces with the section `visits` and name the section. `make_view` lists the
+    views and their sections. Control: without the extra sections, `make_view` returns a ReplayView.
+    """
     batch = batch_traces(traces, [0, 0, 0], 6)
     with pytest.raises(TraceError, match=r"^ReplayView cannot replay the section 'visits' of a trace; it replays ev"):
         ReplayView(batch, "cpu")
@@ -195,6 +198,8 @@ def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTra
 def test_make_view_takes_the_view_that_replays_all_sections(
     traces: list[EvictionTrace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two views are registered; the class Visits alone replays `visits` and `gains`."""
+
     class Visits(ReplayView):
         replays = frozenset({"evict_at", "visits", "gains"})
 
@@ -216,4 +221,5 @@ def test_replay_logprobs_refuses_sections_that_no_view_replays(with_visits: Call
 
 
 def test_every_declared_section_has_the_name_of_its_key() -> None:
+    """Each section is registered under its own name, and is joined along one of its own axes."""
     assert all(section.name == name and section.joined in section.axes for name, section in declared().items())

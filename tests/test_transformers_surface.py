@@ -1,5 +1,5 @@
-"""Names and behaviour of transformers on which the code outside trainer/ relies still exist. docs/internals.md gives
-the places and reasons.
+"""The code outside trainer/ relies on names and behaviour of transformers. The tests check that they still exist.
+docs/internals.md gives the reason for each.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "ea
 
 @contextmanager
 def refusals(*further: type[Exception]) -> Iterator[None]:
-    """Replace an error by which a constructor of TRL, transformers or PEFT refuses an option by a UserError.
+    """Raise a UserError in place of an exception with which TRL, transformers or PEFT refuses an option.
 
-    Use this only around such constructors: anywhere else a ValueError is a bug.
+    Use this only around calls that check options: anywhere else a ValueError is a bug.
 
-    further : exceptions that mean a refusal, in addition to ValueError and NotImplementedError
+    further : exception classes that mean a refusal, in addition to ValueError and NotImplementedError
     """
     try:
         yield
@@ -40,7 +40,7 @@ def refusals(*further: type[Exception]) -> Iterator[None]:
 def training_options(
     training: TrainingConfig, launch: LaunchConfig, *, output_dir: str, seed: int, dtype: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that transformers' and TRL's training arguments share. If `launch` uses DeepSpeed, set it up.
+    """Return the options that transformers' and TRL's training arguments share. Set up DeepSpeed if `launch` uses it.
 
     dtype : dtype of the computation
     more : further options of TRL and transformers, name -> value; they override all other options
@@ -66,9 +66,9 @@ def training_options(
 
 
 def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
-    """Return the dtype in which the weights are kept: float32 (with autocast), or `dtype` with DeepSpeed or LoRA.
+    """Return the dtype in which the weights are kept: `dtype` with DeepSpeed or LoRA, else float32 (with autocast).
 
-    In the first case AdamW updates all weights, and would lose small updates of bfloat16 weights.
+    Without DeepSpeed and LoRA, AdamW updates these weights directly, and bfloat16 would lose small updates.
     """
     return dtype if launch.zero_stage or lora is not None else "float32"
 
@@ -90,7 +90,7 @@ def adapters(lora: LoraConfig | None) -> Any:
 
 
 def check_adapters(model: Any, config: Any = None) -> None:
-    """Raise UserError if evictions cannot be replayed with some PEFT adapter.
+    """Raise UserError if evictions cannot be replayed with one of the PEFT adapters.
 
     model : the model, which may already have adapters
     config : PEFT's configuration of the adapters to add; None means to check the adapters that the model already has
@@ -100,16 +100,15 @@ def check_adapters(model: Any, config: Any = None) -> None:
             kind = type(adapter).__name__
             raise UserError(f"only LoRA adapters can be trained under evictions, got {kind}", "peft_config")
         if adapter.lora_dropout:
-            raise UserError("adapter dropout cannot be replayed; set it to 0", "peft_config.lora_dropout")
+            raise UserError("adapter dropout cannot be replayed; set lora_dropout to 0", "peft_config.lora_dropout")
 
 
 @dataclass
 class ReplayedArguments:
-    """Mixin for training arguments: `class X(ReplayedArguments, TrainingArguments)`, or another class of transformers
-    or TRL.
+    """Mixin for classes of training arguments of transformers and TRL: `class X(ReplayedArguments, TrainingArguments)`.
 
-    kind : kind of recipe; it decides which options are refused (trainer/options.py)
-    match_gradient : through lets gradients flow through the fits of policy am; constant treats the fits as constants
+    kind : kind of recipe, which decides which options are refused (trainer/options.py)
+    match_gradient : "through" lets gradients flow into the fits of policy am; "constant" treats the fits as constants
     """
 
     kind: ClassVar[str]
@@ -127,14 +126,14 @@ class ReplayedArguments:
             wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{suggestion}"
             raise UserError(wrong, "attention_kernel")
         with refusals():
-            super().__post_init__()  # type: ignore[misc]  # of TrainingArguments, the next class in the MRO
+            super().__post_init__()  # type: ignore[misc]  # calls TrainingArguments, the next class in the MRO
         args: Any = self
         checkpointing = args.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict):
             if checkpointing.get("use_reentrant", False) is not False:
                 raise UserError("reentrant gradient checkpointing is not supported; remove use_reentrant")
             if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
-                wrong = f"must be among {', '.join(CHECKPOINTING)}, got {unknown[0]!r}"
+                wrong = f"its keys must be among {', '.join(CHECKPOINTING)}, got {unknown[0]!r}"
                 raise UserError(wrong, "gradient_checkpointing_kwargs")
             args.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # torch's default is True
 

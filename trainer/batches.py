@@ -26,11 +26,11 @@ class Batch:
 
     ids : token ids, int64 [B, S]
     positions : position of each token in its sequence, from 0, int64 [B, S]
-    where : (rows, columns) of the tokens at which the model predicts the completion tokens, int64 [N] each
+    where : (rows, columns) of the positions at which the model predicts the completion tokens, int64 [N] each
     targets : completion tokens, int64 [N]
-    rows : sequences of each row
+    rows : the sequences that each row holds
     attention_kernel : one of ATTENTION_KERNELS
-    through : True lets gradients flow through the fits of policy am; False treats the fits as constants
+    through : True lets gradients flow into the fits of policy am; False treats the fits as constants
     """
 
     ids: Tensor
@@ -72,7 +72,7 @@ class Batch:
         return [example for row in self.rows for example in row]
 
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Return the number of tokens in each row and in its prompt, int64 [B] each. The rows must not be packed."""
+        """Return the numbers of tokens of the rows and of their prompts, int64 [B] each. Rows must not be packed."""
         rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
         lengths, prompts = torch.tensor(rows, device=self.ids.device).T
         return lengths, prompts

@@ -20,8 +20,7 @@ KINDS = {
     "sft": "supervised fine-tuning",
 }
 
-
-# Task of the training data (None means the user's own data) -> evaluation arguments in EVALUATIONS, example in PROMPTS.
+# The keys are tasks of synthetic training data; None stands for the user's own data.
 EVALUATIONS = {None: "eval/math500 model={}", "running_sum": "quickstart/eval model={} cache=null"}
 PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retrieval": "known: ba=7 of du=2 asked: du?"}
 
@@ -38,7 +37,9 @@ def model_card(
     """Return the card as Markdown, preceded by the metadata that the Hub reads.
 
     recipe : the resolved recipe
-    policy : cache policy saved in the directory `place` of the model; None means a full cache
+    policy : cache policy that is saved with the model; None means a full cache
+    place : directory of the model
+    chat : True if the model has a chat template
     hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]

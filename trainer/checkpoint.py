@@ -1,8 +1,8 @@
 """Writes and reads checkpoints on disk so that each is either complete or absent.
 
 A checkpoint is first written to `_partial/` in the run directory, with a manifest that lists the size and SHA-256 of
-each file. It is synced to disk, and then renamed to its final name; the rename is atomic. Processes on several machines
-must share the file system. trainer/resumable.py writes the files; trainer/resume.py chooses the checkpoint to resume.
+each file. The checkpoint is synced to disk, and then renamed atomically to its final name. Processes on several
+machines must share the file system. trainer/resumable.py writes the files; trainer/resume.py chooses a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOADED = (".pt", ".pth", ".bin", ".safetensors")  # files that a library may loa
 
 
 def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
-    """Return the sizes and SHA-256 of the part `share` of the sorted files in a folder."""
+    """Return name -> size and SHA-256 of files in a folder. share : which of the sorted names to include"""
 
     def entry(name: str) -> dict[str, Any]:
         return {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
@@ -45,7 +45,7 @@ def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **about: Any) -> None:
-    """Write manifest.json: the checkpoint's description `about`, its files, and a checksum over both."""
+    """Write manifest.json with the checkpoint's description `about`, the records `files`, and a checksum of both."""
     content = {"format_version": FORMAT_VERSION, **about, "files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
 
@@ -93,7 +93,7 @@ def disk_is_full(error: Exception, folder: Path) -> bool:
 
 
 def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
-    """Return the error to raise after a failed write of `what`, with the cause and the newest complete checkpoint."""
+    """Return the error for a failed write of `what`. It names the cause and the newest complete checkpoint."""
     full = disk_is_full(error, folder)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
     newest = newest_whole(folder)
@@ -121,12 +121,12 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
-    """Remove the oldest complete checkpoints until `limit` remain, but never the checkpoint `best`."""
+    """Remove the oldest complete checkpoints until `limit` remain besides the checkpoint `best`. None removes none."""
     whole = [path for path in whole_checkpoints(folder) if best is None or path != Path(best)]
     for old in whole[:-limit] if limit else ():
         doomed = folder / PARTIAL / old.name
         doomed.parent.mkdir(exist_ok=True)
-        os.rename(old, doomed)  # a run killed during the removal leaves no half checkpoint
+        os.rename(old, doomed)  # a run killed during the removal leaves no half-removed checkpoint
         remove(doomed)
 
 
@@ -136,7 +136,7 @@ def clear_partial(folder: Path) -> None:
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, which a run resumed at `step` writes again, and return the new paths."""
+    """Rename the checkpoints after `step`, and return the new paths. A run resumed at `step` writes them again."""
     later = {path: path.with_name(f"later-{path.name}") for path in checkpoints(folder) if step_of(path) > step}
     for path, aside in later.items():
         shutil.rmtree(aside, ignore_errors=True)
@@ -145,7 +145,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raise UserError if it is missing or damaged, or has another format."""
+    """Return a checkpoint's manifest. Raise UserError if the manifest is missing or damaged, or has another format."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
@@ -202,7 +202,7 @@ def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bo
             state = "truncated" if size < recorded["size"] else "altered"
             yield f"{name} is {state} ({size} bytes, {recorded['size']} were written)"
     present = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.suffix in LOADED)
-    yield from (f"{name} does not belong to it: {MANIFEST} does not list it" for name in present if name not in files)
+    yield from (f"{name} does not belong to the checkpoint: not in {MANIFEST}" for name in present if name not in files)
     if contents:
         with ThreadPoolExecutor(READERS) as pool:
             for name, actual in zip(files, pool.map(lambda name: sha256(folder / name), files), strict=True):

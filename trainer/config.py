@@ -73,12 +73,12 @@ class ReplayConfig(Configuration):
     """Attention in training under evictions.
 
     attention_kernel : kernel that computes attention. gather collects, for each chunk of queries, the keys that any
-        query of the chunk sees. flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are
-        not empty, with keys in natural order or sorted by eviction. sdpa builds a [tokens, tokens] mask for each layer.
-        dense is the reference. auto takes the first of flex_sorted and flex that a check on this machine finds exact,
-        else gather
-    match_gradient : gradient of the biases and values that policy am fits. through lets the gradient flow to the keys,
-        values and queries of the fit; constant treats the fitted biases and values as constants
+        query of the chunk sees. flex and flex_sorted (FlexAttention, on a GPU) visit only those 128 x 128 tiles in
+        which a query sees a key; flex_sorted first sorts the keys by the time of their eviction. sdpa builds a [tokens,
+        tokens] mask for each layer. dense is the reference. auto takes flex_sorted, else flex, if it passes a check of
+        exactness on this machine, else gather
+    match_gradient : gradient of the biases and values that policy am fits. `through` lets the gradient flow to the
+        keys, values and queries of the fit; `constant` treats the fitted biases and values as constants
     """
 
     attention_kernel: Literal["auto", AttentionKernel] = "auto"
@@ -87,7 +87,7 @@ class ReplayConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Configuration):
-    """Low-rank adapters, without dropout: dropout could not be replayed."""
+    """Settings of low-rank adapters. They have no dropout, because dropout cannot be replayed."""
 
     r: PositiveInt = 16
     alpha: PositiveInt = 32
@@ -99,7 +99,7 @@ class LoraConfig(Configuration):
             try:
                 re.compile(self.target_modules)
             except (re.error, RecursionError, OverflowError) as error:
-                wrong = f"is not a valid regular expression ({error}); to match the last parts of names, give a list"
+                wrong = f"is not a valid regular expression ({error}); correct it, or give a list of names"
                 raise UserError(wrong, "target_modules") from None
 
 
@@ -108,7 +108,7 @@ MOST_PROCESSES = 256  # per machine; no machine has more GPUs
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
-    """Settings of the processes on all machines, and DeepSpeed's ZeRO stage (zero_stage 0 means no DeepSpeed)."""
+    """Settings of the launch. `processes` counts the processes of all machines; zero_stage 0 means no DeepSpeed."""
 
     processes: PositiveInt = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -125,7 +125,7 @@ class LaunchConfig(Configuration):
         if self.processes % self.machines:
             raise UserError(f"{self.processes} is not divisible by machines ({self.machines})", "processes")
         if (local := self.processes // self.machines) > MOST_PROCESSES:
-            wrong = f"{local:,} processes on each machine are too many; at most {MOST_PROCESSES} are started on one"
+            wrong = f"{local:,} processes on each machine are too many; at most {MOST_PROCESSES} are allowed"
             raise UserError(wrong, "processes")
         if self.machine_rank >= self.machines:
             raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")

@@ -16,7 +16,7 @@ from trainer.config import LaunchConfig
 def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration, or None if `launch` uses no DeepSpeed.
 
-    The configuration has no optimizer block, with which DeepSpeed would compile its own Adam in place of torch's AdamW.
+    The configuration has no optimizer block. With one, DeepSpeed would compile its own Adam and not use torch's AdamW.
     """
     if not launch.zero_stage:
         return None
@@ -58,7 +58,7 @@ def prepare_deepspeed() -> None:
 
 @contextmanager
 def outside_deepspeed(args: Any) -> Iterator[None]:
-    """Load models in this block whole, instead of partitioned by ZeRO-3."""
+    """Keep ZeRO-3 from partitioning the models that are loaded in this block."""
     from transformers.integrations import deepspeed
 
     deepspeed.unset_hf_deepspeed_config()

@@ -23,10 +23,10 @@ logger = logging.getLogger("sparse_rl")
 
 
 def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
-    """Write the final model and its card as a Hugging Face directory, which is complete or absent; push it if asked.
+    """Write the final model and its card as a Hugging Face directory, and push it if `push_to_hub` is set.
 
-    place : directory to write
-    lora : True merges the adapter into the model, and also writes the adapter beside it
+    place : directory to write; it is always complete or absent
+    lora : True merges the adapter into the model, and also writes the adapter to a directory beside `place`
     cache : policy to save in the directory; None saves no policy here (the trainer may have saved one)
     """
     partial, first = place.parent / PARTIAL, trainer.is_world_process_zero()
@@ -42,7 +42,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
                 for folder in filter(Path.exists, (partial / "adapter", partial / place.name)):
                     publish(folder, place.with_name(folder.name))
         except Exception as error:
-            stopped = failure("the final model", place.parent, error)  # before clear_partial frees the disk again
+            stopped = failure("the final model", place.parent, error)  # before clear_partial frees the full disk
             clear_partial(place.parent)
             raise stopped from error
         trainer.accelerator.wait_for_everyone()
@@ -95,7 +95,7 @@ def _push(trainer: Any, place: Path) -> None:
 
 
 def close_engine(trainer: Any) -> None:
-    """Close the trainer's engine, if any. A failure is only logged, so that it does not hide the error of the run."""
+    """Close the trainer's engine, if any. A failure to close is only logged, to not hide the error of the run."""
     try:
         if hasattr(trainer, "engine"):
             trainer.engine.close()

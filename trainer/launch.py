@@ -1,7 +1,7 @@
 """Starts the processes of a training: each machine runs the same command, with its own `machine_rank`.
 
-`sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process whose
-environment variable RANK is set launches no other processes.
+`sparse-rl train` runs itself once per process through torch's elastic launcher, which `torchrun` uses too. A process
+whose environment variable RANK is set launches no other processes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def needs_launch(asked: LaunchConfig) -> bool:
 
 
 def crowded(asked: LaunchConfig) -> str | None:
-    """Return a message if the run starts more processes than this machine has GPUs (or usable CPU cores), else None."""
+    """Return a message if this machine would run more processes than it has GPUs (or usable CPU cores), else None."""
     import torch
 
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
     # A container or a job may use only some of the cores. sched_getaffinity lists them, on platforms that have it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     places, kind = (cards, "GPU") if cards else (cores, "CPU core")
-    return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
+    return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower processes" if local > places else None
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:

@@ -55,7 +55,7 @@ def _open_locked(folder: Path) -> IO[str]:
             file.seek(0)
             holder = file.read(300).strip() or "another process"
             file.close()
-            wrong = f"{folder} is in use by a run: {holder}; wait until it ends, stop it, or choose another"
+            wrong = f"{folder} is in use by a run: {holder}; wait for its end, stop it, or choose another output_dir"
             raise UserError(wrong, "output_dir") from None
         logger.warning(
             "the file system of %s has no locks (%s): do not start a second run there", folder, error.strerror

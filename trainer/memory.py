@@ -15,10 +15,10 @@ def count_parameters(model: Any) -> int:
 
 
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
-    """Return (name, module) of every module that `lora.target_modules` selects, of any class, by PEFT's rules.
+    """Return (name, module) of every module of any class that `lora.target_modules` selects.
 
-    `all-linear` selects all linear layers except the head, any other text is a regular expression for full names, and a
-    list holds the last parts of names.
+    PEFT's rules apply. `all-linear` selects all linear layers except the head. Any other text is a regular expression
+    for whole names. A list holds the last parts of dotted names, such as q_proj.
     """
 
     def adapted(name: str, module: Any) -> bool:
@@ -44,11 +44,10 @@ def training_state(
     The parts are weights, gradients and optimizer (AdamW's state).
 
     Without DeepSpeed, each weight has `itemsize` bytes, and AdamW keeps two float32 moments per trained parameter.
-    Adapters are float32, beside the frozen weights. With several processes, DDP's buckets hold the gradients a second
-    time.
+    Adapters are additional weights in float32. With several processes, DDP's buckets hold the gradients a second time.
 
-    DeepSpeed keeps float32 master weights and two moments, partitioned over the processes from stage 1 on. It
-    partitions gradients from stage 2 on, and weights from stage 3 on (table in the ZeRO paper).
+    DeepSpeed keeps float32 master weights and two moments. It partitions these over the processes from stage 1 on,
+    gradients from stage 2 on, and weights in stage 3 (table in the ZeRO paper).
     """
     if not launch.zero_stage:
         weights = parameters * itemsize + (4 * trainable if adapters else 0)

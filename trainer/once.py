@@ -1,7 +1,7 @@
 """Lets launched processes reuse results that the launcher has computed: tokenised datasets, hashed checkpoints.
 
 The launcher keeps the results in a folder that exists as long as the command runs, and passes the folder's path in an
-environment variable. A process started by torchrun or accelerate launch has no such folder, and computes all results.
+environment variable. Processes started by torchrun or accelerate launch have no such folder, and reuse no results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def remembered() -> Iterator[None]:
     """Compute each result of `once` only once in this block and in the processes launched from it."""
     place = temporary_folder()
-    if launched():  # the launcher's folder is used, which exists as long as this process
+    if launched():  # the launcher's folder is used; it outlives this process
         yield
         return
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -57,7 +57,7 @@ def once(what: str, make: Callable[[], T]) -> T:
 def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
     """Return the dataset of `make`, read from a copy on disk that all processes share.
 
-    Therefore the processes also share the results of `map`, which datasets caches beside the copy.
+    The library datasets caches the results of its `map` beside the copy, so the processes share these results too.
     """
     import datasets
 
@@ -79,7 +79,7 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
 
 def leave_words(words: str) -> bool:
-    """Save a text that the launcher prints after its processes have ended. Return False if there is no launcher."""
+    """Give the launcher a text to print after its processes have ended. Return False if there is no launcher."""
     if FOLDER not in os.environ:
         return False
     with (Path(os.environ[FOLDER]) / LAST_WORDS).open("a", encoding="utf-8", errors="backslashreplace") as file:

@@ -17,16 +17,16 @@ _EXACT = "a resumed run would not be exact with it; remove it"
 _FUSED = "its fused forward pass ignores the eviction trace; remove it"
 
 ANY: dict[str, str] = {  # in any training
-    "use_vllm": "use rollout.engine, in Python make_engine",
+    "use_vllm": "use the key rollout.engine (in Python: make_engine)",
     "use_transformers_paged": _SAMPLES,
     "use_transformers_continuous_batching": _SAMPLES,
     "transformers_continuous_batching_config": _SAMPLES,
-    "cache_implementation": "use the cache block, in Python the policy of the engine",
+    "cache_implementation": "use the cache block (in Python: the policy of the engine)",
     "generation_kwargs": _SAMPLES,
     "min_p": _SAMPLES,
     "repetition_penalty": _SAMPLES,
     "max_tool_calling_iterations": "tools are not supported; remove it",
-    "chat_template_kwargs": "use data.thinking, in Python thinking",
+    "chat_template_kwargs": "use the key data.thinking (in Python: the argument thinking)",
     "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
     "use_liger_kernel": _FUSED,
     "liger_kernel_config": _FUSED,
@@ -34,7 +34,7 @@ ANY: dict[str, str] = {  # in any training
     "bf16_full_eval": "validation runs in the dtype of training; remove it",
     "fp16_full_eval": "validation runs in the dtype of training; remove it",
     "parallelism_config": "use the launch block instead",
-    "auto_find_batch_size": "groups must be whole; lower per_device_train_batch_size instead",
+    "auto_find_batch_size": "another batch size could split a group; lower per_device_train_batch_size instead",
     "save_only_model": "resuming needs the optimizer too; remove it",
     "ignore_data_skip": _EXACT,
     "accelerator_config": _EXACT,
@@ -52,8 +52,8 @@ ANY: dict[str, str] = {  # in any training
 
 TAUGHT: dict[str, str] = {  # under evictions
     **ANY,
-    "neftune_noise_alpha": "evictions are recorded without noise and cannot be replayed with it; remove it",
-    "use_cache": "training replays the sampler's evictions and has no cache of its own; remove it",
+    "neftune_noise_alpha": "evictions that are sampled without noise cannot be replayed with noise; remove it",
+    "use_cache": "training replays the sampler's evictions, without a cache of its own; remove it",
     "label_smoothing_factor": _IDLE,
     "average_tokens_across_devices": _IDLE,
     "include_num_input_tokens_seen": "tokens are counted in any case; remove it",
@@ -83,7 +83,7 @@ REFUSED: dict[str, dict[str, str]] = {  # by kind of recipe
 
 PREFIXES: dict[str, str] = {
     "vllm_importance_sampling": "use importance_correction and importance_clip",
-    "vllm_": "use the rollout block, in Python make_engine",
+    "vllm_": "use the rollout block (in Python: make_engine)",
     "fsdp": "use launch.zero_stage; only DeepSpeed shards here",
 }
 

@@ -58,7 +58,7 @@ torch.serialization.register_package(
 def reading(checkpoint: str | None) -> Iterator[None]:
     """Force weights_only for every torch.load in this block, and turn any failure into a one-line UserError.
 
-    checkpoint : the folder that is read; None makes the block do nothing
+    checkpoint : the folder that is read; None changes nothing in the block
     """
     if checkpoint is None:
         yield
@@ -80,7 +80,7 @@ def reading(checkpoint: str | None) -> Iterator[None]:
 
 @contextmanager
 def known_metric() -> Iterator[None]:
-    """Turn transformers' KeyError for a metric_for_best_model that validation does not report into a UserError."""
+    """Raise UserError in place of transformers' KeyError if validation does not report metric_for_best_model."""
     try:
         yield
     except KeyError as error:
@@ -127,7 +127,7 @@ class Resumable(Scored):
     def sampling_seed(self, generation: int | None) -> int:
         """Return a sampling seed for generation number `generation`; None means validation.
 
-        Two ranks may sample the same prompt, so their seeds differ.
+        Two ranks may sample the same prompt, so each rank has a seed of its own.
         """
         number = self.args.seed if generation is None else (self.args.seed + 1) * 1_000_003 + generation
         return number * self.accelerator.num_processes + self.accelerator.process_index
@@ -176,7 +176,7 @@ class Resumable(Scored):
 
     @contextmanager
     def refused_at_this_step(self) -> Iterator[None]:
-        """Add the step and the newest complete checkpoint to a NotFiniteError of an engine."""
+        """Add the step and the newest complete checkpoint to the message of an engine's NotFiniteError."""
         try:
             yield
         except NotFiniteError as error:
@@ -236,7 +236,7 @@ class Resumable(Scored):
                 super()._save_checkpoint(model, trial)
                 self._save_more(run, partial)
             except Exception as error:  # the launcher ends the other processes with this one
-                failed = failure(name, run, error)  # before `remove` frees the disk again
+                failed = failure(name, run, error)  # before `remove` frees the full disk
                 remove(partial)
                 raise failed from error
             finally:
@@ -270,7 +270,7 @@ class Resumable(Scored):
             super().init_hf_repo(token)
         except HUB_ERRORS as error:
             line = str(error).strip().partition("\n")[0]
-            mend = "log in with `hf auth login`, or remove it"
+            mend = "log in with `hf auth login`, or remove push_to_hub"
             raise UserError(f"the Hub did not create the repository ({line}); {mend}", "push_to_hub") from error
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
@@ -283,7 +283,7 @@ class Resumable(Scored):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn about missing and unexpected weights, but not about tied weights: a checkpoint holds them only once."""
+        """Warn about missing and unexpected weights. A tied weight that was loaded by another name is not missing."""
         model: Any = self.model
         weights, missing = dict(model.named_parameters(remove_duplicate=False)), set(load_result.missing_keys)
         loaded = {id(weight) for name, weight in weights.items() if name not in missing}
@@ -317,7 +317,7 @@ class Resumable(Scored):
         if checkpoint is not None:
             file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
             if not file.is_file():
-                wrong = "another trainer wrote it, or a run with fewer processes"
+                wrong = "another trainer or fewer processes wrote this checkpoint"
                 raise UserError(f"{checkpoint} has no {file.name}: {wrong}")
             with reading(checkpoint):
                 self.load_extra_state(torch.load(file, weights_only=True, map_location="cpu"))
@@ -329,7 +329,7 @@ class Resumable(Scored):
         problem = next(
             (f"{label} at the start of training is damaged, {wrong}" for label, wrong in problems if wrong), None
         )
-        self._stop_at(next(filter(None, gather_object([problem])), None), "use another checkpoint of it")
+        self._stop_at(next(filter(None, gather_object([problem])), None), "use an undamaged copy of the model")
 
 
 class _AtStart(TrainerCallback):

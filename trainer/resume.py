@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes, compares the recipes, and refuses folders that a new run must not use.
+"""Chooses the checkpoint that a run resumes, compares its recipe, and refuses folders that a new run must not use.
 
 A recipe is plain data here. This module imports no large packages, so that a mistake is reported immediately.
 """
@@ -42,9 +42,9 @@ def refuse_used(output_dir: str) -> None:
     """
     folder = Path(output_dir)
     if any(_damage(path) is None for path in reversed(checkpoints(folder))):
-        raise UserError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
+        raise UserError(f"{folder} holds an earlier run; use --resume, or choose another output_dir", "output_dir")
     if (folder / RUN_MODEL).exists():
-        raise UserError(f"{folder} holds the model of an earlier run; choose another", "output_dir")
+        raise UserError(f"{folder} holds the model of an earlier run; choose another output_dir", "output_dir")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class MayChange:
     """The dotted recipe keys that may differ in a run that resumes a checkpoint.
 
     freely : keys whose change leaves the resumed run equal to an uninterrupted run, bit for bit
-    but_for_rounding : keys whose change may give kernels other shapes, so that the resumed run equals an uninterrupted
-        run only up to rounding
+    but_for_rounding : keys whose change may give tensors other shapes; then the resumed run equals an uninterrupted run
+        only up to rounding
     """
 
     freely: Collection[str]
@@ -64,11 +64,11 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
     """Return the checkpoint that `--resume` selects.
 
     resume : a checkpoint's directory, or "newest" for the newest complete checkpoint in output_dir
-    resolved : the recipe as plain data, with max_steps and, if it has one, refresh_every
+    resolved : the recipe of this run as plain data
 
-    Every file of the checkpoint is compared with the manifest. Damaged checkpoints are skipped and logged. Raises
-    UserError if there is no complete checkpoint, if the given directory is damaged, if the recipe differs from the
-    checkpoint's in a key that may not change, or if output_dir holds a different run.
+    Every file is compared with the checkpoint's manifest. "newest" skips damaged checkpoints and logs their names.
+    Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the checkpoint's recipe
+    differs in a key that may not change, or if output_dir holds a different run.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
@@ -77,9 +77,9 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
             logger.warning("skipped %s: %s", folder, why)
         else:
             if (Path(output_dir) / RUN_MODEL).exists():
-                mend = "choose another output_dir, or a smaller save_steps for the next run"
+                mend = "start a new run in another output_dir, with a smaller save_steps if it may have to resume"
                 raise UserError(
-                    f"the run in {output_dir} has ended without a checkpoint to resume from; {mend}", "--resume"
+                    f"the run in {output_dir} is finished and has no complete checkpoint; {mend}", "--resume"
                 )
             mend = "start again, without --resume"
             raise UserError(f"{output_dir} holds no complete checkpoint to resume from; {mend}", "--resume")

@@ -26,7 +26,7 @@ COMPLETIONS_PER_STEP = 4
 
 
 def prepare(output_dir: str, recipe: str) -> Path:
-    """Create the directory, write recipe.yaml (with the text `recipe`) and environment.json, and return its path."""
+    """Create the directory, write recipe.yaml (with the text `recipe`) and environment.json. Return the path."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,10 +38,9 @@ def prepare(output_dir: str, recipe: str) -> Path:
 
 
 def wandb_offline_without_key(folder: Path) -> bool:
-    """Make W&B write into the run directory, and in offline mode if no user is logged in to its server.
+    """Make W&B write into the run directory. If no user is logged in to its server, switch W&B to offline mode.
 
-    Returns False if W&B cannot even run offline, because it cannot read its settings. Both cases are logged as
-    warnings.
+    Returns False if W&B cannot even run offline, because it cannot read its settings. Both cases are logged.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
     if os.environ.get("WANDB_MODE"):

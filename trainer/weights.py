@@ -1,7 +1,7 @@
 """Gives the trainer's weights to an engine, either as the live module or as a copy.
 
-The weights of a copy are named as in a Hugging Face checkpoint. This module also saves and restores a reference model
-that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
+The weights of a copy are named as in a Hugging Face checkpoint. For checkpoints, this module also saves and
+restores a reference model that follows the trained model (TRL's `sync_ref_model`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of every weight, one at a time.
 
     A head that is tied to the embedding is yielded once, under the embedding's name. Under ZeRO-3 all processes gather
-    each weight together: exhaust the iterator on all processes. The product of a LoRA adapter is added to a copy of the
-    adapted weight, so that the frozen weight does not change.
+    each weight together: exhaust the iterator on all processes. An adapted weight is yielded as a new tensor, the sum
+    of the frozen weight and the product of its LoRA matrices.
     """
     module = accelerator.unwrap_model(model)
     for name, weight in module.named_parameters():
@@ -48,7 +48,7 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Update an engine's copy of the weights.
+    """Update an engine's copy of the weights to the weights of `model`.
 
     Raises StoppedError if the scorers in the engine then differ from the scorers of `model`.
     """
@@ -78,7 +78,7 @@ def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> None:
-    """Load the weights `kept` of the first process into the models of all processes."""
+    """Load `kept`, the weights that the first process holds, into the model of every process."""
     for name, weight in accelerator.unwrap_model(model).named_parameters():
         with gathered(weight, accelerator, writer=0):
             if accelerator.is_main_process:

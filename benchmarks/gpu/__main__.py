@@ -1,12 +1,12 @@
-"""One command that measures everything on a GPU, and writes a report. It needs no installation, only the repository.
+"""Measures everything on a GPU, and writes a report. The project need not be installed.
 
     python -m benchmarks.gpu                          # 75 minutes on an H100; writes runs/gpu/results.json and .md
     python -m benchmarks.gpu --minutes 45             # leaves out the last stages, which matter least
-    python -m benchmarks.gpu --resume runs/gpu/results.json     # goes on after a call that was cut, on any machine
+    python -m benchmarks.gpu --resume runs/gpu/results.json     # continues an interrupted call, on any machine
     python -m benchmarks.gpu --device cpu --small     # all stages in a small form on a CPU: tests that they run
 
-Each stage (stages.py) runs in a process of its own with a limit, and its rows are saved as they come. A stage that
-fails, hangs or is killed is reported, and the others run.
+Each stage (stages.py) runs in a process of its own with a time limit, and its rows are saved as they come. A stage that
+fails, hangs or is killed is reported, and the other stages run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ENVIRONMENT_LIMIT = 120.0  # seconds
 
 
 def main(arguments: Sequence[str], stages: Sequence[Stage] = STAGES, environment: str = ENVIRONMENT) -> int:
-    """Run the command, and return its exit status: 0 if the report is written, whatever the stages gave.
+    """Run the command, and return its exit status: 0 if the report is written, even if stages failed.
 
-    stages : all stages, in order of worth
-    environment : "module:name" of the stage that describes a machine, which runs at the start of each call
+    stages : all stages, the most important ones first
+    environment : "module:name" of the stage that runs at the start of each call and describes the machine
     """
     parser = _parser(stages)
     options = parser.parse_args(arguments)
@@ -57,27 +57,27 @@ def main(arguments: Sequence[str], stages: Sequence[Stage] = STAGES, environment
 def _parser(stages: Sequence[Stage]) -> argparse.ArgumentParser:
     names = [stage.name for stage in stages]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or that of the resumed results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or the device of the resumed results")
     parser.add_argument("--small", action="store_true", help="small sizes, to test the stages")
     parser.add_argument("--minutes", type=float, help="leave out stages that do not fit into this time")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from these results")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from these results")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"results; default: the resumed file, or {OUT}")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="recorded traces (*.safetensors) for attention")
     parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="STAGE", help=f"run these stages alone: {', '.join(names)}"
+        "--only", nargs="+", choices=names, metavar="STAGE", help=f"run only these stages: {', '.join(names)}"
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report of these results; run nothing")
     return parser
 
 
 def _record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Record:
-    """Return the results to go on from, or new ones. Ends the command with a message if the arguments disagree."""
+    """Return the results to continue from, or new results. Ends the command with a message if arguments disagree."""
     if options.trace is not None and not options.trace.is_dir():
-        parser.error(f"--trace: {options.trace} is no folder")
+        parser.error(f"--trace: {options.trace} is not a folder")
     if options.resume is None:
         out = options.out or OUT
         if out.exists():
-            parser.error(f"--out: {out} exists; go on from it with --resume {out}, or name another file")
+            parser.error(f"--out: {out} exists; continue it with --resume {out}, or name another file")
         options.device = options.device or "cuda"
         return Record.new(out.absolute(), options.device, options.small)
     try:
@@ -87,14 +87,14 @@ def _record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rec
     held, options.device = record.content, options.device or record.content["device"]
     if (options.device, options.small or held["small"]) != (held["device"], held["small"]):
         size = "small" if held["small"] else "full"
-        parser.error(f"--resume: {options.resume} has {size} sizes on {held['device']}; ask for the same, or use --out")
+        parser.error(f"--resume: {options.resume} has {size} sizes on {held['device']}; use the same, or no --resume")
     options.small = held["small"]
     record.file = (options.out or options.resume).absolute()
     return record
 
 
 def _describe(record: Record, environment: str, options: argparse.Namespace) -> None:
-    """Begin a call: enter its machine and its versions."""
+    """Begin a call: enter the machine and the versions into the record."""
     rows: list[Row] = []
     given: dict[str, Any] = {"device": options.device, "small": options.small, "limit": ENVIRONMENT_LIMIT}
     outcome = run_stage(environment, on_row=rows.append, **given)
@@ -107,7 +107,7 @@ def _describe(record: Record, environment: str, options: argparse.Namespace) -> 
 
 
 def _run_all(record: Record, stages: Sequence[Stage], options: argparse.Namespace, start: float) -> None:
-    """Run the stages, those last that an earlier call has begun: one of them may have been the cause of its end."""
+    """Run the stages. Stages that an earlier call began and did not complete run last: one may have ended that call."""
     for stage in stages:
         record.stage(stage.name)
     begun = {stage.name for stage in stages if record.interrupted(stage.name)}
@@ -121,7 +121,7 @@ def _run_all(record: Record, stages: Sequence[Stage], options: argparse.Namespac
 
 
 def _run_one(record: Record, stage: Stage, options: argparse.Namespace, start: float) -> Outcome | None:
-    """Run one stage, if it is wanted and possible. Returns None if it was left out."""
+    """Run one stage if it is wanted and possible, else return None."""
     if options.only is not None and stage.name not in options.only:
         record.leave_out(stage.name, "left out by --only")
         return None

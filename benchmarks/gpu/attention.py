@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def parity(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each kernel and shape: its errors, and those that are allowed."""
+    """Yield a row for each kernel and shape, with the errors and the allowed errors."""
     size, dtype = sizes(small), getattr(torch, dtype_name(device))
     _let_flex_train(device)
     shapes = [(size.heads, length) for length in sorted(size.lengths) if length <= size.dense]
@@ -57,7 +57,7 @@ def _parity_row(kernel: str, device: str, dtype: torch.dtype, shape: dict[str, i
 def _gather_parity(
     device: str, dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int, length: int
 ) -> parity_check.Parity:
-    """Compare gather as `check_parity` compares flex, on a row without padding: there a padding query sees itself."""
+    """Compare gather as `check_parity` compares flex, but without padding: under gather a padding query sees itself."""
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, kv_heads, kv_heads, heads)
     q, k, v, grad = (torch.randn(1, h, length, head_dim, generator=generator).to(device, dtype) for h in shapes)
@@ -77,14 +77,14 @@ def _gather_parity(
 
 
 def _judged(ours: Tensor, sdpa: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the error, and the error that is allowed."""
+    """Return the error and the allowed error."""
     floor = parity_check.FLOOR[dtype] * float(right.abs().max())
     allowed = max(parity_check.ALLOWED * parity_check.distance(sdpa, right), floor)
     return parity_check.distance(ours, right), allowed
 
 
 def speed(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield the rows of a sequence length and of a pass, one for each kernel."""
+    """Yield a row for each sequence length, kernel, and passes (forward and backward, or forward)."""
     size = sizes(small)
     _let_flex_train(device)
     for length in size.lengths:

@@ -45,7 +45,7 @@ def caches(cache: dict[str, int]) -> dict[str, dict[str, Any]]:
 
 
 def compaction(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each policy and number of requests: a compaction of all layers, as many at once as in vLLM."""
+    """Yield a row for each policy and number of requests: a compaction of all layers, batched as in our vLLM engine."""
     size = sizes(small)
     config = config_of(size.large_model)
     for requests in size.requests:
@@ -123,7 +123,7 @@ def decoding(device: str, small: bool, options: Options) -> Iterator[Row]:
 
 
 def _decoded(model: Any, block: dict[str, Any], requests: int, lengths: tuple[int, int]) -> Row:
-    """Sample once with one token and once with all, so that the difference has no prefill in it."""
+    """Sample once with one token and once with all tokens. The difference of the times contains no prefill."""
     prompt, generated = lengths
     policy = make_policy(block)
     if policy.layered_parameters and not hasattr(model, "cache_scorers"):
@@ -145,7 +145,7 @@ def _decoded(model: Any, block: dict[str, Any], requests: int, lengths: tuple[in
 
 
 def _summed(requests: int, runs: dict[str, list[Row]], failures: dict[str, Row]) -> Iterator[Row]:
-    """Yield the medians of each cache, and the median ratio to the full cache of the same repetition."""
+    """Yield the medians of each cache, and the median ratio of its speed to the full cache's in the same repetition."""
     for name, own in runs.items():
         keys = {"requests": requests, "cache": name}
         if name in failures or not own:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu.worker import FAILURE, Row
 
 RESULTS = Path(__file__).parents[1] / "results"
-GOALS = {16384: 2.5, 32768: 4.0}  # tokens -> times that flex_sorted is to be faster than flex
+GOALS = {16384: 2.5, 32768: 4.0}  # tokens -> how many times as fast as flex flex_sorted should be
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _tests_shown(rows: list[Row]) -> list[Row]:
 def _tests(rows: list[Row]) -> list[str]:
     count = Counter(row["outcome"] for row in rows)
     text = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
-    return [f"- {len(rows)} tests: {text}. A skipped test is no test that passed."]
+    return [f"- {len(rows)} tests: {text}. A skipped test has not passed."]
 
 
 def _broken(rows: Iterable[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The compaction of a long context, once: prefill, reference queries, and the compaction by two ways to select keys."""
+"""The one-time compaction of a long context: prefill, reference queries, and compaction by two ways to select keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATIO = 0.05
 
 
 def one_shot(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each stage: its seconds, and the peak of GPU memory until then."""
+    """Yield a row for each stage: its seconds, and the peak of GPU memory so far."""
     size = sizes(small)
     config = config_of(size.small_model, max_position_embeddings=4 * size.context)
     keys = {"tokens": size.context, "layers": config.num_hidden_layers, "dtype": dtype_name(device)}

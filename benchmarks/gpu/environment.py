@@ -15,7 +15,7 @@ PACKAGES = ("triton", "numpy", "pytest", "safetensors", "flash-attn", "flashinfe
 
 
 def describe(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield rows of a topic and a finding, and one row of how results are measured."""
+    """Yield rows with a topic and a finding, and one row that says how results are measured."""
     import torch
 
     from benchmarks.results import measured

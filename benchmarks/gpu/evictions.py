@@ -1,4 +1,4 @@
-"""Evictions for the stages that replay a trace: of a user's trace, or recorded on this device from dummy weights."""
+"""Evictions for the stages that replay a trace: from a user's trace, or recorded on this device with dummy weights."""
 
 from __future__ import annotations
 

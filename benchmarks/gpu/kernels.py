@@ -22,7 +22,7 @@ from sparse_rl.kernels.topk import topk_choice
 
 
 def topk(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each implementation of running_topk, and the choice that the product makes."""
+    """Yield a row for each implementation of running_topk, and on a GPU the implementation that sparse-rl chooses."""
     length, heads = sizes(small).topk
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0)).to(device)
     given: dict[str, Any] = {"window": min(WINDOW, length // 8), "k": min(2016, length // 4)}
@@ -41,7 +41,7 @@ def topk(device: str, small: bool, options: Options) -> Iterator[Row]:
 
 
 def redundancy(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each implementation of mean_similarity, and the choice that the product makes."""
+    """Yield a row for each implementation of mean_similarity, and on a GPU the one that sparse-rl chooses."""
     rows_of_cache, heads, entries, dim = sizes(small).redundancy
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(rows_of_cache, heads, 16, dim, generator=generator)
@@ -67,7 +67,7 @@ def redundancy(device: str, small: bool, options: Options) -> Iterator[Row]:
 
 
 def sampler(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield rows of the sampler beside its reference for each setting, and rows of two ways to draw by the CDF."""
+    """Yield rows of the sampler and its reference for each setting, and rows of two ways to draw from the CDF."""
     batch, vocabulary = sizes(small).sampler
     generator, runs = torch.Generator().manual_seed(0), sizes(small).runs
     logits = (3 * torch.randn(batch, vocabulary, generator=generator)).to(device)

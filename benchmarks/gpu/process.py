@@ -1,7 +1,7 @@
 """Runs one stage in a process group of its own, passes on its rows as they come, and ends all its processes.
 
 A stage ends in one of these ways: done; cut (it reached its limit after some rows); failed (it raised, was killed,
-reached its limit without a row, or gave no row); not run (it says why it cannot measure anything here).
+reached its limit without a row, or gave no row); not run (it cannot measure anything here, and says why).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_stage(
 def environment(device: str, mark: str) -> dict[str, str]:
     """Return the environment variables of a stage.
 
-    On a CPU, Triton interprets its kernels, and nothing is compiled: the sizes there are too small to earn it back.
+    On a CPU, Triton interprets its kernels, and nothing is compiled: for small sizes compilation takes too long.
     """
     variables = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -105,7 +105,7 @@ def environment(device: str, mark: str) -> dict[str, str]:
 
 
 def processes_of(mark: str) -> list[int]:
-    """Return the ids of all processes of a stage, those that have left its process group among them."""
+    """Return the ids of all processes of a stage, including processes that have left its process group."""
     wanted, ids = f"{MARK}={mark}".encode(), []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def processes_of(mark: str) -> list[int]:
 
 
 def end_all(mark: str, process: subprocess.Popen[Any]) -> None:
-    """Kill all processes of a stage, and wait for its first one."""
+    """Kill all processes of a stage, and wait for the end of its first process, `process`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for _ in range(20):  # a process that is just being started appears in the next round
@@ -129,7 +129,7 @@ def end_all(mark: str, process: subprocess.Popen[Any]) -> None:
 
 
 class _Reader:
-    """Reads the rows that the stage has written since the last call. An unfinished line waits for its end."""
+    """Reads the rows that the stage has written since the last call. An unfinished line is read by a later call."""
 
     def __init__(self, file: Path, on_row: Callable[[Row], None]) -> None:
         self.file, self.on_row = file, on_row
@@ -161,7 +161,7 @@ class _Reader:
 
 
 def _judged(code: int, timed_out: bool, limit: float, reader: _Reader) -> tuple[str, str]:
-    """Return status and reason. A failure without a reason is explained by the last line that the stage printed."""
+    """Return status and reason. The reason is "" if the stage exited with an error; `run_stage` fills it in."""
     measured = reader.rows - reader.failures
     after = f"after {reader.rows} row{'s' * (reader.rows != 1)}"
     if timed_out:

@@ -20,7 +20,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _reason(report: Any) -> str:
-    """Return the last line of a failure's message, or the reason of a skip."""
+    """Return the first line of a failure's message, or the reason of a skip."""
     if isinstance(report.longrepr, tuple):  # file, line and message of a skip
         return str(report.longrepr[2]).removeprefix("Skipped: ")[:300]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -4,8 +4,8 @@
      "calls": [{"environment": {topic: finding}, "measured": {...}}],
      "stages": {name: {"status", "reason", "failures", "seconds", "call", "rows": [{..., "call"}], "stderr"}}}
 
-A stage's `status` is done, cut, failed, not run, or running, which it keeps if the whole command is killed. `failures`
-is the number of attempts that ended without success and without a new row. A row's `call` is its index in `calls`.
+A stage's `status` is done, cut, failed, not run or running; it remains running if the whole command is killed.
+`failures` is the number of attempts that failed, or were cut without a new row. A row's `call` is an index in `calls`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Record:
     # ---- stages -----------------------------------------------------------------------------------------------------
 
     def stage(self, name: str) -> dict[str, Any]:
-        """Return what is known about a stage; a new stage is not run."""
+        """Return what is known about a stage. A new stage has the status "not run"."""
         empty: dict[str, Any] = {"status": "not run", "reason": "not reached", "failures": 0, "seconds": 0.0}
         return self.content["stages"].setdefault(name, {**empty, "rows": [], "stderr": []})
 
@@ -74,13 +74,13 @@ class Record:
         return f"it failed {held['failures']} times" if held["failures"] >= ATTEMPTS else None
 
     def interrupted(self, name: str) -> bool:
-        """Return True if an earlier call has begun this stage and not finished it."""
+        """Return True if an earlier call has begun this stage and not completed it."""
         return self.stage(name)["status"] in ("running", "cut", "failed")
 
     def begin(self, name: str) -> list[Row]:
-        """Begin a stage, and return its rows of earlier calls, which it need not measure again.
+        """Begin a stage, and return those of its earlier rows that need not be measured again.
 
-        The rows of a stage that was done are dropped, and so are rows that failed.
+        All rows of a stage that was done are dropped, and so are failed rows of any stage.
         """
         held = self.stage(name)
         kept = [] if held["status"] == "done" else [row for row in held["rows"] if FAILURE not in row]

@@ -1,4 +1,4 @@
-"""The Markdown report of the results: each stage's table beside the goals and a CPU's figures, or why it has none.
+"""The Markdown report: for each stage a table, the goals and a CPU's figures, or the reason why there is no table.
 
 A stage without a number is reported as not run, whatever its status is.
 """
@@ -73,7 +73,7 @@ def verdict(held: dict[str, Any] | None) -> str:
 
 
 def has_number(row: Row) -> bool:
-    """Return True if a row has a number beside the index of its call and the failure of a measurement."""
+    """Return True if a row has no failure, and a number besides the index of its call."""
     numbers = (value for key, value in row.items() if key != "call" and not isinstance(value, bool))
     return FAILURE not in row and any(isinstance(value, int | float) for value in numbers)
 

@@ -1,4 +1,4 @@
-"""The sizes of all stages: the full ones for a GPU, and small ones, with which a CPU runs every stage in minutes."""
+"""The sizes of all stages: full sizes for a GPU, and small sizes, with which a CPU runs every stage in minutes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sparse_rl.models.known import SHAPES
 
 SINKS, WINDOW = 4, 16
-VOCABULARY = 512  # of prompts: ids below it exist in every model here
+VOCABULARY = 512  # prompts have token ids below it, which every model here has
 TINY_MODEL = {
     "model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "hidden_size": 128, "intermediate_size": 192, "vocab_size": VOCABULARY, "max_position_embeddings": 8192,
@@ -34,9 +34,9 @@ class Sizes:
     contexts : vLLM's sequence lengths
     generated : tokens that vLLM generates for each sequence
     trained : tokens of the row of a training step
-    grpo : overrides of the recipe of both GRPO stages; grpo_model : further ones for the model with dummy weights
+    grpo : overrides of the recipe of both GRPO stages; grpo_model : more for the model with dummy weights
     context : tokens of the context that is compacted once
-    context_queries : maximum number of its reference queries in each kv head
+    context_queries : maximum number of reference queries of this context for each kv head
     runs : repetitions of a timing
     """
 
@@ -126,7 +126,7 @@ def dtype_name(device: str) -> str:
 def config_of(shape: dict[str, Any], **changes: Any) -> Any:
     """Return the transformers configuration of a shape.
 
-    Dummy weights get a deviation at which the logits of attention deviate by about 2, so that attention is not uniform.
+    The spread of dummy weights gives attention logits a standard deviation of about 2, so attention is not uniform.
     """
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""The stages of `python -m benchmarks.gpu`, in order of worth: the first ones matter most if the time is short.
+"""The stages of `python -m benchmarks.gpu`, the most important ones first, in case the time is short.
 
 A stage is a generator function `stage(device, small, options)` that yields rows (dicts of JSON values) as soon as they
 are measured. It runs in a process of its own (worker.py), and may raise anything.

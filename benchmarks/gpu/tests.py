@@ -1,4 +1,4 @@
-"""Runs tests/gpu with pytest, and yields a row for each test as it ends. A test that skips is no test that passed."""
+"""Runs tests/gpu with pytest, and yields a row for each test as it ends. A skipped test does not count as passed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def vllm(device: str, small: bool, options: Options) -> Iterator[Row]:
 def run_tests(files: list[str], options: Options) -> Iterator[Row]:
     """Yield a row for each test of some files that no earlier call has run.
 
-    Skipped tests come last. If all tests skip, raises NotRunError and yields none.
+    Rows of skipped tests come last. If all tests skip, raises NotRunError and yields no row.
     """
     earlier = [row["test"] for row in options.earlier]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]

@@ -37,7 +37,7 @@ def milliseconds(work: Callable[[], Any], device: str) -> float:
 
 
 def interleaved(works: Mapping[str, Callable[[], Any]], device: str, runs: int) -> dict[str, list[float] | str]:
-    """Return name -> milliseconds of each run, or the failure of a work that raised, in one line."""
+    """Return name -> milliseconds of each run, or -> the exception in one line if the work raised one."""
     times: dict[str, list[float] | str] = {}
     for name, work in works.items():
         try:

@@ -51,7 +51,7 @@ def grpo_quickstart(device: str, small: bool, options: Options) -> Iterator[Row]
 
 
 def grpo_model(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield such a row for a model with dummy weights, all of whose rewards are 0, with vLLM if it is installed."""
+    """Yield a row as `grpo_quickstart` does, with dummy weights and one engine (vLLM if installed). Rewards are 0."""
     size = sizes(small)
     overrides = {**size.grpo, "cache": MODEL_CACHE, "gradient_checkpointing": True, **size.grpo_model}
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def grpo_model(device: str, small: bool, options: Options) -> Iterator[Row]:
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-        # One engine: what a first training leaves in memory would count for the peak of a second one.
+        # Only one engine: memory that a first training does not free would count in the peak of a second one.
         engines = ("vllm",) if is_installed("vllm") else ("hf",)
         yield from _grpo_rows(device, options, folder, engines, overrides)
 

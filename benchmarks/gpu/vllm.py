@@ -38,9 +38,9 @@ def throughput_large_model(device: str, small: bool, options: Options) -> Iterat
 
 
 def _throughput(shape: dict[str, Any], device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each cache, batch size and sequence length, which a prompt fills but for the sampled tokens.
+    """Yield a row for each cache, batch size and sequence length. The prompt is the sequence without sampled tokens.
 
-    The full cache is measured again in a later call, because that call may run on another machine.
+    A later call measures the full cache again, because it may run on another machine.
     """
     size = sizes(small)
     named = caches(size.cache)
@@ -108,7 +108,7 @@ def _opened(config: Any, block: dict[str, Any], device: str, small: bool, folder
 def _engine(
     config: Any, block: dict[str, Any], device: str, folder: Path, requests: int, length: int, **options: Any
 ) -> Any:
-    """Return a vLLM engine with dummy weights, which are written to `folder` once for all caches that do not learn."""
+    """Return a vLLM engine with dummy weights. All caches without scorers share the weights, written to `folder`."""
     learned = block if "scorer" in block else {"policy": "full"}
     model = save_model(config, learned, folder, device, dtype_name(device))
     if device == "cuda":
@@ -132,9 +132,8 @@ def _named(result: dict[str, float]) -> Row:
 
 
 def modes(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each cache and way to run a step: tokens/s, and the share of greedy tokens equal to eager mode's.
-
-    On a CPU vLLM has no graphs, so that the three modes are the same.
+    """Yield a row for each cache and mode: tokens/s, and the share of greedy tokens that come before the first
+    difference from eager mode. On a CPU vLLM has no graphs, so the three modes are the same.
     """
     size = sizes(small)
     batch, length = size.served[0], size.contexts[0]
@@ -153,7 +152,7 @@ def modes(device: str, small: bool, options: Options) -> Iterator[Row]:
 def _mode(
     config: Any, block: dict[str, Any], mode: str, device: str, folder: Path, size: Any, eager: list[list[int]]
 ) -> Row:
-    """Measure a mode. The first mode writes its greedy tokens to `eager`, with which the others are compared."""
+    """Measure a mode. The first mode, eager, writes its greedy tokens to `eager`, for comparison with other modes."""
     from rollout.vllm.compat import arguments
 
     batch, length = size.served[0], size.contexts[0]
@@ -194,7 +193,7 @@ def _common_prefix(ours: list[int], theirs: list[int]) -> int:
 
 
 def equal_memory(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each cache: tokens/s with a pool that holds a quarter of the sequences whole."""
+    """Yield a row for each cache: tokens/s with a pool of blocks for a quarter of the sequences without evictions."""
     size = sizes(small)
     batch, length = size.served[0], size.contexts[0] // (1 if small else 2)
     prompt = length // 8

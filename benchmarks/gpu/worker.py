@@ -51,7 +51,7 @@ class Options:
 
 
 def attempt(keys: Row, work: Callable[[], Row]) -> Row:
-    """Return the row `keys` with the results of `work`, or with its failure in one line."""
+    """Return the row `keys` with the results of `work`. If `work` raises, return it with the failure in one line."""
     try:
         return {**keys, **work()}
     except NotRunError:
@@ -71,7 +71,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with numbers that JSON does not have as text."""
+    """Return a value in which NaN and infinities, which JSON does not have, are text."""
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def main(specification: str) -> None:
 
 
 if __name__ == "__main__":
-    # The stages import this module under its name, so NotRunError must be that module's class.
+    # The stages import this module under its name, so `main` must catch NotRunError of that module, not of __main__.
     importlib.import_module("benchmarks.gpu.worker").main(sys.argv[1])
     sys.stderr.flush()
     os._exit(0)  # a library's thread or destructor must not turn a finished stage into a failure

@@ -1,10 +1,10 @@
 """Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 3.4,
 appendix E, algorithm 4).
 
-A head's sensitivity curve gives the model's loss if this head keeps each of several ratios of its entries, and all
-other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the head
-whose loss falls most. The step size and the interpolation between the measured ratios are our own choice. Budgets are
-measured once per model, and serve for all contexts.
+A head's sensitivity curve gives the model's loss as a function of the ratio of its entries that this head keeps, while
+all other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the
+head whose loss falls most. The step size and the interpolation between the measured ratios are our own choice. Budgets
+are measured once per model, and serve for all contexts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
 
     The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
 
-    Raises UserError if the context is no longer than `config.first` + `config.last`, or if `config.budgets` is not a
+    Raises UserError if the context has at most `config.first` + `config.last` tokens, or if `config.budgets` is not a
     file of head budgets for a model with these numbers of layers and kv heads.
     """
     mean_count = config.kept(tokens)
@@ -65,8 +65,8 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:
     """Return, for each layer, the number of entries that each of its kv heads keeps.
 
-    The number falls linearly with the layer index. Its mean over the layers is `mean`, and it is at most `most`
-    (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
+    The number falls linearly with the layer index. The mean over the layers is `mean`, and no layer's number
+    exceeds `most` (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
     """
     last = max(mean / STEEP, 1, 2 * mean - most) if layers > 1 else mean
     shares = (mean + (mean - last) * (1 - 2 * layer / max(1, layers - 1)) for layer in range(layers))
@@ -80,8 +80,8 @@ def sensitivity(
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> Tensor:
-    """Measure sensitivity curves: for each kv head, the loss if it keeps each of `ratios` and all other heads keep
-    `base`.
+    """Measure sensitivity curves: for each kv head and each ratio of `ratios`, the loss if the head keeps this ratio of
+    its entries, and all other heads keep the ratio `base`.
 
     Returns mean losses over the contexts: float64 [L, Hkv, number of ratios], for L layers of Hkv kv heads.
 
@@ -110,9 +110,9 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
     Returns the ratio of entries that each head keeps, float64 [L, Hkv], from 0 to 1, with mean `ratio`.
 
-    curves : [L, Hkv, number of ratios], each head's losses at `ratios`, which increase. Between and beyond these ratios
-        the loss is taken as linear in the logarithm of the ratio; below the smallest ratio above 0, as linear in the
-        ratio
+    curves : [L, Hkv, number of ratios], each head's losses at `ratios`; the ratios are in increasing order. Between and
+        beyond them, the loss is taken as linear in the logarithm of the ratio; below the smallest ratio above 0, the
+        loss is taken as linear in the ratio
 
     Raises UserError if `ratio` is 0, or not between the ratios of the curves.
     """
@@ -178,5 +178,5 @@ def load(path: str | Path, layers: int, kv_heads: int) -> Tensor:
         raise UserError(f"{path} has a head budget below 0, or no head budget above 0")
     if shares.shape != (layers, kv_heads):
         wrong = f"{list(shares.shape)}, but the model has {[layers, kv_heads]} layers and kv heads"
-        raise UserError(f"{path} has budgets of {wrong}")
+        raise UserError(f"{path} has head budgets of shape {wrong}")
     return shares

@@ -18,7 +18,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.trace import NEVER, EvictionTrace
 
 GROW = 128  # number of slots added at a time while tokens are decoded one by one
-MOST_LOGITS = 2**26  # with more logits, the queries are split into groups: the mask is as large as the logits
+MOST_LOGITS = 2**26  # with more logits, the queries are split into groups, because the mask is as large as the logits
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,7 @@ class ContextCache:
         return forked
 
     def captured(self, layer: int) -> Tensor:
-        """Return the queries, after RoPE, of all T own tokens so far in one layer: [B, Hq, T, D]. Requires
-        `captures`.
-        """
+        """Return one layer's queries, after RoPE, of all T own tokens so far: [B, Hq, T, D]. Requires `captures`."""
         return torch.cat(self._queries[layer], dim=2)
 
     def forget(self, layer: int) -> None:
@@ -241,7 +239,8 @@ class ContextCache:
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
     """Return the mask that is added to the logits of queries: the context's biases, then 0 or -inf for own slots.
 
-    at, slots : [B, T], slots of the T queries of each row, and [C], all slots for own tokens
+    at : [B, T], slots of the T queries of each row
+    slots : [C], all slots for own tokens; a query sees the slots up to its own
     past : the context's N entries in this layer; None means that there is no context
 
     Returns [B, Hkv, T, N + C], or [B, 1, T, C] without a context.

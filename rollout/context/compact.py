@@ -146,8 +146,8 @@ def _queries(
 ) -> tuple[list[OfLayer], list[ContextCache]]:
     """Prepare the reference queries of each kind in `config.queries`.
 
-    Returns, for each kind, a function layer -> its reference queries [1, Hkv, number of queries, D], to be called in
-    the order of the layers; and the caches that these functions read.
+    Returns one function for each kind, and the caches that these functions read. Each function maps a layer to the
+    layer's reference queries [1, Hkv, number of queries, D], and must be called in the order of the layers.
     """
     kinds: list[OfLayer] = []
     caches = [prefilled]
@@ -182,8 +182,8 @@ def _captured(cache: ContextCache, whole: Context, layer: int, window: int | Non
 
 
 def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
-    """Return one normally distributed query for each query of the context, with the mean norm of the context's queries
-    of its kv head. The paper applies the head's q-norm instead of this norm (appendix D).
+    """Return one normally distributed query for each query of the context. In each kv head, the random queries have the
+    mean norm of the context's queries. The paper applies the head's q-norm instead (appendix D).
     """
     queries = _captured(cache, whole, layer)
     drawn = torch.randn(queries.shape, generator=generator).to(queries)
@@ -246,7 +246,7 @@ def _compacted(
 
 
 def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose `count` entries of a block to keep. Returns their indices, biases and values, in the form of `match`."""
+    """Choose `count` entries of a block to keep. Returns their indices, biases and values, as `match` does."""
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
@@ -257,7 +257,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
 
 
 def _most_attended(block: Block, count: int, config: PromptCacheConfig) -> Tensor:
-    """Return the indices of the `count` entries with the highest pooled score, in the form of `match`."""
+    """Return the indices of the `count` entries with the highest pooled scores, as `match` does."""
     score = _score(block, config.aggregate)
     if bool(score.isnan().any()):
         raise NotFiniteError("a NaN score for an entry of the context")
@@ -268,9 +268,7 @@ def _most_attended(block: Block, count: int, config: PromptCacheConfig) -> Tenso
 
 
 def _score(block: Block, aggregate: str) -> Tensor:
-    """Return the `attention_score` of each of N entries in each of H kv heads, [1, H, N], computed for some queries at
-    a time.
-    """
+    """Return the `attention_score` of N entries in H kv heads, [1, H, N]. It is computed in groups of queries."""
     some = block.queries.split(max(1, MOST_LOGITS // block.bias.numel()), dim=2)
     scores = [attention_score(replace(block, queries=queries).logits(), aggregate) for queries in some]
     if len(scores) == 1:

@@ -22,24 +22,24 @@ class PromptCacheConfig(Configuration):
     ratio : share of the context's tokens that is kept, not counting its first `first` and last `last` tokens
     queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of the same tokens
         when the model reads the context a second time, after the first; self_study, queries of the model's answers to
-        prompts about the context; random, normally distributed queries with the mean norm of the context's queries,
-        without the model's query norm; window, queries of the context's last `window` tokens
+        prompts about the context; random, normally distributed queries with the mean norm of the context's queries
+        (the model's own query norm is not applied); window, queries of the context's last `window` tokens
     window : number of tokens of the query kind window (SnapKV's observation window)
-    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention
-        mass, whose keys evict keeps without biases and new values
+    select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
+        of the attention mass
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
-    pool : number of neighbouring keys, centred on the key itself, over which its attention is averaged (SnapKV)
+    pool : the attention to a key is averaged over this number of neighbouring keys, centred on that key (SnapKV)
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
     fit : ridge fits by ridge regression; paper uses the paper's own solvers
-    first, last : number of tokens at the context's beginning and end that are kept unchanged (a chat template's tokens)
+    first, last : number of tokens at the context's beginning and end that are kept unchanged (a chat template's)
     layers : equal, every layer keeps the same number of entries; pyramid, the number falls from the first layer to the
-        last, as in PyramidKV, with ratio as the mean
+        last, as in PyramidKV, and `ratio` sets the mean over the layers
     budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
-    chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
-        of the kept entries; a fit needs memory for (number of reference queries) x chunk numbers. If mass and output of
-        attention are right in every part, they are right for the whole context, whose output is the mean of the parts'
-        outputs, weighted by mass. Every part uses the same reference queries. Under evict all tokens of the context
-        compete with each other, except with select: omp, which chooses in the same parts as am
+    chunk : am divides a longer context into equal parts of at most this number of tokens. Each part is fitted
+        separately, with the same reference queries, and keeps its share of the entries. A fit needs memory for
+        (number of reference queries) x chunk numbers. The attention output of the whole context is the mean of the
+        parts' outputs, weighted by mass; so if mass and output are right in every part, they are right for the whole
+        context. Under evict, all tokens of the context compete with each other; with select: omp, they compete in parts
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -68,7 +68,7 @@ class PromptCacheConfig(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chooses and not self.queries:
-            raise UserError("name at least one, for example [repeat]", "queries")
+            raise UserError("name at least one kind of queries, for example [repeat]", "queries")
         if self.pool > 1 and self.chooses and self.select == "omp":
             raise UserError("select: omp has no scores to average; use select: attention, or pool: 1", "pool")
         if self.budgets is not None and self.layers == "pyramid":
@@ -85,7 +85,7 @@ class PromptCacheConfig(Configuration):
         return self.policy == "am" or (self.policy == "evict" and self.select == "omp")
 
     def between(self, tokens: int) -> int:
-        """Return the number of a context's tokens without its first `first` and its last `last` ones.
+        """Return the number of tokens between the first `first` and the last `last` tokens of a context.
 
         tokens : length of the context
 
@@ -93,15 +93,18 @@ class PromptCacheConfig(Configuration):
         """
         between = tokens - self.first - self.last
         if between < 1:
-            raise UserError(f"the context has {tokens} tokens, but first + last are {self.first + self.last}", "first")
+            raise UserError(
+                f"the context has {tokens} tokens, but first + last is {self.first + self.last}; lower one of them",
+                "first",
+            )
         return between
 
     def kept(self, tokens: int) -> int:
-        """Return the mean number of entries that a kv head keeps, without the first `first` and the last `last` ones.
+        """Return the mean number of entries that a kv head keeps between the first `first` and the last `last` ones.
 
         tokens : length of the context
 
-        Raises UserError if the context is no longer than `first` + `last`.
+        Raises UserError if the context has at most `first` + `last` tokens.
         """
         between = self.between(tokens)
         if self.chooses:

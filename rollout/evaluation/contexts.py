@@ -1,7 +1,7 @@
 """Evaluation after compacted contexts (rollout/context): pass@1 of each task after each compaction of its contexts.
 
 Problems are grouped by context. A context is prefilled, and its reference queries are computed, once for all
-compactions that share these queries. All questions about the context are answered after each compaction. Scores and
+compactions that share these queries. After each compaction, all questions about the context are answered. Scores and
 rows are the same as in any other evaluation (evaluate.py).
 """
 
@@ -44,7 +44,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class ContextTask(Task):
-    """A task whose problems have contexts. Its `prompts` are only the parts of the prompts after the contexts."""
+    """A task whose problems have contexts. `prompts` holds only the part of each prompt after its context."""
 
     questions: Questions = field(kw_only=True)
 
@@ -71,14 +71,14 @@ def compacted_contexts(
     on_stage: Callable[[str], None] = lambda stage: None,
     finished: Sequence[Container[int]] | None = None,
 ) -> Iterator[Compacted]:
-    """Compact every context of these problems with each of the settings `caches`. Yields results context by context.
+    """Compact the context of every problem, once with each of the settings `caches`. Yields results context by context.
 
-    caches : settings of the compactions; `first` and `last` refer to the context's text, without the chat template
-    finished : indices of the problems that need no answers, for each of `caches`
-    on_stage : called with the name of each stage when it begins
+    caches : settings of the compactions; `first` and `last` count tokens of the context's text, without chat template
+    finished : for each of `caches`, the indices of the problems that need no answers
+    on_stage : called with the name of each stage when the stage begins
 
-    Raises UserError, which names the first problem about the context, if a context cannot be compacted with one of
-    these settings.
+    Raises UserError if one of the settings cannot be applied to a context. The message begins with the number of the
+    first problem that has this context.
     """
     problems_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for place, prompt in enumerate(questions.prompts):
@@ -114,8 +114,8 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
-    The first configuration determines the reference queries. Each of the others has the same settings of prefill and
-    reference queries, or needs no reference queries.
+    The configuration whose index is returned first determines the reference queries. Each of the others has the same
+    settings of prefill and reference queries, or needs no reference queries.
     """
 
     def reading(config: PromptCacheConfig) -> dict[str, Any]:
@@ -133,8 +133,8 @@ class ContextEngines:
     The engine hf does both. If vllm samples, hf first compacts all contexts and writes them to files, so that only one
     of the two engines is loaded at a time.
 
-    answering : function that returns a context manager of the sampling engine; if another engine compacts, it is called
-        with `context_entries`, the maximum number of entries of a sequence
+    answering : function that returns a context manager of the sampling engine. If another engine compacts, the function
+        gets the argument `context_entries`, the maximum number of entries of a sequence
     compacting : function that returns a context manager of the compacting engine; None if the sampling engine compacts
     folder : folder for the temporary files
     window : maximum number of tokens that the model can read; None if unknown
@@ -154,10 +154,10 @@ class ContextEngines:
         on_stage: Callable[[str, str], None],
         finished: Mapping[str, Sequence[Container[int]]] | None = None,
     ) -> Iterator[tuple[Any, Callable[[str], Iterator[Compacted]]]]:
-        """Open the engines. Yields the sampling engine, and a function: name of a task -> iterator over the task's
-        compacted contexts.
+        """Open the engines. Yields the sampling engine, and a function that maps the name of a task to an iterator over
+        the task's compacted contexts.
 
-        questions, caches : questions of each task, and the settings of its compactions, by the task's name
+        questions, caches : task's name -> the task's questions; task's name -> the settings of its compactions
         answer : maximum number of tokens that are sampled after a question
         on_stage : called with the name of the task and the name of each stage when the stage begins
         finished : for each task and each of its compactions, the indices of the problems that need no answers
@@ -205,11 +205,11 @@ def evaluate_contexts(
     on_point: Callable[[], object],
     progress: bool = True,
 ) -> None:
-    """Sample and score the problems of all points that the journal does not hold, after their compacted contexts.
+    """Finish the points: after each compacted context, sample and score the problems that are not in the journal yet.
 
-    Processes share the tasks among them: all contexts of a task are compacted and answered by one process.
+    Processes share the work by task: one process compacts and answers all contexts of a task.
 
-    points : tasks with contexts (ContextTask), each under the same settings of compactions, ordered by task first
+    points : one for each pair of a task (ContextTask) and a setting of compactions, ordered by task
     on_point : called after each finished task
     """
     names = list(dict.fromkeys(point.name for point in points))

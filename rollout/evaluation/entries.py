@@ -7,13 +7,13 @@ from sparse_rl.policies.base import Policy
 
 
 def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float]:
-    """Count the cache entries of one rollout, per kv head:
+    """Count the cache entries of one rollout in decoding. Returns three numbers:
 
-    peak_entries, read_entries : maximum number of entries in decoding that a kv head held, and that a query read
-    mean_peak_entries : maximum number of entries in decoding, averaged over heads and layers
+    peak_entries : maximum number of entries that a kv head held
+    read_entries : maximum number of entries of a kv head that a query read
+    mean_peak_entries : maximum number of entries that a kv head held, averaged over heads and layers
 
-    If the policy keeps the same number in all kv heads, the first two are computed from its schedule, else from the
-    trace.
+    The first two come from the policy's schedule if all kv heads hold equal numbers, else from the trace.
 
     policy : the policy; None for a sequence that continues a compacted context, whose counts all come from the trace
     """

@@ -7,7 +7,7 @@ policy has one engine, which samples for all tasks. Completions may be given fur
 own accuracy, over the problems that it can score.
 
 Every completion is a line of the journal (journal.py). A row is computed from these lines alone, so an evaluation that
-was interrupted, or shared by several processes, ends with the same rows but for times.
+was interrupted, or shared by several processes, ends with the same rows, except for times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Task:
 class Accuracy:
     """pass@1 by one score over `problems` problems, and its standard error.
 
-    `accuracy` is None if no problem could be scored, `standard_error` for fewer than two problems.
+    `accuracy` is None if no problem could be scored. `standard_error` is None for fewer than two problems.
     """
 
     accuracy: float | None
@@ -63,8 +63,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of compacting the contexts of a task. All numbers but `contexts`, the number of contexts, are means over
-    them.
+    """Costs of compacting the contexts of a task. `contexts` is their number; the other fields are means over them.
 
     tokens : tokens of a context, including the tokens that the chat template puts in front of it
     bytes, whole_bytes : bytes of keys, values and biases, after and before the compaction
@@ -140,10 +139,10 @@ def evaluate(
     on_point: Callable[[], object],
     progress: bool = True,
 ) -> None:
-    """Sample and score the problems of all points that the journal does not hold. Points on which other processes work
-    are left to them.
+    """Finish the points: sample and score the problems that are not in the journal yet. Points on which another process
+    works are skipped.
 
-    points : tasks under policies; points that are beside each other in `points` and have one policy share an engine
+    points : one for each pair of a task and a policy; points with the same policy share an engine
     open_engine : function policy -> context manager of the engine that samples under it
     decode : function token ids of completions -> their texts
     on_point : called after each finished point
@@ -217,7 +216,7 @@ class Point:
         rollouts : the rollouts of these problems, problem by problem
         seconds : time that the engine took
         cache : the engine's policy, or the name and the settings of a compaction
-        more : further entries of each line
+        more : further keys and values of each line
         """
         samples = self.sampling.n
         sample_problems = [problem for problem in problems for _ in range(samples)]
@@ -240,7 +239,7 @@ class Point:
         self.journal.add(lines)
 
     def row(self) -> EvalRow:
-        """Return the row of the point, computed from the lines of the journal. At least one problem is finished."""
+        """Return the row of the point, computed from the journal. Requires at least one finished problem."""
         finished, settings = self.finished(), self.sampling
         lines = [line for line in self.journal.lines(self.key) if line["problem"] in finished]
         correct = count_correct([line["reward"] for line in lines], settings.n)
@@ -288,7 +287,7 @@ class Point:
 
 
 def _mean_costs(costs: Mapping[int, Mapping[str, Any]]) -> ContextCosts | None:
-    """Return the mean of the costs of several contexts, given by the number of each context; None for no context."""
+    """Return the mean costs of contexts, given as index of the context -> costs. Returns None if there are none."""
     if not costs:
         return None
     all_costs = list(costs.values())

@@ -1,8 +1,8 @@
 """The journal of an evaluation: a file of finished results, which several processes share and which survives kills.
 
-The journal has one JSON line per completion, or per piece of a text. A line names its *point*, the pair of task and
-cache policy to which it belongs, by a digest of everything that determines the results (`point_key`). So an evaluation
-can be continued after an interruption, also with further points. Lines of other points are ignored.
+The journal has one JSON line per completion of a task, or per piece of a text. A *point* is a task or a text under one
+cache policy. A line names its point by a digest of everything that determines the point's results (`point_key`). So an
+evaluation can be continued after an interruption, also with further points. It ignores lines of points that it lacks.
 
 A lock file lies beside the journal. A process that works on a point holds the lock of the point's byte in that file, so
 that processes share the points among them. These POSIX record locks also work on shared file systems, and are released
@@ -31,8 +31,8 @@ from sparse_rl.policies.base import Policy
 logger = logging.getLogger("sparse_rl")
 Line = dict[str, Any]
 
-USE, WRITE, FIRST_POINT = 0, 1, 2  # bytes of the lock file: held while the journal is open; while writing; for points
-POINTS = 2**30  # number of bytes for points; two points that share a byte wait for each other, and nothing more
+USE, WRITE, FIRST_POINT = 0, 1, 2  # bytes of the lock file: locked while a journal is open; while writing; for points
+POINTS = 2**30  # number of bytes for points; if two points share a byte, only one process at a time works on them
 
 
 def point_key(*parts: Any) -> str:
@@ -58,7 +58,7 @@ class Journal:
         if not resume:
             if not self._lock(USE, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 self._locks.close()
-                wrong = f"{file.parent} is in use by another process; --resume joins it, or name another"
+                wrong = f"{file.parent} is in use by another process; join it with --resume, or set another output_dir"
                 raise UserError(wrong, "output_dir")
             file.write_bytes(b"")
         self._lock(USE, fcntl.LOCK_SH)
@@ -95,7 +95,7 @@ class Journal:
             self._lock(WRITE, fcntl.LOCK_UN)
 
     def add(self, lines: Sequence[Line]) -> None:
-        """Append lines. Each has the keys `point` and `unit`; a unit that has a line already gets no second one."""
+        """Append lines, which have the keys `point` and `unit` (a list). A line whose unit has a line is left out."""
         new = [line for line in lines if tuple(line["unit"]) not in self._lines.get(line["point"], {})]
         text = "".join(json.dumps(line) + "\n" for line in new).encode()
         with self.writing():
@@ -168,14 +168,14 @@ def work(
     do: Callable[[P, Engine], None],
     on_point: Callable[[], object],
 ) -> None:
-    """Do the work of all points that are not complete and on which no other process works.
+    """Work on every point that is not complete, unless another process works on the point.
 
-    The points are worked on cache by cache, so that points with the same cache share an engine. Afterwards, points that
-    another process has given up are taken over.
+    The points are worked on cache by cache, so that points with the same cache share an engine. Then points that
+    another process has left incomplete are taken over.
 
     open_engine : function cache -> context manager of the engine for this cache
     do : function that adds the missing lines of a point to the journal
-    on_point : called after each point
+    on_point : called after work on a point
     """
     by_cache: dict[str, list[P]] = {}
     for point in points:

@@ -34,7 +34,8 @@ class PerplexityRow:
     standard_error : standard error of nll over pieces; None for fewer than two pieces
     perplexity : exp(nll); None if it does not fit into a float
     retention : cache length / sequence length at the end, mean over all pieces
-    peak_entries, read_entries : maximum number of entries in decoding that a kv head held, and that a query read
+    peak_entries : maximum number of entries that a kv head held in decoding
+    read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and pieces
     tokens : number of tokens after the prompts
     seconds : time in the engine, including prefill
@@ -157,8 +158,7 @@ def measure_perplexity(
     on_point: Callable[[], object],
     progress: bool = True,
 ) -> None:
-    """Decode the pieces of all points that the journal does not hold. Points on which other processes work are left to
-    them.
+    """Finish the points: decode the pieces that are not in the journal yet. Skip points on which other processes work.
 
     open_engine : function policy -> context manager of the engine that decodes under it
     on_point : called after each finished point

@@ -27,7 +27,7 @@ def sample_in_parts(
     Equal prompts stay in one part, because the engine gives their samples different seeds only within one call.
 
     context : compacted context that all prompts continue; None means that there is none
-    finished : indices of prompts; a part that has no other prompts is left out. The parts are always the same
+    finished : indices of finished prompts, which do not change the parts; a part with only such prompts is skipped
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -56,7 +56,7 @@ def label(policy: Policy) -> str:
 
 
 def summary(rollout: Rollout) -> dict[str, Any]:
-    """Return the values that a rollout's line in a file of completions has, except the completion's text."""
+    """Return the keys and values that describe a rollout in a file of completions, except the completion's text."""
     return {
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.completion_ids),

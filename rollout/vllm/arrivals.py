@@ -1,15 +1,15 @@
-"""The paged cache under a learned policy. In a kv head that holds `budget` entries, a new token evicts one entry before
-the layer attends.
+"""The paged cache under a learned policy. If a kv head holds `budget` entries when a new token comes, one entry is
+evicted before the layer attends. The new token's key and value take the slot of the evicted entry.
 
-Before the forward pass, the candidate is computed for all layers together (the layers are folded into the rows). The
-candidate is the competing entry with the lowest priority.
+Before the forward pass, a candidate for eviction is found in each kv head, for all layers together (the layers are
+folded into the rows). The candidate has the lowest priority of the entries that are neither sinks nor in the window.
 
 If tokens are scored on arrival, the candidate is evicted. The new tokens are scored after the forward pass, for all
 layers together (the layers are folded into the heads).
 
-If scores are delayed, a token is scored when it leaves the window of recent tokens, and its score depends on the
-layer's new key. So each layer runs one step of its scorer before it attends. It evicts the token if its priority is not
-above the candidate's, else the candidate. The new key and value take the slot of the evicted entry.
+If scores are delayed, a token is scored when it leaves the window. The score depends on the new token's key in the
+layer, so each layer runs one step of its scorer before it attends. If the leaving token's priority is at most that of
+the candidate, the leaving token is evicted; otherwise the candidate is evicted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Singles:
     first, seen : int64 [R], first block of each request, and number of tokens that it has seen
     block, place : int64 [L, R, Hkv], slot of the new token: block, and place in the block
     dropped : int64 [L, R, Hkv], position of the evicted token; -1 means none
-    came : [L, R, Hkv, 2 D], new keys and values, if tokens are scored on arrival
-    leaving : tokens that leave the window, if scores are delayed
+    came : [L, R, Hkv, 2 D], new keys and values; None if scores are delayed
+    leaving : tokens that leave the window; None if tokens are scored on arrival
     """
 
     tokens: Any
@@ -64,8 +64,8 @@ class Leaving:
     positions : int64 [R]; a negative position means that no token leaves
     block, place : int64 [L, R, Hkv], slot of the leaving token: block, and place in the block
     competes : bool [R], True if the leaving token may be evicted
-    candidate : float32 [L, R, Hkv], priority of the candidate; NaN if `competes` is False
-    aged : float32 [L, R, Hkv], decay term; the leaving token's priority is its score minus this term
+    candidate : float32 [L, R, Hkv], priority of the candidate for eviction; NaN if `competes` is False
+    aged : float32 [L, R, Hkv], number that is subtracted from the leaving token's score to give its priority
     priority : float32 [L, R, Hkv], priority of the leaving token, filled in layer by layer
     rows : int64 [R], rows of the scorers' memory, set in the forward pass
     """
@@ -99,7 +99,7 @@ class Scorers:
                 setattr(scorer, name, nn.Parameter(layer_weight, requires_grad=False))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the weights of all layers' scorers, and compute `log_decay` [L, Hkv] from them.
+        """Load the weights of all layers' scorers, and compute `log_decay` [L, Hkv], the log of each head's decay.
 
         weights : name in cache_scorer.safetensors (layer number, ".", parameter name) -> weight [kv heads of all ranks,
             ...]
@@ -107,7 +107,7 @@ class Scorers:
         parameters = self.by_name()
         if parameters.keys() != weights.keys():
             raise UserError(
-                "the engine's scorers have other parameters than the given weights: "
+                "the given weights do not have the names of the scorers' parameters; the differing names are "
                 f"{', '.join(sorted(parameters.keys() ^ weights.keys())[:3])}"
             )
         for name, weight in parameters.items():
@@ -147,7 +147,7 @@ class ArrivalState(CacheState):
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Do nothing: slots differ between layers and heads, and `arrive` and `after_forward` write the entries."""
+        """Do nothing: slots differ between layers and heads, so `arrive` and `after_forward` write the entries."""
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
@@ -225,7 +225,7 @@ class ArrivalState(CacheState):
         return True
 
     def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
-        """Score one layer's leaving tokens, given new keys and values [R, Hkv, D], and choose the evicted tokens."""
+        """Score a layer's leaving tokens, and choose the evicted tokens. key, value : [R, Hkv, D], of new tokens"""
         leaving = singles.leaving
         assert leaving is not None
         if leaving.rows is None:
@@ -294,7 +294,7 @@ class ArrivalState(CacheState):
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
     def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
-        """Write the priorities of the leaving tokens, and enter those that were evicted into `singles.dropped`."""
+        """Write the priorities of the leaving tokens, and the positions of the evicted ones into `singles.dropped`."""
         evicted = leaving.priority <= leaving.candidate
         singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
         self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])

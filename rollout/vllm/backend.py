@@ -1,4 +1,4 @@
-"""Mixins that change vLLM's attention backends for eviction, in backend_cpu.py and backend_cuda.py.
+"""Mixins that change vLLM's attention backends for eviction; backend_cpu.py and backend_cuda.py use them.
 
 A request's physical length and slots are those of the entries that it holds; its logical length and positions count all
 its tokens. The backend receives physical lengths and slots, and passes the queries to the cache state (state.py). RoPE
@@ -28,7 +28,7 @@ from sparse_rl.policies.schedule import NEVER
 class EvictingBuilder:
     """Mixin for a metadata builder: replaces logical lengths and slots by physical ones.
 
-    It writes them to memory with a fixed address, which a CUDA graph of a whole decode step reads.
+    The physical ones are in memory with a fixed address, which a CUDA graph of a whole decode step reads.
     """
 
     supports_update_block_table = False  # an update would put logical slots into our metadata
@@ -75,7 +75,7 @@ class EvictingImpl:
     config: arguments.CacheConfig | None = None  # settings of the engine whose model was built last in this process
     longest = NEVER  # maximum number of tokens in a sequence of this engine
     head_size: int
-    wide = 0  # the head size of the cache if biases are folded into it, else 0
+    wide = 0  # the head size of the cache if its heads also store biases (folded.py), else 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels if FlashAttention cannot run.
 
-Both keep their stock names, because vLLM distinguishes kernels by name. This file was written from vLLM 0.31's source
-and has never been run.
+Both backends keep their stock names, because vLLM distinguishes kernels by name. This file was written from the source
+of vLLM 0.31, and has never been run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EvictingBackend(AttentionBackend):
     """The backend registered as CUSTOM: chooses EvictingFlashBackend if that accepts a layer's configuration, else
     EvictingTritonBackend.
 
-    vLLM validates the configuration, and directly afterwards asks for the backend's name. We return the chosen one's.
+    vLLM validates the configuration, then asks for the backend's name. We return the name of the chosen backend.
     """
 
     chosen: ClassVar[type[AttentionBackend]]

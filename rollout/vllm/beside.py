@@ -1,8 +1,8 @@
 """Bytes that a worker holds in addition to weights, cache and vLLM's own forward pass. Does not import vLLM.
 
-vLLM gives its share of a GPU, minus the memory of its own forward pass and sampler, to the cache. It does not count the
-buffers of state.py and the float64 sampler of rollout/sampling.py. So their bytes are subtracted from the share before
-it is passed to vLLM.
+vLLM gives its share of a GPU, minus the memory of its own forward pass and sampler, to the cache. vLLM does not count
+the buffers of state.py and the float64 sampler of rollout/sampling.py. So vLLM gets a share from which the bytes of
+these buffers and of this sampler were subtracted.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE
 
-AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # key elements of several layers in one call; they fit into a CPU's own cache
-MOST = 2**27  # key elements of the requests of one layer in one call
+# Maximum key elements per call for several layers. On a CPU, this number of elements fits into a core's cache.
+AT_ONCE = {"cuda": 2**27, "cpu": 2**17}
+MOST = 2**27  # maximum key elements per call for one layer
 
 
 def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device: str) -> int:
@@ -26,9 +27,8 @@ def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device
 def folded_bytes(
     policy: Policy, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, dtype: str, device: str
 ) -> int:
-    """Return the temporary bytes of one call that compacts `rows` (request, layer) pairs, or lets H2O observe them.
-
-    The bytes of redundancy scores and of fits are not included.
+    """Return the temporary bytes of one call that compacts `rows` (request, layer) pairs, or observes their queries,
+    without the bytes of redundancy scores and of fits.
 
     entries : number of entries that each row holds
     group : query heads per kv head
@@ -36,9 +36,9 @@ def folded_bytes(
 
     The keys and values that a policy reads are copied once more to become contiguous. If the policy scores with
     queries, keys are converted to float32, and the logits of the last queries exist at the same time as their softmax.
-    If it scores without queries, the score is assumed to make three float64 arrays of the keys' shape. A fit holds keys
-    and values, and ordered copies of both. If a policy reads nothing, only the entries that move are read. Each entry
-    also takes the bytes of its position and of a few more numbers.
+    If the policy scores without queries, three float64 arrays of the keys' shape are assumed. A fit (Attention
+    Matching) holds keys and values, and ordered copies of both. If a policy reads nothing, only the entries that move
+    are read. Each entry also takes the bytes of its position and of a few more numbers.
     """
     itemsize = ITEMSIZE[dtype]
     keys, window = itemsize * head_dim, policy.last_queries or int(policy.every_query)

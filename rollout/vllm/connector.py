@@ -28,7 +28,7 @@ class EvictionConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         config = arguments.cache_config(vllm_config)
         if config is None or not config.physical:
-            raise UserError(f"{type(self).__name__} needs a cache policy in its extra config, as {arguments.KEY}")
+            raise UserError(f"{type(self).__name__} needs a policy: set {arguments.KEY} in kv_connector_extra_config")
         refusals.refuse_unsupported(vllm_config, config.full_graphs)
         refusals.refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule

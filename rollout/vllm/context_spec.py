@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rollout.vllm.messages import Behind
 from rollout.vllm.spec import BoundedManager, BoundedSpec
 
-# Request id -> the context that it continues, until the request's blocks are freed; a process has only one scheduler
+# Request id -> the context that the request continues, until its blocks are freed; a process has only one scheduler
 ASKED: dict[str, Behind] = {}
 
 

@@ -1,8 +1,8 @@
 """Requests that continue a compacted context (rollout/context). Their own tokens, after the context, are never evicted.
 
-For vLLM, a KV connector has loaded the context's tokens, so a request keeps its whole prompt and its logical positions.
-In the cache, the request has the context's entries, with biases, followed by its own tokens. Requests share the blocks
-that a context fills completely; each request has its own copy of the last, partly filled block.
+To vLLM, it seems that a KV connector has loaded the context's tokens, so a request keeps its whole prompt and its
+logical positions. In the cache, the request has the context's entries, with biases, followed by its own tokens.
+Requests share the blocks that a context fills completely; each has its own copy of the last, partly filled block.
 
 An engine names the context in a request's extra_args; a server compares the first tokens of the prompt. In the
 scheduler, `ContextConnector` finds a request's context, and `ContextManager` (context_spec.py) allocates its blocks. In
@@ -42,11 +42,11 @@ class ContextState(CacheState):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.gone = torch.zeros_like(self.prompt_length)  # `gone` of each request, indexed by its first block
+        self.gone = torch.zeros_like(self.prompt_length)  # `Behind.gone` of each request, indexed by its first block
         self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # name -> (keys, values, bias) of each layer
 
     def hold(self, name: str, context: Context) -> None:
-        """Keep a context's entries of this rank's kv heads in host memory, in place of a context of the same name."""
+        """Keep a context's entries, for this rank's kv heads, in host memory, in place of one of the same name."""
         rank_heads = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:

@@ -1,7 +1,7 @@
 """VLLMEngine: samples at production speed, under the policies of the reference engine, and returns the same records.
 
-The engine keeps its own copy of the weights. It runs in the caller's process, so that each data-parallel rank of a
-trainer can have an engine, unless `multiprocess` or `tensor_parallel` moves it to separate processes.
+The engine keeps its own copy of the weights. By default the engine runs in the caller's process, so that each
+data-parallel rank of a trainer can have one; `multiprocess` or `tensor_parallel` > 1 moves it to separate processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
-ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, an attempt fails if it is preempted
+ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, a preemption makes an attempt fail
 
 
 class VLLMEngine:
@@ -55,10 +55,10 @@ class VLLMEngine:
     max_batch : maximum number of sequences that run at a time (vLLM's max_num_seqs)
     max_model_len : maximum length of prompt + completion; None means the model's context length
     max_prompt : maximum length of a prompt, which the cache must hold completely; None means max_model_len
-    kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means that
-        `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
+    kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means 1 on a
+        CPU, and on a GPU that `gpu_memory_utilization` is the limit
     gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
-    block_size : tokens in a cache block; None means vLLM's choice for the platform, and 32 on a CPU
+    block_size : tokens in a cache block; None means 32 on a CPU, and vLLM's choice on a GPU
     max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
         means vLLM's choice
     tensor_parallel : number of processes that share the model's heads
@@ -66,8 +66,8 @@ class VLLMEngine:
     progress : show a progress bar
     exact : in float32 on a CPU, compute attention by the trainer's function (exact.py)
     sleep_mode : let `sleep` release a GPU's memory; has no effect on a CPU
-    context_entries : if given, a sequence may continue a compacted context (rollout/context) under a full cache, and
-        holds at most this number of entries
+    context_entries : maximum number of entries of a sequence that continues a compacted context (rollout/context),
+        under a full cache; None means that no sequence may continue a context
     full_graphs : on a GPU, run a decode step as one CUDA graph
 
     Raises UserError if an option is invalid, if vLLM is missing or has another version, if vLLM cannot run the policy
@@ -200,7 +200,7 @@ class VLLMEngine:
         for request in requests:
             length, number, context = len(request.tokens), request.place // sampling.n, request.context
             if context is None and length > self.max_prompt:
-                raise UserError(f"prompt {number} has {length} tokens, and max_prompt is {self.max_prompt}")
+                raise UserError(f"prompt {number} has {length} tokens, but max_prompt is {self.max_prompt}")
             if length + request.max_tokens > self.max_model_len:
                 raise UserError(
                     f"prompt {number} has {length} tokens: with max_tokens {request.max_tokens} that is more than "
@@ -213,7 +213,7 @@ class VLLMEngine:
             held = length + request.max_tokens - (0 if context is None else len(context.tokens) - context.entries)
             if self.context_entries is not None and held > self.context_entries:
                 raise UserError(
-                    f"prompt {number} may need {held} entries, but context_entries is {self.context_entries}; raise it"
+                    f"prompt {number} may need {held} entries; raise context_entries, which is {self.context_entries}"
                 )
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
@@ -303,7 +303,7 @@ class VLLMEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights of the model and its scorers, each given as (name in a Hugging Face checkpoint, tensor).
 
-        Raises UserError for a missing weight, an unknown name or a wrong shape, maybe after some weights were replaced.
+        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may then be replaced.
         """
         checked = self._checked(weights)
         if not self.separate:

@@ -1,4 +1,4 @@
-"""Passes weights to an engine in separate processes: they map an unnamed file in memory, which the sender writes.
+"""Passes weights to an engine in separate processes: the sender writes a file in memory, and the engine maps the file.
 
 The memory is freed when the sender closes the file or ends for any reason. The file's size is not limited, unlike that
 of /dev/shm, which is 64 MB in a container.
@@ -20,7 +20,7 @@ STEP = 64  # each weight begins at a multiple of STEP bytes
 def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
     """Write the weights to a file in memory, and yield the two arguments with which `received` reads the file.
 
-    They are valid until the `with` block ends, in any process of this user on this machine.
+    The arguments are valid until the `with` block ends, in any process of this user on this machine.
     """
     with open(os.memfd_create("weights"), "wb") as file:
         places = []

@@ -29,17 +29,17 @@ class Behind:
 
     @property
     def gone(self) -> int:
-        """Tokens of the context minus its entries; equal to a later token's position minus its slot."""
+        """Number of the context's tokens minus its entries; this is also a later token's position minus its slot."""
         return self.tokens - self.entries
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A request that was admitted, for the first time or after a preemption: all its tokens are prefilled densely.
+    """A request that was admitted, for the first time or after a preemption. All its tokens are prefilled densely.
 
     block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
-    behind : compacted context, if any, whose tokens need no forward pass
+    behind : compacted context that the request continues, whose tokens need no forward pass; None means none
     """
 
     request_id: str

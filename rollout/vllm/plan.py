@@ -16,7 +16,7 @@ NOBODYS = 0  # vLLM's null block, which no request ever owns: padding is written
 class Group:
     """R requests of a batch whose entries are passed to the policy together, padded to N entries.
 
-    blocks : int64 [R, N / block size], blocks of each request; NOBODYS after the blocks that hold its entries
+    blocks : int64 [R, N / block size], blocks of each request; NOBODYS after the blocks with entries
     lengths, seen : int64 [R], number of entries that each request holds, and number of tokens that it has seen
     left : number of entries that a compaction leaves in each kv head; policies that leave different numbers are refused
     rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
@@ -55,8 +55,8 @@ class Plan:
     seen : int64 [B], number of tokens that each request has seen after this pass
     lengths : int64 [B], number of entries that each request attends to
     slots : int64 [T], slots of the new tokens
-    recent : for the queries to keep: indices of their tokens in the batch (a slice if each request adds one token, else
-        int64), first blocks of their requests (int64), and places in the request's row of the query buffer (int64)
+    recent : three tensors about the queries to keep: indices of their tokens in the batch (int64; a slice if each
+        request adds one token), first blocks of their requests (int64), places in the query buffer's row (int64)
     slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass,
         because vLLM's V2 runner makes the plan before a request that begins gets its row
     watch : requests that add several tokens, if the policy observes every query; observed in each layer

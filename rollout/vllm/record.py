@@ -19,7 +19,7 @@ STEPS = 64  # maximum number of decoding steps whose evictions are held on the d
 
 
 class Result(TypedDict):
-    """Record of one request in one tensor-parallel rank. Arrays are sent as bytes: vLLM sends no arrays without a type.
+    """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
 
     preempted : True if the request lost its cache before its end; the record then does not match its attention
     evict_at : int32 [L, Hkv of this rank, number of tokens]; None means that nothing was dropped
@@ -57,7 +57,7 @@ class RunRecord:
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
     def begin(self, request_id: str) -> int:
-        """Return the number of an admitted request. If it is admitted again, it was preempted and lost its cache."""
+        """Return the number of an admitted request. A request admitted again was preempted, and has lost its cache."""
         if request_id in self.numbers:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
@@ -67,7 +67,7 @@ class RunRecord:
         """Record the log-probs of the tokens that one step has sampled.
 
         places : the engine's place of each request
-        steps : index of each token in its completion; a token that is sampled before the prefill's end is sampled again
+        steps : index of each token in its completion; a token sampled before the prefill's end is sampled again
         logprobs : float32 [B, 2], log-probs of the tokens as in `Result`
         """
         self.place_of.update(zip(request_ids, places, strict=True))
@@ -142,7 +142,7 @@ class RunRecord:
 
 
 def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
-    """Return request id -> step -> log-probs of its token, as sampled last."""
+    """Return request id -> step -> log-probs of the step's token. The last record of a step counts."""
     by_request: dict[str, dict[int, list[float]]] = {}
     pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
     for request_ids, steps, _ in drawn:

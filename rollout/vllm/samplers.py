@@ -1,4 +1,4 @@
-"""Samplers for vLLM's V1 runner. They replace the part of vLLM's sampler that applies top-k and top-p, and samples.
+"""Samplers for vLLM's V1 runner. They replace one part of vLLM's sampler: applying top-k and top-p, and sampling.
 
 They use the reference engine's sampler (rollout/sampling.py). So in both engines and in a server, a sampled token
 depends only on the logits and the seed. The settings of a request are in its `extra_args`, under KEY.
@@ -23,7 +23,7 @@ from rollout.vllm.record import RunRecord
 class SequenceSampler(nn.Module):
     """Samples all requests of a run, under one SamplingConfig, and writes the log-probs to the run's record.
 
-    If vLLM returned the log-probs, it would rank the whole vocabulary in each step.
+    vLLM itself is not asked for log-probs, because it would then rank the whole vocabulary in each step.
     """
 
     def __init__(self, runner: Any) -> None:

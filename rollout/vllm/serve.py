@@ -241,7 +241,7 @@ def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: 
     if need > memory:
         raise UserError(
             f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB, but the cache has {memory / 2**30:.2f} GiB; "
-            "lower it, or raise --kv-cache-gb",
+            "lower --max-model-len, or raise --kv-cache-gb",
             "--max-model-len",
         )
 

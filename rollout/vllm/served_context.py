@@ -20,7 +20,7 @@ from sparse_rl.files import read_text
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.temporary import temporary_folder
 
-BEHIND = ("\n\nWhat", " 0", "a")  # continuations; only tokens that do not depend on them belong to the text
+BEHIND = ("\n\nWhat", " 0", "a")  # continuations of a text; the text has only the tokens that do not depend on them
 
 
 def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, window: int | None) -> str:
@@ -33,8 +33,8 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     Returns the path of the compacted context's file, which is in memory (memfd) until this process ends, also after
     exec.
 
-    Raises UserError if the file is not a text, if the text is too long or too short, and if the file of head budgets
-    was made for a model of another shape.
+    Raises UserError if the file is not a text, if the text is too long or too short, or if the file of head budgets was
+    made for a model of another shape.
     """
     try:
         text = read_text(file)
@@ -45,7 +45,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     tokens, first, study = _tokens(prompt, text, tokenizer)
     if window is not None and len(tokens) >= window:
         raise UserError(
-            f"{file} has {len(tokens)} tokens, but together with the answer it must fit into {window}; shorten it",
+            f"{file} has {len(tokens)} tokens, but the model can read only {window}, answer included; shorten it",
             "--context",
         )
     engine: Any = make_engine("hf", model=model, policy="full", dtype=dtype, progress=True)
@@ -67,8 +67,8 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
 def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, list[list[int]]]:
     """Split prompts that begin with the text.
 
-    Returns the tokens that all have in common, the number of these that the chat template puts before the text, and the
-    following tokens of each self-study prompt.
+    Returns the tokens with which all these prompts begin, the number of tokens among them that the chat template puts
+    before the text, and the further tokens of each self-study prompt.
     """
     questions = [f"\n\n{request}" for request in STUDY_PROMPTS]
     longer = [with_context(prompt, text, text, continuation) for continuation in (*questions, *BEHIND)]

@@ -214,7 +214,7 @@ class CacheState:
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: Tensor) -> None:
-        """Store the last queries with which a layer has attended, and let the policy observe those of `Plan.watch`.
+        """Store a layer's last queries after it has attended, and let the policy observe the queries of `Plan.watch`.
 
         query : [T, Hq, D], queries of the batch's T tokens
         """
@@ -253,7 +253,7 @@ class CacheState:
         return self.failed[self.row[self.plan.first[:count]]]
 
     def check_finite(self) -> None:
-        """Raise NotFiniteError if a score was NaN on this rank. vLLM itself returns only the tokens of rank 0."""
+        """Raise NotFiniteError if a score was NaN on this rank: vLLM's tokens only show the NaN scores of rank 0."""
         if bool(self.failed.any()):
             raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
@@ -310,7 +310,7 @@ class CacheState:
     def _in(self, layers: range, group: Group) -> Group:
         """Assign a group to layers: return a group with one row per layer and request, layer after layer.
 
-        Its blocks and rows are indices into the slab.
+        Blocks and rows of the returned group are indices into the slab.
         """
         part = slice(layers.start, layers.stop)
         blocks = group.blocks * self.arrangement.of_block + self.first_block[part, None, None]
@@ -319,7 +319,7 @@ class CacheState:
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
-        """Compact a group that was assigned to layers, of which `layer` is the first.
+        """Compact a group that was assigned to layers; `layer` is the first of these layers.
 
         Returns the positions of the dropped entries, row by row, int32 [sum of Hkv x (length - left)]; empty if the run
         has no record.
@@ -354,7 +354,7 @@ class CacheState:
             self._write(self.slab.state[name], group, value)
 
     def _write(self, target: Tensor, group: Group, value: Tensor) -> None:
-        """Write values [R, Hkv, N, ...] to a group's blocks; those of padding go to the null block.
+        """Write values [R, Hkv, N, ...] to a group's blocks. Values of padding go to the null block.
 
         target : [number of blocks, Hkv, block size, ...], tensor of the slab
         """

@@ -31,8 +31,8 @@ class EngineWorker(Worker):
     model_runner: Any
 
     def determine_available_memory(self) -> int:
-        """Return the bytes of the cache: vLLM's value, but at most those for all sequences at maximum length and one
-        block for vLLM itself. Under a policy with a budget, vLLM's value may be many times larger than this.
+        """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
+        plus one block for vLLM itself. Under a policy with a budget, vLLM's value may be many times larger than this.
         """
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         specs = self.get_kv_cache_spec().values()

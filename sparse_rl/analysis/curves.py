@@ -139,7 +139,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return label -> run directory. Labels are ends of the directories' paths, as short as distinct labels allow."""
+    """Return label -> run directory. A label is the end of a path, just long enough for distinct labels."""
     full = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     for depth in range(1, max(len(path.parts) for path in full) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in full]

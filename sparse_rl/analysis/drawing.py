@@ -126,7 +126,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
 
 
 def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
-    """Return the ascending centres, moved up, and then down below `top`, until items of these sizes do not overlap."""
+    """Move ascending centres up, and then down below `top`, until items of these sizes do not overlap. Return them."""
     moved = list(centres)
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)

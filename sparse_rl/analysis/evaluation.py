@@ -81,7 +81,7 @@ def _models(rows: Sequence[Any]) -> list[str]:
 
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:
-    """Return a label for each row's cache: policy, size, and parameters that distinguish equal policies and sizes."""
+    """Return a label of each row's cache: policy, size, and parameters in which rows of that policy and size differ."""
     sizes = [row.budget or row.parameters.get("ratio") for row in rows]
     labels = [row.policy + (f" {size}" if size else "") for row, size in zip(rows, sizes, strict=True)]
     result = []

@@ -25,12 +25,12 @@ def records_pages(trace: EvictionTrace) -> bool:
 
 
 def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Tensor:
-    """Return counts for one layer of a trace, summed over kv heads and over the queries that had a closed page.
+    """Return counts for one layer of a trace, over all kv heads, and over the queries for which a page was closed.
 
-    The result is int64 [5 + longest], where `longest` is the length of the longest trace. The first five entries count
-    queries; pairs of a query and a closed page; opened pages; queries that opened pages and follow a counted query; and
-    such queries that opened the same pages as the query before. The rest is a histogram of the opened pages over the
-    distance in tokens from the query back to the end of the page.
+    The result is int64 [5 + longest], where `longest` is the length of the longest trace. It has the number of these
+    queries; of pairs of a query and a page closed for it; of opened pages; of queries that opened pages, without the
+    first of the queries; of those among them that opened the same pages as the query before; and a histogram of the
+    opened pages over the distance in tokens from the query back to the end of the page.
 
     opened : pages that each query opened, negative for unused places: int16 [Hkv, S, K], with at most K pages per query
     closed_at : first query for which each page is closed: int32 [P], for P pages
@@ -48,7 +48,7 @@ def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Ten
 
 
 def _numbers(tally: Tensor) -> dict[str, Any]:
-    """Return the statistics of `page_statistics`, from a tally. Statistics of opened pages are None without any."""
+    """Return the statistics of `page_statistics` from the counts of `_tally`; None where there is nothing to count."""
     (queries, closed, opened, following, repeated), back = tally[:5].tolist(), tally[5:]
     middle = (opened + 1) // 2
     return {
@@ -94,7 +94,7 @@ def unpaged(trace: EvictionTrace) -> EvictionTrace:
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
     """Return a map of the shares of (layer, kv head) pairs in which a query opened a page: float [rows, columns].
 
-    A cell holds the largest share among its `high` pages and `wide` queries. The last row has the last opened page.
+    A cell covers `high` pages and `wide` queries, and has their largest share. The last row has the last opened page.
 
     opened : as in `_tally`, for L layers: int16 [L, Hkv, S, K]
     """

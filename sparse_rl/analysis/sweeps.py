@@ -19,7 +19,7 @@ from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
 
-AXES = {  # sizes of the cache, which are drawn first and on a logarithmic scale -> axis label
+AXES = {  # size of the cache -> axis label; a size is preferred as x axis, and drawn on a logarithmic scale
     "ratio": "share of the context's tokens that are kept",
     "budget": "budget: entries that a compaction leaves in each kv head",
 }
@@ -27,7 +27,7 @@ MEASURES = {  # key of a row -> axis label
     "accuracy": "accuracy (pass@1)",
     "nll": "log of the perplexity (nats a token)",
 }
-# setting -> its default as a function of the budget (the settings are the window of h2o and the period of am)
+# setting whose default depends on the budget (window of h2o, period of am) -> that default, given the budget
 FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
 
 
@@ -35,7 +35,7 @@ FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2
 class Point:
     """A row of an evaluation: the value measured on a task under a policy, and its standard error, if any.
 
-    task : the task, after the model's name if there are several models
+    task : name of the task, or "MODEL, TASK" if there are several models
     """
 
     task: str
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The rows of an eval.json or a perplexity.json that have a value of `measure`, which is a key of MEASURES."""
+    """The rows of an eval.json or a perplexity.json with a value of `measure`, a key of MEASURES."""
 
     measure: str
     subject: str
@@ -106,8 +106,8 @@ def _is_number(value: Any) -> bool:
 
 
 def varied(sweep: Sweep) -> list[str]:
-    """Return the settings that have several values in one method, in the order in which they are suitable as x axis:
-    sizes of the cache, then numbers, then texts, each with the most values first.
+    """Return the settings with several values in one method, the most suitable x axis first: sizes of the cache, then
+    numbers, then texts. Among numbers, and among texts, settings with more values come first.
     """
     values: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for point in sweep.points for key in point.parameters):
@@ -127,7 +127,7 @@ def varied(sweep: Sweep) -> list[str]:
 
 
 def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
-    """Return method name -> points of that method, sorted by the size of the cache, smallest first."""
+    """Return method name -> points of that method, sorted along `axis`, smallest first."""
     result: dict[str, list[Point]] = {}
     for point, name in zip(points, method_names(points, axis), strict=True):
         result.setdefault(name, []).append(point)
@@ -227,7 +227,7 @@ def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
 
 
 def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
-    """Return True if two caches agree in a setting: equal values, or both the default for their own budgets."""
+    """Return True if two caches agree in a setting: equal values, or each value is the default for its budget."""
     follows = FOLLOWS.get(key)
     defaults = follows is not None and all(
         "budget" in item and item.get(key) == follows(item["budget"]) for item in (ours, theirs)

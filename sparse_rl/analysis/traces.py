@@ -87,7 +87,7 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
     If pages close, which happens at the same time in all kv heads, the table shows for each layer the opened pages and
     the mean number of tokens outside closed pages.
 
-    large : with more layers, only some are shown; with more kv heads, their minimum, mean and maximum
+    large : if there are more layers, only some are shown; if there are more kv heads, only minimum, mean and maximum
     """
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]

@@ -1,4 +1,4 @@
-"""Compile FlexAttention before training: one graph takes tens of seconds, so the first step would seem to hang."""
+"""Compile FlexAttention before training: a graph takes tens of seconds, so the first step would seem to hang."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def compile_ahead(
 ) -> None:
     """Compile flex or flex_sorted for `rows` sequences padded to `length` tokens, with and without gradients.
 
-    Call this function under the autocast of the training, because compiled graphs depend on it. If `target` is True,
-    also compile the computation of the scorers' training target.
+    Call this function under the same autocast as the training, because compiled graphs depend on autocast. If `target`
+    is True, also compile the computation of the scorers' training target.
     """
     _, kv_heads, dim = cache_shape(config)
     heads = (config.num_attention_heads, kv_heads, kv_heads)

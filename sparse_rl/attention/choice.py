@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for training if the recipe says `auto`. It depends on the machine and the models."""
+"""Choice of the attention kernel for training. Under `auto`, the choice depends on the machine and the models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEST_FIRST = ("flex_sorted", "flex")  # the kernels that must pass the parity ch
 
 
 def will_check(wanted: str) -> bool:
-    """Return True if `choose_kernel` compiles and checks kernels on a GPU for this setting, which takes a while."""
+    """Return True if `choose_kernel` will compile and check kernels on a GPU for the setting `wanted`; this is slow."""
     import torch
 
     return torch.cuda.is_available() and (wanted == "auto" or wanted in BEST_FIRST)
@@ -27,7 +27,7 @@ def will_check(wanted: str) -> bool:
 def check_kernels(
     kernels: Sequence[str], configs: Iterable[Any], dtype: str, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Parity]:
-    """Check the kernels on this process's GPU, at the shapes of all models, and yield the result for each kernel."""
+    """Check the kernels on this process's GPU, each at the shapes of all models; yield one result for each kernel."""
     import torch
 
     from sparse_rl.attention.parity import check_parity
@@ -45,7 +45,7 @@ def check_kernels(
 
 
 def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf_counter) -> Parity:
-    """Check if FlexAttention computes the scorers' training target correctly on this process's GPU."""
+    """Check FlexAttention's computation of the scorers' training target on this process's GPU."""
     import torch
 
     from sparse_rl.attention import future_parity
@@ -57,7 +57,7 @@ def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf
 
 
 def own_device() -> Any:
-    """Return this process's GPU, numbered as in accelerate."""
+    """Return this process's GPU: as in accelerate, LOCAL_RANK is its number."""
     import torch
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -66,10 +66,11 @@ def own_device() -> Any:
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
     """Return the name of the attention kernel for training, and the reason for the choice in words.
 
-    wanted : a kernel, or auto, which chooses the best kernel that is exact on this machine
+    wanted : the name of a kernel; or auto, for the best kernel that is exact on this machine
     configs : configurations of the models, read only when a kernel is checked
+    dtype : name of torch's dtype in which attention is computed, such as bfloat16
 
-    Raises UserError if `wanted` is flex or flex_sorted, and is not exact or not available on this machine.
+    Raises UserError if `wanted` is flex or flex_sorted, and this kernel is unavailable or not exact on this machine.
     """
     if wanted in ("gather", "sdpa", "dense"):
         return wanted, wanted

@@ -16,12 +16,13 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 class TargetConfig(Configuration):
     """Settings of the training target of KVpop's scorers: log(floor + mass), where mass is a token's future attention.
 
-    normaliser : with sparse, attention is normalised over the tokens that the student's query sees; with dense, over
-        all tokens up to the query
-    group : reduction over the query heads of a kv head: max takes the largest logarithm, mean the logarithm of the mean
-    lookahead : number of queries that count after the first query for which the token is outside the window; None means
-        that all later queries count
-    normalise : true divides the mass by the number of queries that count
+    normaliser : with sparse, a query's attention is normalised over the tokens that it sees under evictions; with
+        dense, over all tokens up to the query
+    group : reduction over the query heads that share a kv head: max takes the largest logarithm, mean takes the mean of
+        the mass before the logarithm
+    lookahead : number of queries that count, in addition to the first query for which the token is outside the window;
+        null means that all later queries count
+    normalise : with true, mass is the mean over the queries that count; with false, it is their sum
     floor : number that is added to the mass before the logarithm is taken
     """
 

@@ -1,4 +1,4 @@
-"""Checks that a model can be replayed, and the shape of its KV cache, both from the model's configuration. No torch."""
+"""Checks that a model can be replayed, and the shape of its KV cache, from its configuration. Needs no torch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
 def check_replayable(config: Any, model: str = "the model") -> None:
     """Raise UserError if the model's attention cannot be replayed.
 
-    Replay needs a supported family, no sliding windows, no attention dropout, and whole groups of query heads.
+    Replay needs a supported family, no sliding windows, no attention dropout, and equal groups of query heads.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise UserError(f"{model} is of type {config.model_type!r}; the supported families are {families}", "model")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
+        raise UserError(f"{model} cannot be replayed: it has sliding-window layers, which evict by themselves", "model")
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")

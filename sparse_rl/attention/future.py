@@ -4,10 +4,10 @@ KVpop's scorers are trained to predict the logarithm of the future attention of 
 
     m_t = 1 / N_t  sum over d >= t + w of p_{d -> t},    N_t = max(1, number of these d)
 
-where w is the window and p_{d -> t} is the attention of query d to token t; each query attends to the tokens up to
-itself. The sum runs over the queries of a key, a transpose of causal attention. The torch kernel takes a chunk of keys
-at a time, and the log-sum-exp of each query, so that no tensor of tokens x tokens is made. FlexAttention
-(kernels/transposed.py) visits only the tiles that have queries that count.
+where w is the number of tokens in the window, and p_{d -> t} is the attention probability of query d for token t. A
+query attends to the tokens up to its own. p is computed from the log-sum-exp of each query's scores, so that no tensor
+of tokens x tokens is made: the torch kernel processes a chunk of keys at a time; FlexAttention (kernels/transposed.py)
+visits only the tiles with pairs d >= t + w.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_rl.attention.kernels.transposed import VALUE_DIM, mass_by_flex
 
 Kernel = Literal["torch", "flex"]
 CHUNK = 512  # keys or queries at a time
-LARGEST = 40.0  # limit of log p, against overflow: an evicted token may have a greater weight than all visible tokens
+LARGEST = 40.0  # upper limit of log p, against overflow: p of an evicted token may exceed 1 (see `log_sum_exp`)
 
 
 @torch.no_grad()
@@ -46,19 +46,19 @@ def future_attention_mass(
     query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
     window : w >= 1; the queries before t + w always see t
     scaling : the factor on q . k
-    ends : int64 [B, S], the end of each token's document. Documents are contiguous, and query d attends to t if t <= d
-        < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
-    log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores; None means the log-sum-exp over all
-        tokens up to the query. With the log-sum-exp of the student's sparse attention, p is the student's attention.
-        For an evicted token, p is then the attention that the student would pay, limited to e^40
+    ends : int64 [B, S], the end of each token's document. Documents are contiguous, and query d sees token t if
+        t <= d < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
+    log_sum_exp : float32 [B, Hq, S], log-sum-exp of each query's scaled scores, which normalises p. None means the
+        log-sum-exp over all tokens up to the query. If it runs only over the tokens that a model with evictions sees,
+        p is that model's attention; for an evicted token, p is then not a probability, and is limited to e^40
     lookahead : if not None, only the queries d <= t + w + lookahead count
     normalise : True divides by N_t
-    group : reduction over the query heads of a kv head: None, no reduction; "max", the largest log; "mean", the log of
-        the mean probability
-    floor : with 0, the result is -inf for tokens that receive no attention
+    group : reduction over the query heads that share a kv head: "max" takes the largest log, "mean" takes the mean of
+        m_t before the log; None means no reduction
+    floor : added to m_t; with 0, the result is -inf for tokens that receive no attention
     chunk : number of keys that the torch kernel processes at a time
-    kernel : flex is FlexAttention: on a GPU, compiled, with scores as exact as the dtype of queries and keys; on a CPU,
-        torch's plain operator, which is slow
+    kernel : flex is FlexAttention. On a GPU it is compiled, and its scores have the precision of the queries' dtype. On
+        a CPU it is torch's plain operator, which is slow
 
     Returns float32 [B, Hq, S], or [B, Hkv, S] with `group`; float64 for float64 input.
     """
@@ -120,9 +120,9 @@ def attention_lse(
 ) -> Tensor:
     """Return the log-sum-exp of each query's scaled scores, -inf for a query that sees no token.
 
-    query, key, scaling, ends, kernel : the arguments of `future_attention_mass`
-    evict_at : int32 [B, Hkv, S]; the sum runs over the tokens that the query sees. None means all tokens up to the
-        query
+    query, key, scaling, ends, kernel : as in `future_attention_mass`
+    evict_at : int32 [B, Hkv, S]; the sum runs over the tokens that the query sees under these evictions. None means all
+        tokens up to the query
     chunk : number of queries that the torch kernel processes at a time
 
     Returns float32 [B, Hq, S], or float64 for float64 input.
@@ -157,10 +157,10 @@ def _sum_dtype(query: Tensor) -> torch.dtype:
 
 
 def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
-    """Return the bytes of temporary memory in which one layer's training target is computed.
+    """Return the bytes of temporary memory that the computation of one layer's training target takes.
 
-    On a CPU, these are three float32 arrays of a chunk of keys by all queries. On a GPU, where FlexAttention is assumed
-    to pass its check, they are copies of the queries, and of the keys for each query head.
+    On a CPU, it takes three float32 arrays of a chunk of keys by all queries. On a GPU, where FlexAttention is assumed
+    to pass its check, it takes a copy of the queries, and a copy of the keys for each of the `heads` query heads.
     """
     if cuda:
         return 2 * itemsize * sequences * heads * padded(length) * head_dim

@@ -1,7 +1,7 @@
 """Choice of the kernel that computes the training target of KVpop's scorers: FlexAttention or torch.
 
 FlexAttention is used on a GPU if it passes a check there, torch otherwise. The check compares FlexAttention with the
-torch kernel of future.py in float64. The log of the mass may differ by 1e-3.
+torch kernel of future.py in float64. The logs of the future attention may differ by at most 1e-3.
 """
 
 from __future__ import annotations

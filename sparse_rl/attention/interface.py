@@ -74,10 +74,10 @@ class TraceView:
     """Base class of the training views, which replay the traces of B padded sequences. `make_view` chooses a subclass.
 
     batch : the trace sections by name, from `batch_traces`, in host memory
-    through : True if gradients flow through fitted biases and values to the entries that they were fitted from
-    replays, requires : sections that a batch may have, and sections that it must have; another batch raises TraceError
-    losses : present only if the method has a loss: the loss of each layer, after a forward pass; GRPO adds the mean
-        over layers to its own loss
+    through : True if gradients flow through fitted biases and values to the entries from which they were fitted
+    replays, requires : sections that a batch may have, and sections that it must have; other batches raise TraceError
+    losses : an attribute only of views that compute a loss of their method: layer -> loss, after a forward pass. GRPO
+        adds the mean over layers to its own loss
     """
 
     replays: ClassVar[frozenset[str]]

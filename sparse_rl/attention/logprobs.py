@@ -45,9 +45,9 @@ def replay_logprobs(
 
     Returns one float32 tensor [completion tokens] per rollout, with gradients if they are enabled.
 
-    Raises UserError if a trace does not match the sequence or the model, has values that no sampler can have recorded
-    for the prompt, or has a section that no view replays. It also raises if the model is not supported, or uses
-    reentrant checkpointing.
+    Raises UserError if a trace does not match its sequence or the model; if it has values that no sampler can have
+    recorded for the prompt; if it has a section that no view replays; if the model is not supported; or if the model
+    uses reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -83,7 +83,7 @@ def dense_logprobs(
     trace: EvictionTrace,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return the log-probabilities of one completion under its trace, float32 [completion tokens], by dense masks.
+    """Return the log-probabilities of one completion under its trace, with dense masks: float32 [completion tokens].
 
     Tests compare `replay_logprobs` with this reference, whose memory grows with the square of the length.
 

@@ -1,9 +1,9 @@
 """Recall of a cache by layer and kv head: the share of the best possible cache's tokens that the cache holds.
 
-The best possible cache is the full-attention teacher of KVpop's figure 7. It ranks tokens by the training target of
-KVpop's scorers in a dense model: the mean attention from all queries after the token has left the window, also from
-those before the current query. With the decay of the policy (KVpop eq. 5), it holds the k best tokens at each query,
-besides sinks and window.
+The best possible cache is the "full-attention teacher" of figure 7 in the KVpop paper. At each query it holds the
+sinks, the window, and the k other tokens with the best scores. The score of a token is the training target of KVpop's
+scorers, computed in a model with a full cache: the mean attention that the token receives from all queries after it has
+left the window. If `log_decay` is given, scores decay with age (KVpop eq. 5).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def oracle_trace(
     tokens, prompt : token ids of prompt and completion, and number of tokens of the prompt
     policy : settings of the policy; only sinks, window, k and decay_every are used
     log_decay : log gamma, [layers, kv heads], from the policy's scorers; None means no decay
-    target : settings of the training target; None means the dense future attention
+    target : settings of the training target that ranks tokens; None means future attention, normalised over all tokens
     """
     fed, device = len(tokens) - 1, next(teacher.parameters()).device
     view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), policy.window)
@@ -79,12 +79,12 @@ def oracle_recall(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> Tensor:
-    """Return the share of the best possible cache's k tokens that a trace holds: float64 [layers, kv heads].
+    """Return the recall of a trace: the share of the best cache's k tokens that it holds, float64 [layers, kv heads].
 
     trace : the trace to judge, from any policy that keeps the same sinks and window as `policy`
 
-    The other arguments are as in `oracle_trace`. Only decoding queries at which more than k tokens compete are counted;
-    the result is NaN if there is no such query.
+    The other arguments are as in `oracle_trace`. Only decoding queries at which more than k tokens compete count; if
+    there is no such query, the result is NaN.
     """
     fed, window, k = len(tokens) - 1, policy.window, policy.k
     best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]

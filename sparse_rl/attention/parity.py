@@ -32,8 +32,8 @@ LSE = 1e-3  # allowed |error| of the log-sum-exp, which is always computed in fl
 class Parity:
     """The result of a check of one kernel.
 
-    errors : (error of the kernel, allowed error) for out, dq, dk, dv and lse: the output, the gradients of query, key
-        and value, and the log-sum-exp
+    errors : name -> (error of the kernel, allowed error), for the output (out), the gradients of query, key and value
+        (dq, dk, dv), and the log-sum-exp (lse); future_parity.py has other names
     failure : the reason why the kernel is not used; None means that it passed
     seconds : duration of the check, including compilation; None means not measured
     """
@@ -111,7 +111,7 @@ def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) ->
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> Tensor:
     """Return a random evict_at, int32 [rows, kv_heads, length], where tokens live for `budget` steps on average.
 
-    A few tokens are never evicted. On each side, r sixths of row r are padding, with evict_at 0.
+    A few tokens are never evicted. Row r begins and ends with padding (evict_at 0), each of r sixths of the row.
     """
     shape = (rows, kv_heads, length)
     alive = torch.empty(shape).exponential_(1 / budget, generator=generator).long() + 1

@@ -1,4 +1,4 @@
-"""The training target of KVpop's scorers, made of the attention that a token receives after it has left the window."""
+"""The training target of KVpop's scorers, made from the attention that a token receives after leaving the window."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class FutureTarget:
     """Computes the training target of KVpop's scorers, r_t = log(floor + m_t).
 
     m_t is the future attention of token t in a kv head (`future_attention_mass`). The value of the floor is our choice;
-    the papers give none. It is added to the mean attention, as in equation 3 of the full paper; its equations 14 and 17
-    add it to the sum, before the division by N_t. The torch kernel uses queries and keys as they are passed.
-    FlexAttention on a GPU uses them rounded to autocast's dtype, as the model's attention does. In both cases, sums are
-    in float32.
+    the papers give none. We add the floor to the mean attention, as equation 3 of the full paper does. Equations 14 and
+    17 of that paper add it to the sum, before the division by N_t. The torch kernel uses queries and keys as they are
+    passed. FlexAttention, on a GPU, rounds them to autocast's dtype first, as the model's attention does. Sums are in
+    float32 in both cases.
     """
 
     def __init__(self, config: TargetConfig) -> None:
@@ -31,7 +31,7 @@ class FutureTarget:
 
         query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
         ends : int64 [B, S], the end of each token's document
-        evict_at : int32 [B, Hkv, S], the evictions of the student
+        evict_at : int32 [B, Hkv, S], the evictions under which the model attends; read only if `normaliser` is sparse
         """
         sparse = evict_at if self.config.normaliser == "sparse" else None
         dtype = computing_dtype(query, key)

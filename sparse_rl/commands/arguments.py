@@ -73,7 +73,7 @@ def add_recipe(
 def read_recipe(
     options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe, available: bool = True
 ) -> Recipe:
-    """Load the recipe that the options name, with overrides and model directories resolved, and print its warnings.
+    """Load the named recipe with its overrides, replace model names by directories, and print the recipe's warnings.
 
     Raises UserError for mistakes in the recipe or, if `available`, for a model that cannot be found or downloaded.
     """
@@ -117,14 +117,15 @@ def print_findings(findings: Mapping[str, str], not_checked: str) -> None:
 
 
 def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool, resumable: bool = False) -> None:
-    """Raise UserError for the directory of a training run or, unless `overwrite`, for files that would be lost.
+    """Raise UserError if `folder` is a training run's directory or, unless `overwrite`, holds files that would be lost.
 
     patterns : glob patterns of the files that would be lost
     key : option or recipe key that names the folder
+    resumable : True if the command has the option --resume
     """
     if (folder / METRICS_FILE).is_file():
         raise UserError(
-            f"{folder} is the directory of a training run, whose files would be overwritten; name another", key
+            f"{folder} is the directory of a training run, whose files would be overwritten; name another folder", key
         )
     existing = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
     if existing and not overwrite:

@@ -34,7 +34,7 @@ def prepare_training(recipe: T, resume: str | None = None, here: bool = True) ->
     """
     for backend in recipe.training.report_to:
         if importlib.util.find_spec(backend) is None:
-            raise UserError(f"{backend} is not installed; pip install {backend}, or remove it here", "report_to")
+            raise UserError(f"{backend} is not installed; pip install {backend}, or leave it out here", "report_to")
     prepared = prepare(recipe)
     saved_policy(recipe.model)
     recipe, config = prepared.recipe, prepared.config
@@ -97,7 +97,7 @@ def _adapters(skeleton: Any, lora: LoraConfig) -> str:
         names = sorted(
             {name.rpartition(".")[2] for name, module in skeleton.named_modules() if isinstance(module, Linear)}
         )
-        raise UserError(f"matches no layer of the model; it has {listed(names)}", "lora.target_modules")
+        raise UserError(f"matches no layer of the model, which has {listed(names)}", "lora.target_modules")
     return f"{lora_parameters(skeleton, lora):,} parameters in {len(adapted)} layers"
 
 
@@ -139,7 +139,8 @@ def _teacher(recipe: TaughtRecipe, config: Any) -> str:
     check_weights(teacher_config, teacher, "teacher")
     if teacher_config.vocab_size != config.vocab_size:
         raise UserError(
-            f"has {teacher_config.vocab_size} tokens, but the student has {config.vocab_size}; use the same vocabulary",
+            f"has a vocabulary of {teacher_config.vocab_size} tokens, but the student's has {config.vocab_size}; "
+            "use a teacher with the student's vocabulary",
             "teacher",
         )
     return f"{teacher}, with a full cache"

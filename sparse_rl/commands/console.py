@@ -161,8 +161,8 @@ SHOWN = (  # metric, label, format
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
     """Return one log of a trainer as a line; None if the log has none of the metrics in SHOWN.
 
-    With a reward, the gradient norm replaces the loss: advantages are centred within a group, so GRPO's loss is 0 up to
-    rounding while the trained policy equals the sampling policy, even if the model learns.
+    If the log has a reward, the line shows the gradient norm in place of the loss. GRPO centres advantages within a
+    group, so its loss is 0 up to rounding while trained and sampling policy are equal, even if the model learns.
     """
     if "train_runtime" in logs:
         return f"{step} steps in {logs['train_runtime']:.0f} s"
@@ -180,8 +180,8 @@ def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
 def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
     """Show the stages of a training run during this block: loading, then the steps of a trainer.
 
-    Yields a function to call with the trainer. It replaces the progress callback of transformers by one that also
-    prints each `training_line`.
+    Yields a function to call with the trainer. The function replaces the progress callback of transformers by a
+    callback that also prints each `training_line`.
     """
     from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
@@ -247,7 +247,7 @@ class Session:
 
 
 def guarded(work: Callable[[], int], session: Session) -> int:
-    """Run `work` and return the exit status. Print any exception as one line; a success deletes the old error log."""
+    """Run `work` and return the exit status. Print any exception as one line. A success deletes an older error log."""
     try:
         status = work()
         if status == 0 and session.folder is not None and rank() == 0:

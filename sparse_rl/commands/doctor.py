@@ -1,4 +1,4 @@
-"""`sparse-rl doctor`: describe this machine, and predict if a recipe will fit, before anything is loaded."""
+"""`sparse-rl doctor`: describe this machine, and predict whether a recipe fits, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from sparse_rl.commands.plan import Plan
     from sparse_rl.commands.prepared import Prepared
 
-ABOUT = "Describe this machine and, given a recipe, predict if it will fit."
+ABOUT = "Describe this machine and, given a recipe, predict whether it fits."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
 CONTEXT_TIME = (
-    "contexts: their time is not known without a measurement; prefill and repeat grow with tokens x tokens, self_study "
-    "with its generated tokens, a compaction with queries x tokens and, with select: omp, also with the kept tokens"
+    "contexts: the time is not predicted. It grows with tokens x tokens in prefill and for queries: repeat, with the "
+    "answers for self_study, with queries x tokens in a compaction, and there with kept tokens under select: omp"
 )
 
 
@@ -110,7 +110,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
 
 
 def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
-    """Return the memory table of a recipe, and lines that say if the recipe fits on this machine."""
+    """Return the memory table of a recipe, and lines that say whether the recipe fits on this machine."""
     import torch
 
     from sparse_rl.commands.machine import device_memory, host_memory
@@ -144,9 +144,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Return lines about attention kernels: on a CPU the chosen one, on a GPU the checks of all and of the scorers'
-    target.
-    """
+    """Return lines about attention kernels: the choice on a CPU, checks of all kernels and of the target on a GPU."""
     import torch
 
     from sparse_rl.attention import choice
@@ -164,7 +162,7 @@ def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
 
 
 def _kernels(prepared: Prepared) -> list[str]:
-    """Return lines that say if the kernels of a recipe's caches run compiled or plain on a GPU; empty on a CPU."""
+    """Return lines that say whether a GPU runs the kernels of a recipe's caches compiled or plain; empty on a CPU."""
     import torch
 
     from sparse_rl.kernels.redundancy import redundancy_choice

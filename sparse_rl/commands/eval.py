@@ -1,4 +1,4 @@
-"""`sparse-rl eval`: measure pass@1 of a model over tasks, cache policies and budgets (see rollout/evaluation).
+"""`sparse-rl eval`: measure pass@1 of models over tasks and cache policies (see rollout/evaluation).
 
 A completion is correct if and only if its accuracy reward is at least 1. Writes output_dir/eval.json (recipe, versions,
 rows) and eval_completions.jsonl (every completion, right or wrong). The second file is the journal from which
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sparse_rl.commands.prepared import Prepared
     from sparse_rl.policies.base import Policy
 
-ABOUT = "Measure pass@1 of a model over tasks, cache policies and budgets."
+ABOUT = "Measure pass@1 of models over tasks and cache policies."
 FORMAT_VERSION = 1
 RESULTS, COMPLETIONS = "eval.json", "eval_completions.jsonl"
 NOT_CHECKED = "the values of the weights; memory (sparse-rl doctor RECIPE); calls of the rewards"
@@ -99,7 +99,7 @@ class Evaluation:
     sampling: SamplingConfig
 
     def points(self, journal: Journal) -> list[Point]:
-        """Return every task under every cache, ordered by task first."""
+        """Return a point for every task and cache: all points of the first task, then those of the next."""
         from rollout.evaluation.evaluate import Point
 
         return [
@@ -109,7 +109,7 @@ class Evaluation:
         ]
 
     def findings(self) -> dict[str, str]:
-        """Return topic -> text, as --dry-run prints them."""
+        """Return topic -> text: the lines that --dry-run prints."""
         sizes = {name: [len(prompt) for prompt in task.prompts] for name, task in self.tasks.items()}
         tasks = ", ".join(f"{name} {len(lengths)} (up to {max(lengths)} tokens)" for name, lengths in sizes.items())
         problems = sum(map(len, sizes.values()))
@@ -165,11 +165,11 @@ def _prepare(recipe: EvalRecipe, model: Any) -> Evaluation:
 
 
 def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True, resume: bool = False) -> list[EvalRow]:
-    """Evaluate, write the rows to the recipe's output_dir, and return them: one per model, task and cache, in this
-    order. Points on which another process still works have no row.
+    """Evaluate, write the rows to the recipe's output_dir, and return them: one row per model, task and cache, in this
+    order. A row is missing if another process still works on its results.
 
     model : module in memory to sample from; by default the recipe's models are loaded
-    resume : True keeps the finished problems of earlier calls
+    resume : True keeps the completions that earlier calls sampled
 
     Raises UserError for errors that the user can fix, if possible before a model is loaded.
     """
@@ -205,7 +205,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True, resum
 def write_results(file: Path, recipe: Recipe, journal: Journal, points: Sequence[Any], **more: str) -> list[Any]:
     """Write {format_version, recipe, versions, seed, **more, rows} as JSON, with the rows of all complete points.
 
-    Returns the rows. One process at a time does this, so that the last call has the rows of all processes.
+    Returns the rows. Only one process at a time writes, so the file of the last call has the rows of all processes.
     """
     versions = json.loads((file.parent / "environment.json").read_text())
     with journal.writing():
@@ -224,9 +224,9 @@ def write_results(file: Path, recipe: Recipe, journal: Journal, points: Sequence
 
 
 def tell_unfinished(points: int) -> None:
-    """Tell the user that other processes still work on some points."""
+    """Tell the user that other processes still work on the results of `points` rows."""
     if points:
-        say("unfinished", f"{points} points are in work by other processes; the last process writes their rows")
+        say("unfinished", f"other processes still work on {points} rows; the last process writes these rows")
 
 
 def _needed_column(spec: Any) -> str | None:

@@ -21,7 +21,7 @@ U = TypeVar("U", bound=TaughtRecipe)
 def recipe_data(
     config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
 ) -> Any:
-    """Return the rows of a dataset. Raises UserError if it cannot be used, or has a prompt of more than `room` tokens.
+    """Return the rows of a dataset. Raises UserError for unusable data, and for a prompt of more than `room` tokens.
 
     require : columns that the dataset must have
     where : recipe key of the dataset, for error messages
@@ -38,7 +38,7 @@ def recipe_data(
 
 
 def with_data(prepared: Prepared[T]) -> Prepared[T]:
-    """Return a copy of `prepared` with the rewards of a training run, and the rows of its two datasets, added."""
+    """Return a copy of `prepared` with the recipe's rewards and the rows of its training and validation datasets."""
     key, specs = prepared.recipe.named_rewards()
     rewards = rewards_of(specs, key) if specs else prepared.rewards
     rows = _rows(prepared, prepared.recipe.data, "data")
@@ -54,7 +54,7 @@ def _rows(prepared: Prepared[T], data: DataConfig, where: str) -> Any:
 
 
 def taught_examples(prepared: Prepared[U]) -> tuple[list[Example], list[Example] | None]:
-    """Return (training examples, held-out examples, or None without validation) of a recipe with a teacher."""
+    """Return the (training examples, held-out examples) of a recipe; without validation, the second is None."""
     recipe: Any = prepared.recipe
     load: Any = {DistillRecipe.kind: load_examples, KVpopRecipe.kind: load_texts}[recipe.kind]
     examples = once(f"examples {recipe.data}", lambda: load(prepared, prepared.rows, recipe.data, "data"))

@@ -84,7 +84,7 @@ def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def what_is(path: Path) -> str | None:
-    """Return a description of a folder or file; None if it does not exist or is named like a file of traces."""
+    """Return a description of a folder or file; None for a path that does not exist or is named like a trace file."""
     weights = (path.parent / CONFIG_FILE).is_file()
     if not path.exists() or (path.suffix == ".safetensors" and not weights):
         return None

@@ -25,9 +25,9 @@ ABOUT = (
 )
 WIDEST = 120  # maximum columns of a line, even on a wider terminal
 FAMILIES = {  # further topic -> description
-    "policies": "keys of `cache` beside `policy`",
-    "scorers": "keys of `cache.scorer` beside `name`",
-    "rewards": "keys of a reward beside `name` and `weight`",
+    "policies": "keys of `cache` besides `policy`",
+    "scorers": "keys of `cache.scorer` besides `name`",
+    "rewards": "keys of a reward besides `name` and `weight`",
 }
 TOPICS = (*KINDS, *FAMILIES)
 Listing = list[tuple[str, str, list[Row]]]  # (name, text, rows) of each listed part
@@ -36,7 +36,7 @@ Listing = list[tuple[str, str, list[Row]]]  # (name, text, rows) of each listed 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"one of {', '.join(TOPICS)}; without KIND, describe each of these"
     parser.add_argument("topic", metavar="KIND", nargs="?", type=known_topic, choices=TOPICS, help=about)
-    about = "show only keys whose names contain PART (rollout.), or only the policy, scorer or reward of this name"
+    about = "show only keys whose names contain PART, such as rollout.; or only the policy, scorer or reward named PART"
     parser.add_argument("part", metavar="PART", nargs="?", help=about)
     parser.add_argument(
         "--json-schema", action="store_true", help="print the schema of this kind, or of all recipes without KIND"
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         listing = only(listing, topic, part)
     print("\n\n".join("\n".join([text, *map(entry, rows)]) for _, text, rows in listing))
     if topic in KINDS and any(row.key.rpartition(".")[2] == "cache" for *_, rows in listing for row in rows):
-        print("\nKeys of `cache` beside `policy`: sparse-rl keys policies")
+        print("\nKeys of `cache` besides `policy`: sparse-rl keys policies")
     return 0
 
 
@@ -114,10 +114,10 @@ def only(listing: Listing, topic: str, part: str) -> Listing:
     suggestions = dict.fromkeys(
         filter(None, [*(name for name, *_ in listing), *keys, *(k.rpartition(".")[2] for k in keys)])
     )
-    hint = f"{did_you_mean(part, suggestions)}; all: sparse-rl keys {topic}"
+    hint = f"{did_you_mean(part, suggestions)}; sparse-rl keys {topic} lists all names"
     if topic in KINDS and any(part in row.key for *_, rows in family_listing("policies") for row in rows):
         hint = f"; it is a key of cache policies: sparse-rl keys policies {part}"
-    raise UserError(f"no key or part of {topic} has this name{hint}", part)
+    raise UserError(f"unknown name{hint}", part)
 
 
 # ---- formatting ----------------------------------------------------------------------------------------------------

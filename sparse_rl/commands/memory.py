@@ -54,13 +54,13 @@ class _Process:
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
     def engine_items(self) -> list[Item]:
-        """Return the items that vllm holds: a copy of the weights, and a pool for keys and values. Empty for hf."""
+        """Return the items of the vllm engine, such as its copy of the weights and its KV pool. Empty for hf."""
         if not self.vllm:
             return []
         recipe, rollout = self.recipe, self.recipe.rollout
         own = -(-self.weights // rollout.tensor_parallel)
         when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
-        kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces them after each sleep
+        kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces the weights after each sleep
         size: dict[str, Any] = {
             "itemsize": self.itemsize,
             "max_batch": rollout.max_batch,
@@ -126,7 +126,7 @@ class _Evaluation(_Process):
     """Memory of an evaluation, or of another recipe that samples without training."""
 
     def plan(self) -> Plan:
-        """Return the memory plan. Points of a sweep run one after another: all are shown, only the largest counts."""
+        """Return the memory plan. The caches of a sweep are used in turn: all are shown, only the largest counts."""
         recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()

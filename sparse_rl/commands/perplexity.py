@@ -1,4 +1,4 @@
-"""`sparse-rl perplexity`: measure the perplexity of a text under cache policies, into output_dir/perplexity.json.
+"""`sparse-rl perplexity`: measure the perplexity of a text under cache policies; writes output_dir/perplexity.json.
 
 perplexity_pieces.jsonl is the journal from which `--resume` continues (rollout/evaluation/journal.py).
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.evaluation.perplexity import PerplexityRow
     from sparse_rl.commands.prepared import Prepared
 
-ABOUT = "Measure the perplexity of a text under cache policies and budgets."
+ABOUT = "Measure the perplexity of a text over models and cache policies."
 RESULTS, PIECES = "perplexity.json", "perplexity_pieces.jsonl"
 
 
@@ -68,8 +68,8 @@ def _describe(recipe: PerplexityRecipe, pieces: list[list[int]]) -> str:
 
 
 def measure(recipe: PerplexityRecipe, progress: bool = True, resume: bool = False) -> list[PerplexityRow]:
-    """Measure the perplexity, write the rows to the recipe's output_dir, and return them: one per model and cache
-    policy. Policies under which another process still decodes have no row.
+    """Measure the perplexity, write the rows to the recipe's output_dir, and return them: one row per model and cache
+    policy. A row is missing if another process still works on its pieces.
 
     resume : True keeps the finished pieces of earlier calls
 

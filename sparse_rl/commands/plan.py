@@ -45,13 +45,13 @@ class Plan:
 
 
 def verdict(need: float, have: float, where: str) -> str:
-    """Return one line that says if `need` bytes fit into the `have` bytes of the memory `where`."""
+    """Return one line that says whether `need` bytes fit into the `have` bytes of the memory `where`."""
     word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
     return f"{where}: {word}, about {show(need)} of {show(have)}"
 
 
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """Return a line that says if a plan fits into device memory, and a line for host memory.
+    """Return a line that says whether a plan fits into device memory, and a line for host memory.
 
     Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
     """

@@ -17,7 +17,7 @@ from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
-    "Draw learning and mismatch curves of runs, or any metric that they logged; the density of a trace, or its map of "
+    "Draw reward and gap of runs, or any metric that they logged; the tokens that a trace holds, or its opened "
     "pages; accuracy or perplexity of an evaluation against a swept setting. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
@@ -48,17 +48,17 @@ def run(options: argparse.Namespace, session: Session) -> int:
     files = [path for path in sources if path.is_file()]
     if len(files) == 0:
         if options.axis is not None:
-            raise UserError("only evaluations have an axis to choose; remove the option", "--axis")
+            raise UserError("only evaluations have an axis to choose; remove --axis", "--axis")
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
         raise UserError("draw one file at a time, or only run directories", str(files[0]))
     if options.metric is not None:
-        raise UserError(f"{files[0]} has no metrics, only runs have; remove the option", "--metric")
+        raise UserError(f"{files[0]} has no metrics, only runs have; remove --metric", "--metric")
     out = out or files[0].with_suffix(".png")
     if files[0].suffix == ".json":
         draw_evaluation(files[0], out, options.axis)
     elif options.axis is not None:
-        raise UserError(f"{files[0]} is not an evaluation; remove the option", "--axis")
+        raise UserError(f"{files[0]} is not an evaluation; remove --axis", "--axis")
     else:
         draw_traces(files[0], out)
     return 0
@@ -133,7 +133,7 @@ def others(labels: Sequence[str]) -> str:
 
 
 def draw_traces(file: Path, out: Path) -> None:
-    """Draw a file of traces: a map of opened pages if pages close, else the density of tokens held at the end."""
+    """Draw a file of traces: a map of opened pages if pages close, else the share of tokens held at the end."""
     from sparse_rl.analysis.opened import plot_opened, records_pages
     from sparse_rl.analysis.traces import plot_density
     from sparse_rl.trace import load_traces, read_fingerprint
@@ -144,7 +144,7 @@ def draw_traces(file: Path, out: Path) -> None:
 
 
 def draw_evaluation(file: Path, out: Path, axis: str | None = None) -> None:
-    """Draw accuracy or perplexity against a swept setting; if no method has two values of one, print a table."""
+    """Draw accuracy or perplexity against a setting; if no method has two values of any setting, print a table."""
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 
     sweep = read_sweep(file)

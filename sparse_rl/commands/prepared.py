@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Recipe)
 
 @dataclass(frozen=True)
 class Prepared(Generic[R]):
-    """A recipe, and the facts that were determined for it; from `rows` on, only for a training run (checks.py).
+    """A recipe, and facts about it. The fields from `rows` on are set only for a training run (checks.py).
 
     recipe : the recipe, with the engine chosen and, for training, the attention kernel
     config : configuration of the recipe's model, or of `live`
@@ -57,7 +57,7 @@ class Prepared(Generic[R]):
 
     @property
     def room(self) -> int | None:
-        """Maximum number of prompt tokens that leaves room for a completion in the model's window; None if unknown."""
+        """Maximum number of prompt tokens that leaves room for a completion in the context length; None if unknown."""
         window = window_of(self.config)
         return None if window is None or self.recipe.rollout is None else window - self.recipe.sampling().max_tokens
 
@@ -85,12 +85,12 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
 
 
 def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:
-    """Resolve a recipe for this machine and a model configuration. Reads at most the cache policy saved with the model.
+    """Resolve a recipe for this machine and a model configuration. Reads no file but the model's cache policy.
 
     live : module in memory to sample from; None means the recipe's model
     cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
 
-    Raises UserError if the recipe's engine is not available, or if a prompt and a completion exceed the model's window.
+    Raises UserError if the recipe's engine is not available, or if a prompt and a completion exceed the context length.
     """
     layers, kv_heads, head_dim = shape = cache_shape(config)
     caches, remarks = cache_configs(recipe), []
@@ -113,7 +113,7 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
-    """Return the recipe's cache policies. A policy left open is the one saved with the model, or else `full`."""
+    """Return the recipe's cache policies. If none is named, the policy saved with the model is used, or else `full`."""
     caches = recipe.caches()
     if None in caches:
         saved = saved_policy(recipe.model)
@@ -123,11 +123,11 @@ def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
 
 
 def check_lengths(recipe: Recipe, config: Any) -> None:
-    """Raise UserError if the longest allowed prompt and a completion do not fit into the model's window together.
+    """Raise UserError if the longest allowed prompt and a completion together exceed the model's context length.
 
     The recipe's engine must be chosen. Prompts without a bound are checked against `Prepared.room` when the dataset is
-    read. Completions from a dataset are truncated to the window, so only vllm, which must hold the longest sequence,
-    checks them.
+    read. Completions from a dataset are truncated to the context length, so they are checked only for vllm, which must
+    hold the longest sequence.
     """
     if (window := window_of(config)) is None or (rollout := recipe.rollout) is None:
         return
@@ -138,10 +138,10 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
     prompt = max((bound or 1 for bound in recipe.prompt_bounds()), default=1)
     if prompt + completion > window:
         lengths = f"{completion:,} tokens, after a prompt of {'at least 1' if prompt == 1 else f'up to {prompt:,}'}"
-        wrong = f"{lengths}, exceed the model's window of {window:,} tokens; lower this value"
+        wrong = f"{lengths}, exceed the model's context length of {window:,} tokens; lower this value"
         raise UserError(wrong, recipe.completion_key)
     if (rollout.max_model_len or 0) > window:
-        wrong = f"{rollout.max_model_len:,} exceeds the model's window of {window:,} tokens; lower or remove this value"
+        wrong = f"{rollout.max_model_len:,} exceeds the model's context length of {window:,} tokens; lower this value"
         raise UserError(wrong, "rollout.max_model_len")
 
 

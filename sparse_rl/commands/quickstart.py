@@ -1,6 +1,6 @@
 """The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-It uses the command, the kinds of recipe, the engine and the trainer of a 7B run:
+It uses the same commands, kinds of recipe, engine and trainer as a run with a 7B model:
 
 1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
    but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
@@ -225,7 +225,7 @@ def shipped_budget() -> int:
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
-    """Return the smallest budget whose accuracy lies in AIM, or else the one nearest to AIM whose accuracy is >= LEAST.
+    """Return the smallest budget with an accuracy in AIM. If none has, take the accuracy nearest to AIM, if >= LEAST.
 
     accuracy : budget -> accuracy under eviction
     """

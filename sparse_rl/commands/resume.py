@@ -20,7 +20,7 @@ ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
-    """Return the checkpoint that `--resume` selects. Raises UserError if its recipe differs in a fixed key."""
+    """Return the checkpoint that `--resume` selects. Raises UserError if a key that must not change differs."""
     from trainer.resume import MayChange, checkpoint_of
 
     changeable: tuple[str, ...] = MAY_CHANGE

@@ -79,7 +79,7 @@ def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
         where, data = next(iter(recipe.prompt_sources().items()))
         return data, where, recipe.samples
     perplexity = isinstance(recipe, PerplexityRecipe)
-    problem = "has no cache to sample under; use a recipe of kind grpo or eval"
+    problem = "is not supported here; use a recipe of kind grpo or eval"
     problem = "samples nothing; use sparse-rl perplexity" if perplexity else problem
     raise UserError(f"a recipe of kind {recipe.kind} {problem}", "kind")
 
@@ -142,7 +142,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
 
 def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Prepared, Any, Any]:
     """Check everything that can be checked without loading the model. Returns (prepared recipe, the first `problems`
-    rows of its dataset, their prompts as token ids or, if contexts are compacted, as questions).
+    rows of its dataset, their prompts as token ids). If contexts are compacted, the last item is a `Questions`.
     """
     from sparse_rl.commands import sampling
     from sparse_rl.commands.prepared import prepare

@@ -75,7 +75,7 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
 
 
 def context_engines(prepared: Prepared, folder: Path, progress: bool = False) -> ContextEngines:
-    """Return the engines that compact a recipe's contexts (handed over in `folder`) and answer the questions."""
+    """Return the engines that compact a recipe's contexts and answer questions; `folder` is for temporary files."""
     from rollout.evaluation.contexts import ContextEngines
     from sparse_rl.policies.registry import make_policy
 
@@ -99,8 +99,8 @@ def context_engines(prepared: Prepared, folder: Path, progress: bool = False) ->
 
 
 def identity(prepared: Prepared, *parts: Any) -> str:
-    """Return a digest of what determines the results of an engine, except its policy: the files of the model, dtype,
-    engine, seed, and `parts`, which must be convertible to JSON.
+    """Return a digest of all that determines an engine's results, except the cache policy: the model's files, dtype,
+    engine, exact, seed, and `parts`, which must be convertible to JSON.
     """
     from rollout.evaluation.journal import point_key
     from sparse_rl.models.directory import file_states

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         action="append",
         default=[],
-        help="another policy (policy=gkv,budget=512), or another parameter of the model's own (budget=256); "
+        help="another policy (policy=gkv,budget=512), or a changed parameter of the model's policy (budget=256); "
         "default: the policy in its cache_policy.json, else a full cache",
     )
     parser.add_argument(

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """Write a recipe's teacher cache; return (folder, number of examples, number of shards that existed already).
 
-    Raises UserError for a recipe without teacher_cache, and TeacherCacheError if the folder holds anything else.
+    Raises UserError for a recipe without teacher_cache, and TeacherCacheError if the folder holds other files.
     """
     import torch
 

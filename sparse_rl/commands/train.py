@@ -70,7 +70,7 @@ def check_folder(recipe: TrainRecipe, resume: str | None) -> None:
     parent = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "is not writable" if parent.is_dir() else "is not a folder"
-        raise UserError(f"{folder} cannot be written: {parent} {why}; name another", "output_dir")
+        raise UserError(f"{folder} cannot be written: {parent} {why}; name another folder", "output_dir")
     if recipe.launch.machine_rank == 0:  # only this machine writes; the other machines may start later
         refuse_running(recipe.output_dir)
     if resume is None:
@@ -182,7 +182,7 @@ def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -
         final = folder / RUN_MODEL
         try:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves it
+            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves the policy
             export_model(trainer, final, lora=recipe.lora is not None, cache=cache)
         finally:
             close_engine(trainer)  # last, because an engine may destroy the process group

@@ -159,9 +159,9 @@ def kvpop(prepared: Prepared[KVpopRecipe], folder: Path) -> Any:
         carried: Any = saved_policy(recipe.model)
         if carried.config.scorer != policy.config.scorer:
             scorers = carried.config.scorer.as_block()
-            message = f"the model carries scorers {scorers}; set this key to them, or remove the model's {POLICY_FILE}"
+            message = f"the model carries scorers {scorers}; set cache.scorer to them, or remove its {POLICY_FILE}"
             raise UserError(message, "cache.scorer")
-        logger.warning("the scorers of %s are trained further, not started anew", recipe.model)
+        logger.warning("the scorers that %s carries are trained further", recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
     kind = GateTrainer if isinstance(policy, DMS) else KVpopTrainer
     return kind(

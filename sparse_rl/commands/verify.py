@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def _model(name_or_path: str | None, origin: Origin) -> str:
-    """Return the replaying model's directory or hub name. Raises UserError if the sampler's is needed but gone."""
+    """Return the replaying model's directory or hub name. Raises UserError if the sampler's is needed but missing."""
     if name_or_path is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
         raise UserError(
             f"{origin.model}, the model that sampled these rollouts, does not exist; name the model",

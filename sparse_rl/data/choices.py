@@ -30,7 +30,7 @@ def lettered(question: Any, row: Mapping[str, Any], columns: Sequence[str], seed
     Raises UserError if the question or an option is not text, if an option is empty, or if two options are equal.
     """
     if not isinstance(question, str):
-        raise UserError(f"options need a question that is text, got {type(question).__name__}")
+        raise UserError(f"a question with options must be text, got {type(question).__name__}")
     options: list[str] = []
     for column in columns:
         option = row[column]

@@ -55,7 +55,7 @@ class SyntheticConfig(Configuration):
         for task, keys in TASK_KEYS.items():
             for key in keys:
                 if task != self.task and getattr(self, key) != getattr(type(self), key):
-                    raise UserError(f"is a key of the task {task}; remove it", key)
+                    raise UserError(f"is a key of the task {task}; remove {key}", key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +65,17 @@ class DataConfig(Configuration):
     split : split of the dataset, or a slice of it, such as train[:100]
     path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
     synthetic : generated problems, instead of a path
-    columns : our column name -> the dataset's, for prompt, answer, completion and context, e.g. {prompt: problem}; a
-        context is a text that many problems share, and is put before the prompt, at the start of the user's message
+    columns : our column name (prompt, answer, completion, context) -> the dataset's, as in {prompt: problem}. A context
+        is a text that many problems share; the user's message begins with the context, and the prompt follows
     choices : the 2 to 26 columns with the options of a multiple-choice question, the right option's column first. The
         options follow the problem as lines "A) ...", and the answer is the letter of the right option
-    choices_seed : seed of the order of the options, which also depends on the problem's text and on nothing else
+    choices_seed : seed of the order of the options; the order depends only on this seed and on the problem's text
     answer_after : keep only the text after the last occurrence of this marker in the answer ("####" for GSM8K's files)
     prompt_template : text in which {prompt} stands for the problem with its options; other braces, as in \\boxed{}, are
         not changed; a context is put before it
-    chat : use the tokenizer's chat template; by default true if it has one
+    chat : use the tokenizer's chat template; by default true if there is one
     thinking : passed to the chat template as enable_thinking
-    limit : maximum number of problems, after shuffling (with shuffle_seed) and dropping
+    limit : maximum number of problems, taken after shuffling (shuffle_seed) and dropping (max_prompt_tokens)
     max_prompt_tokens : prompts with more tokens are dropped, and their number is logged
     """
 
@@ -98,7 +98,7 @@ class DataConfig(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.path is None) == (self.synthetic is None):
-            raise UserError("give exactly one of: a file or hub name as path, or a synthetic block", "path")
+            raise UserError("give either path (a file or a hub name) or a synthetic block", "path")
         for name in self.columns:
             if name not in COLUMNS:
                 near = nearest(name, COLUMNS)
@@ -107,30 +107,30 @@ class DataConfig(Configuration):
         if self.synthetic is not None:
             for key in ("columns", "subset", "choices", "answer_after"):
                 if getattr(self, key):
-                    raise UserError("has no effect on a synthetic dataset; remove it", key)
+                    raise UserError(f"has no effect on a synthetic dataset; remove {key}", key)
             if self.split != "train":
                 raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
         if self.local and not self.split.startswith("train"):
-            raise UserError("a local file has one split; remove it, or take a slice such as train[:100]", "split")
+            raise UserError("a local file has only the split train; name it, or a slice such as train[:100]", "split")
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             raise UserError("must contain {prompt}, where the problem goes", "prompt_template")
         if self.chat is False:
             for key in ("system_prompt", "thinking"):
                 if getattr(self, key) is not None:
-                    raise UserError("has no effect with chat: false; remove one (prompt_template adds plain text)", key)
+                    raise UserError(f"has no effect with chat: false; remove {key}, or use prompt_template", key)
         self._check_choices()
 
     def _check_choices(self) -> None:
         if self.choices is None:
             if self.choices_seed:
-                raise UserError("has no effect without choices; remove it", "choices_seed")
+                raise UserError("has no effect without choices; remove choices_seed", "choices_seed")
             return
         if not 2 <= len(set(self.choices)) == len(self.choices) <= MOST_CHOICES:
             message = f"name 2 to {MOST_CHOICES} different columns, the right option's first; got {show(self.choices)}"
             raise UserError(message, "choices")
         for key, value in (("columns.answer", self.columns.get("answer")), ("answer_after", self.answer_after)):
             if value is not None:
-                raise UserError("has no effect with choices, where the answer is a letter; remove one", key)
+                raise UserError(f"has no effect with choices, where the answer is a letter; remove {key}", key)
 
     @property
     def has_context(self) -> bool:

@@ -51,7 +51,7 @@ def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
     """Yield a row for each question whose correct answer is one of its options. An incomplete last group is left out.
 
     patients : name -> {texts: {name: note}, name, birthday, diagnosis, questions: [{question, answer_a, ..., correct}]}
-    together : number of patients per text
+    together : number of patients in a group, whose notes form one text
     """
     names = sorted(patients)
     for start in range(0, len(names) - together + 1, together):

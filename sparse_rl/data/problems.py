@@ -31,16 +31,16 @@ JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 def load_data(
     config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
 ) -> datasets.Dataset:
-    """Load the rows of a dataset: optionally shuffled, rendered to prompts, without too long prompts, cut to the limit.
+    """Load a dataset: shuffle its rows, render the prompts, drop too long ones, and stop at the limit, as configured.
 
     tokenizer : its chat template is used if it has one, and it counts tokens for `max_prompt_tokens`
     require : required columns among prompt, answer and completion (SFT needs prompt and completion)
     where : dotted key of the block in the recipe, for error messages
 
-    Returns `prompt` (str, or a list of messages), `answer` (str) if the source has one (with `choices` it is a letter),
-    `completion` (in the form of the prompt) if it is required or mapped, `context` (str) if it is mapped, and the
-    source's other columns unchanged. The prompt includes the context. Raises UserError for unreadable, incomplete or
-    missing rows.
+    The returned columns are `prompt` (str, or a list of messages), `answer` (str) if the source or `choices` gives one,
+    `completion` (in the form of the prompt) if `require` or `config.columns` names it, `context` (str) if
+    `config.columns` names it, and the source's other columns, unchanged. The prompt includes the context. Raises
+    UserError for unreadable, incomplete or missing rows.
     """
     try:
         return _load(config, tokenizer, require)
@@ -73,7 +73,7 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
         row = {name: source_row[column] for name, column in columns.items()}
         for name, value in row.items():
             if value is None or value == "" or value == []:
-                raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
+                raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete the row")
         if choices:
             try:
                 row["prompt"], row["answer"] = lettered(row["prompt"], source_row, choices, config.choices_seed)
@@ -205,7 +205,7 @@ def _bad_line(path: Path) -> str | None:
 def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str]) -> dict[str, str]:
     """Return the columns to render, always including prompt: our name -> the source's name.
 
-    With `choices`, the answer comes from their columns, which are only checked here.
+    With `choices`, there is no column of answers; this function only checks that the columns of the options exist.
     """
     for column in config.choices or []:
         if column not in available:
@@ -226,7 +226,7 @@ def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str
 def _uses_chat(config: DataConfig, tokenizer: Any) -> bool:
     template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat and tokenizer is not None and not template:
-        raise UserError("the tokenizer has no chat template; set it to false", "chat")
+        raise UserError("the tokenizer has no chat template; set chat: false", "chat")
     chat = template if config.chat is None else config.chat
     if config.system_prompt is not None and not chat:
         raise UserError("needs a chat template, and the tokenizer has none; use prompt_template", "system_prompt")
@@ -246,7 +246,7 @@ def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | lis
         if not chat:
             raise UserError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
         if config.prompt_template is not None:
-            raise UserError("does not apply to prompts that are chat messages; remove it", "prompt_template")
+            raise UserError("does not apply to prompts that are chat messages; remove this key", "prompt_template")
         messages = list(value)
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})

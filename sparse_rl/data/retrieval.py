@@ -1,12 +1,12 @@
 """Retrieval: facts in a document of one or two thousand tokens, and questions about them.
 
-A fact assigns a digit to a name; it is one word, which is one token. The document states each fact several times, in
+A fact is one word, and so one token, that assigns a digit to a name. The document states each fact several times, in
 random order, with meaningless filler words after each statement. Each question asks for the digit of one name.
 
     known: ba=7 the of du=2 and for ba=7 it on du=2 from by asked: du?   ->   2 ba? 7
 
 A worked answer continues with questions about the other facts and their answers. So a model learns from all facts, and
-learns which questions may come. A small cache must hold one entry for each fact, unless an entry can represent two.
+learns which questions may come. A small cache must hold one entry for each fact, unless an entry stands for several.
 """
 
 from __future__ import annotations

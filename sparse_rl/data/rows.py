@@ -43,7 +43,7 @@ def write_rows(
 
 
 def read_objects(path: str, lines: bool = False) -> list[Row]:
-    """Read the objects of a JSON Lines file (.jsonl, or any if `lines`), or of a JSON file: one object or a list."""
+    """Read the objects of a JSON file: one object, or a list. With `lines` or the suffix .jsonl, it is JSON Lines."""
     try:
         text = read_text(path, MOST_TEXT)
     except (OSError, ValueError) as error:

@@ -30,7 +30,7 @@ LONGEST = 1024  # tokens of a sequence
 
 @dataclass(frozen=True)
 class RunningSum:
-    """`n` labelled digits below `digits`. With `note_probability`, a note precedes each line but the last."""
+    """`n` labelled digits below `digits`. Before each line but the last, a note has probability `note_probability`."""
 
     n: int = 8
     digits: int = 5

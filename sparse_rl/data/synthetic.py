@@ -28,7 +28,7 @@ def split_of(problem: Problem) -> str:
 
 
 def drawn(task: str, split: str, seed: int, draw: Callable[[random.Random], Problem]) -> Iterator[Problem | None]:
-    """Yield problems endlessly, with None for each that belongs to another split. Two seeds may share problems."""
+    """Yield problems endlessly, with None in place of a problem of another split. Two seeds may share problems."""
     if split not in SPLITS:
         raise UserError(f"{task.replace('-', ' ')}: unknown split {split!r}; one of {', '.join(SPLITS)}")
     rng = random.Random(f"{task}/{split}/{seed}")

@@ -11,7 +11,7 @@ from sparse_rl.files import MOST_TEXT, read_text
 
 
 def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
-    """Return the first `most` pieces of `length` tokens each; None means all. A shorter rest at the end is dropped.
+    """Return the first `most` pieces of a text (None: all), of `length` tokens each. A shorter last piece is dropped.
 
     The whole file is tokenized in one call, so a token added at the start of a text (BOS) is only in the first piece.
     """

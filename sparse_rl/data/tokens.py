@@ -21,7 +21,7 @@ MARK = "\ue000"  # placeholder that marks the position of the context in a rende
 def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, context: str | None = None) -> list[int]:
     """Return the token ids of a prompt: plain text is tokenized directly, messages through the chat template.
 
-    Messages end with the header of the assistant's turn, or with the last message, left open, if it is the assistant's.
+    Messages are followed by the header of the assistant's turn. If the last one is the assistant's, it is left open.
     `thinking` is passed to the template as enable_thinking. A prompt with a context is tokenized by `split_prompt`.
     """
     if context is not None:
@@ -38,7 +38,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, con
 
 
 def check_room(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool | None, room: int, where: str) -> None:
-    """Raise UserError for a prompt of more than `room` tokens. Only prompts that are long enough are tokenized."""
+    """Raise UserError for a prompt of more than `room` tokens. Only prompts that may be that long are tokenized."""
     for number, prompt in enumerate(prompts, start=1):
         refuse_text(number, prompt, tokenizer, room, where)
         if sum(len(text.encode()) for text in _texts(prompt)) + MOST_TEMPLATE > room:
@@ -51,12 +51,12 @@ def refuse_text(number: int, prompt: Prompt, tokenizer: Any, room: int, where: s
 
 
 def refuse_long(number: int, tokens: int, room: int, where: str, about: str = "") -> None:
-    """Raise UserError if problem `number` has a prompt of more than `room` tokens. `about` may be "at least "."""
+    """Raise UserError if problem `number` has a prompt of more than `room` tokens. `about` stands before the number."""
     if tokens > room:
         message = (
             f"the prompt of problem {number} has {about}{tokens:,} tokens, but max_completion_length leaves {room:,}"
         )
-        mend = f"lower it, or drop longer prompts with max_prompt_tokens: {room}"
+        mend = f"lower max_completion_length, or drop longer prompts with max_prompt_tokens: {room}"
         raise UserError(f"{message} of the model's context length; {mend}", where)
 
 
@@ -88,7 +88,7 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
 
     The text before the context, the context, and the text after it are tokenized separately: no token spans a cut, so
     prompts with the same context share its tokens. A tokenizer that puts a space before every text also puts one at the
-    cuts. UserError means that the chat template changes the context, or that the tokenizer adds tokens after a text.
+    cuts. Raises UserError if the chat template changes the context, or if the tokenizer adds tokens after a text.
     """
     if isinstance(prompt, str):
         header = _encoded("", tokenizer, special=True)
@@ -102,7 +102,7 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
         )
         before, _, rest = marked.partition(MARK)
         if text != before + context + rest:
-            raise UserError("the chat template changes the context; if it strips whitespace, remove that from its ends")
+            raise UserError("the chat template changes the context; remove whitespace from the context's ends")
         header = _encoded(before, tokenizer)
     return SplitPrompt([*header, *_encoded(context, tokenizer)], len(header), list(_encoded(rest, tokenizer)))
 

@@ -4,9 +4,9 @@
     python -m sparse_rl.data.wikisalad questions salad.jsonl > questions.jsonl
 
 `make` writes salads: rows {example_id, prompt, questions, metadata} in the format of the authors' files. Each letter of
-a pattern stands for an article, and each position for a segment: a paragraph of that article with one of its questions.
+a pattern stands for an article, and each position for a segment: a paragraph of the letter's article and a question.
 The questions of an article are consecutive, starting at a random one. `questions` writes a row for each question of
-such a file, whose prompt ends with the question, in the authors' wording.
+such a file. The row's prompt is the salad and the question, in the authors' wording.
 
 Differences from the authors' files: paragraphs are complete (theirs end after three sentences, which cuts off many
 answers), an article's questions are not always its first ones, and letters are assigned to topics in the order of the
@@ -34,7 +34,7 @@ ASKED = (
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a paragraph of an article; `answers` is empty if the paragraph does not answer it."""
+    """A question about a paragraph of an article; `answers` is empty if the paragraph does not answer the question."""
 
     title: str
     context: str

@@ -19,9 +19,8 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation, torch or triton, that this process uses for a computation.
+    """The implementation, `kernel`, that this process uses for a computation.
 
-    kernel : the implementation, torch or triton
     finding : the reason for the choice, in words
     """
 
@@ -33,10 +32,10 @@ class Choice:
 
 
 def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) -> Choice:
-    """Choose the Triton implementation if `judge` accepts it, else torch. An exception in `load` or `judge` rejects it.
+    """Choose the Triton implementation if `judge` accepts it, else torch. An exception in either function means torch.
 
     load : returns the Triton implementation
-    judge : returns True if the implementation is accepted, and the finding in words
+    judge : returns a pair: True if the implementation is accepted, and the finding in words
     """
     try:
         accepted, finding = judge(load())

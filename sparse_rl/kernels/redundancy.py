@@ -4,10 +4,10 @@ For entry j of N entries, the mean similarity is
 
     mean_j = 1 / N  sum_i sim(i, j)                                                            R-KV eqs. 4-5
 
-sim(i, j) is the cosine of keys i and j. It is set to 0 if i = j, if the cosine is below 0.5, and, for each i, at the
-most recent j that is similar to i, because that entry may stay in place of the others. The similarities are computed in
-tiles. The torch implementation is the reference; redundancy_triton.py computes the same for half-precision keys on a
-GPU, up to the rounding of a cosine.
+sim(i, j) is the cosine of keys i and j. It is set to 0 in three cases: if i = j; if the cosine is below 0.5; and if j
+is the most recent of all entries that are similar to i, because that entry may stay in place of the others. The
+similarities are computed in tiles. The torch implementation is the reference; redundancy_triton.py computes the same
+for half-precision keys on a GPU, up to the rounding of a cosine.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from sparse_rl.kernels.choice import Choice, choose
 Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNDER = 0.5 - 2**-25  # the float32 just below 0.5; a greater cosine counts as similar
 SIMILARITIES = 2**20  # number of similarities of one kv head that are computed at a time (or up to twice this number)
-AT_ONCE = {
-    "cuda": 2**25,
-    "cpu": 2**20,
-}  # similarities computed at once for several sequences; on a CPU they fit its cache
+AT_ONCE = {"cuda": 2**25, "cpu": 2**20}  # similarities at a time for several sequences; on a CPU they fit its cache
 LEAST_ROWS = 32  # minimum number of rows of a tile: a product of very few rows is summed in another order
-ALLOWED = 3e-5  # relative error of a sum of similarities in the check; a wrong decision changes it by 0.5 or more
-CHECKED = 500  # entries of the check
+ALLOWED = 3e-5  # allowed relative error of a sum in the check; a wrong decision changes a sum by 0.5 or more
+CHECKED = 500  # number of entries in the check
 
 
 def mean_similarity(
     keys: Tensor, positions: Tensor, lengths: Tensor, kernel: Literal["torch", "triton"] | None = None
 ) -> Tensor:
-    """Return the mean similarity of each entry to the other entries of its kv head (R-KV eqs. 4-5; see the module).
+    """Return the mean similarity of each entry to the other entries of its kv head, as defined above.
 
     keys : [R, Hkv, N, D] of any float dtype, for R rows, Hkv kv heads and N slots
     positions : int64 [R, Hkv, N], distinct within a kv head, in any order
@@ -65,7 +62,7 @@ def mean_similarity(
 
 
 def _rows_at_once(rows: Sequence[int], heads: int, entries: int, most: int) -> Iterator[Any]:
-    """Yield the rows in parts of at most `most` similarities, as slices if the rows of a part are contiguous."""
+    """Yield parts of the rows, with at most `most` similarities each; a part is a slice if its rows are contiguous."""
     largest = max(last - first for first, last in similarity_tiles(entries))
     count = max(1, most // (heads * largest * entries))
     for start in range(0, len(rows), count):
@@ -84,7 +81,7 @@ def similarity_tiles(entries: int) -> list[tuple[int, int]]:
 def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
     """Return, for each of N entries, the sum of its similarities to the other entries: [..., Hkv, N].
 
-    The sum does not depend on the tiling, to the last bit: a similarity is 0 or a multiple of 2**-24 between 0.5 and 1
+    The sum is the same to the last bit for every tiling: a similarity is 0 or a multiple of 2**-24 between 0.5 and 1
     (up to rounding), so float64 can add 2**28 similarities exactly.
 
     keys : [..., Hkv, N, D]
@@ -117,7 +114,7 @@ def redundancy_choice(dtype: torch.dtype, head_dim: int) -> Choice:
 def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: int, device: str) -> Choice:
     """Choose Triton if it passes a comparison with the reference, else torch; `load` returns the Triton implementation.
 
-    The first of two rows (the other is padded) is also computed alone, and must not depend on the other row.
+    Two rows are compared, the second with padding. The first is also computed alone, and must not depend on the second.
     """
 
     def judge(form: Total) -> tuple[bool, str]:
@@ -139,9 +136,9 @@ def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: in
 def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random keys [2, 2, CHECKED, head_dim], positions and lengths, the inputs of the check.
 
-    No cosine is so near 0.5 that rounding could matter: in the first head, the numbers of a key are 1, -1 and 0, and
-    the number of nonzero ones is a power of 4. So the cosines are exact in any precision; many are 0.5. The keys of the
-    second head lie close to a few orthogonal directions.
+    Rounding cannot decide whether a cosine reaches 0.5. In the first head, the numbers of a key are 1, -1 and 0, and
+    the number of nonzero ones is a power of 4. So the cosines are exact in any precision; many are 0.5. In the second
+    head, keys lie close to a few orthogonal directions, so no cosine is near 0.5.
     """
     generator = torch.Generator().manual_seed(0)
     few = 4 ** ((head_dim.bit_length() - 1) // 2)

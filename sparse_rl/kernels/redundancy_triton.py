@@ -42,8 +42,8 @@ def _similarities(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the similarities of a tile of tokens to all tokens, and add their sums to `total`, in units of 2**-24.
 
-    The kernel sums over rows instead of columns: a . b equals b . a to the last bit if both are added in the same
-    order.
+    The kernel sums the cosines of a row, the definition those of a column. Both sums are equal to the last bit, because
+    a . b and b . a are added in the same order. The most recent similar token's cosine is subtracted afterwards.
 
     keys, inverse : [R, Hkv, N, dim], and float32 [R, Hkv, N], inverse norms of the keys
     positions, total : int64 [R, Hkv, N]

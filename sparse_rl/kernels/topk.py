@@ -1,14 +1,14 @@
 """The tokens that a cache with a budget holds at each query, computed for all queries together.
 
-A token t becomes eligible at query q = t + w, when it leaves the window of w tokens. s is the number of sinks. Of the
-eligible tokens
+A token t becomes eligible at query q = t + w, when it leaves the window of w tokens. With s sinks, the tokens that are
+eligible at query q are
 
     E(q) = {t : s <= t <= q - w}                                                        KVpop's long-range entries
 
-query q sees the k tokens with the highest priority; a token that is not among these k is never seen again. The score
-r_t of token t decays with age, at the same rate gamma for all tokens, r_t(q) = r_t + (q - t) log gamma. So at every
-query, the tokens are in the order of r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is
-best; ties go to the earlier token).
+Of these, query q sees the k tokens with the highest priority; a token that is not among these k is never seen again.
+The score r_t of token t decays with age, at the same rate gamma for all tokens: r_t(q) = r_t + (q - t) log gamma. So at
+every query, the order of the tokens is the order of their priorities r_t - t log gamma. One stable sort therefore gives
+ranks that never change (0 is best; ties go to the earlier token).
 
 Then the k-th smallest rank in every prefix of the tokens must be found. A wavelet matrix does this for all prefixes
 together: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the
@@ -16,8 +16,8 @@ half that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S)
 and no loop over tokens, rows or heads. KVpop's algorithm 2 inserts one token after the other into a Fenwick tree
 instead; the results are equal (benchmarks/topk.py has such a tree).
 
-While fewer than k tokens are eligible, a query sees all of them. The paper's algorithm 2 sets the cutoff to -1 at such
-queries, which under its equation 26 would hide all of them; its text says that the top k are kept.
+While fewer than k tokens are eligible, a query sees all of them. At such queries, the paper's algorithm 2 sets the
+cutoff to -1, which by equation 26 would hide all eligible tokens; but the text says that the top k are kept.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def running_topk(
     s <= t <= q - w. If priorities are equal, the earlier token is held.
 
     scores : r, [B, H, S] float; priorities are computed in float64 if the scores are float64, else in float32
-    sinks : s, the first token that competes; int64 [B], one per row, if rows also begin with padding
+    sinks : s, position of the first token that competes; int64 [B], one per row, if rows also begin with padding
     window : w >= 1, number of most recent tokens that a query always sees
     k : >= 1, number of other tokens that a query sees
     log_decay : log gamma, [H] <= 0
@@ -162,7 +162,7 @@ def topk_choice() -> Choice:
 
 
 def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
-    """Choose the Triton implementation if its result equals torch's and it is faster, as measured by `seconds`."""
+    """Choose Triton if its result equals torch's and it is faster, as measured by `seconds`; else choose torch."""
 
     def judge(form: Descent) -> tuple[bool, str]:
         for rows, width, k in CHECKED:

@@ -1,4 +1,4 @@
-"""Reference implementation of running_topk: one heap per row, one token at a time, plain and slow."""
+"""Reference implementation of running_topk: one heap per row and kv head, one token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def running_topk_reference(
     decay_every: int = 1,
     lengths: Tensor | None = None,
 ) -> RunningTopK:
-    """Compute the result of `running_topk`, which describes the arguments: plain and slow, on the CPU.
+    """Compute the result of `running_topk` for the same arguments, slowly and on the CPU.
 
     scores, sinks, log_decay, lengths : [B, H, S]; an int or int64 [B]; [H]; int64 [B]
     """

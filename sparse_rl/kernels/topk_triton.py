@@ -1,12 +1,12 @@
 """The passes of topk.py over the bits of the ranks, in Triton: they find the k-th smallest rank of every prefix.
 
 The ranks of a row are a permutation of 0 to M - 1. A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the
-level of that bit, the node's tokens are stored at the places from n on, oldest first. So the tokens of a prefix that
-belong to the node are the first of the node's tokens, and their number describes them.
+level of that bit, the node's tokens are stored at the places from n on, oldest first. So those of them that belong to
+a prefix come first, and their number describes them.
 
 Each level is a separate kernel launch that reads the output of the level before. So no program waits for another, and
-blocks of 512 tokens fill a GPU even if there are few rows. Between two levels, torch counts the zeros before each
-place in all rows.
+blocks of 512 tokens fill a GPU even if there are few rows. Between two levels, torch counts, for each place, the ranks
+before this place whose next bit is 0.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 
 def compiled(target: Any) -> Any:
-    """Compile the kernel for `target`, a triton.backends.compiler.GPUTarget that need not be present."""
+    """Compile the kernel for a GPU that need not be present; `target` is a triton.backends.compiler.GPUTarget."""
     from triton.compiler import ASTSource
 
     pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")

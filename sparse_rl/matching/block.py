@@ -69,7 +69,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
 
     A trainer, which needs gradients, calls `refit` instead.
 
-    count : number of entries that stay; each row must have at least `count` competing entries. Between equal scores,
+    count : number of entries that stay; each row must have at least `count` competing entries. Among equal scores,
         the earlier entry stays
 
     Returns the indices of the entries, int64 [R, H, count], ascending; the biases, float32 [R, H, count]; and the
@@ -79,7 +79,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     index = choose(block, count, fit)
     bias, values = refit(block, index, fit)
     if not bool(values.isfinite().all()):
-        raise NotFiniteError("a fitted value that is not finite")
+        raise NotFiniteError("a fitted value is not finite")
     return index, bias, values
 
 
@@ -122,8 +122,8 @@ def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tupl
 def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
     """Fit biases and values for given entries, with gradients.
 
-    First, weights w = argmin |phi w - mass|^2 are computed within bounds (phi and mass: see `features`). log w is added
-    to the bias, which is then rounded to the dtype of the values. Second, a ridge regression of the block's outputs on
+    First, weights w = argmin |phi w - mass|^2 are computed within bounds (phi and mass: see `features`). The old bias +
+    log w, rounded to the dtype of the values, is the new bias. Second, a ridge regression of the block's outputs on
     the attention under the new biases gives the values (fit.py).
 
     index : int64 [R, H, t], the t entries of each kv head that stay

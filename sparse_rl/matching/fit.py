@@ -1,11 +1,11 @@
 """The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
 
 A kv head has n reference queries and a block of N entries, of which t are kept; a value has D dimensions. The logits
-include the scaling and earlier biases. All functions accept leading axes, and compute in their input's dtype, float64.
+include the scaling and earlier biases. All functions accept leading axes, and compute in float64 like their inputs.
 
 The ridges and the gradient descent for the weights differ from the paper. The paper's own solvers, `paper_weights` and
-`paper_values`, turn a rounding error of 1e-6 in the queries into 0.3 nats. So a trainer cannot reproduce the results of
-a sampler that uses these solvers.
+`paper_values`, turn a rounding error of 1e-6 in the queries into a difference of 0.3 nats between log-probabilities. So
+a trainer cannot reproduce the results of a sampler that uses these solvers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def features(logits: Tensor) -> tuple[Tensor, Tensor]:
 def fit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """Return the weights w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
 
-    Accelerated projected gradient descent from `flat_weights` is our method. The paper starts from an unbounded
-    least-squares solution and takes two steps, which is worse than no bias if many entries stay. `kept` is phi of the
+    Our method is accelerated projected gradient descent from `flat_weights`. The paper takes two steps from clamped
+    least-squares weights; if many entries stay, this fits worse than weights of 1 (no bias). `kept` is phi of the
     kept entries, [..., n, t]; `mass` is [..., n].
     """
     return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)

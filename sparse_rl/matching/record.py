@@ -41,9 +41,11 @@ class Record:
 
     @classmethod
     def read(cls, settings: Tensor) -> Record:
-        """Read the record from the trace section refit_with, float64 [7].
+        """Read the record from the trace section refit_with.
 
-        Raises TraceError if the fits cannot be recomputed. `settings` is the section, a tensor [7].
+        settings : the section, float64 [7]
+
+        Raises TraceError if it says that the paper's own solvers were used.
         """
         sinks, window, refitted, queries, ridge, pursuit, paper = settings.tolist()
         if paper:

@@ -21,10 +21,10 @@ class UnavailableError(UserError):
 
 
 def check_available(model: str) -> None:
-    """Raise UnavailableError if `model` is neither local nor cached and the hub is unreachable; UserError for a bad
-    name.
+    """Raise UnavailableError if `model` is neither local nor cached, and the hub is unreachable.
 
-    If the hub is unreachable and the model is cached, this process and its children use only the cache from now on.
+    Raises UserError for an invalid name. If the hub is unreachable but the model is cached, this process and its
+    children use only the cache from now on.
     """
     if Path(model).exists():
         return

@@ -33,8 +33,8 @@ SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name,
 def load_shape(model: str) -> Any:
     """Load the configuration of a directory or hub name; if it is unavailable, use the table SHAPES.
 
-    A configuration from the table has the model's shape, but not the model's eos, rope and dtype. UnavailableError
-    means that the table does not have the model either.
+    A configuration from the table has the model's shape, but not the model's eos, rope and dtype. Raises
+    UnavailableError if the table does not have the model either.
     """
     try:
         return load_config(model)

@@ -1,4 +1,4 @@
-"""Checks that a model's directory holds weights that can be loaded. They read only file headers.
+"""Checks that a model's directory holds weights that can be loaded. The checks read only file headers.
 
 Only safetensors files are read, because a pickle (pytorch_model.bin, *.pt) may run code when it is opened.
 """
@@ -40,7 +40,7 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
         if pickled:
             convert = f'python -c "{CONVERT.format(str(model))}"'
             mistake = f"{folder / pickled[0]} is a pickle, which may run code as it is read; use safetensors weights"
-            raise UserError(f"{mistake}. If you trust it, convert it: {convert}", key)
+            raise UserError(f"{mistake}. If you trust the file, convert it: {convert}", key)
         raise UserError(f"{model} has no weights: there is no {WEIGHTS}", key)
     file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
     shapes: dict[str, list[int]] = {}

@@ -60,7 +60,7 @@ class Policy:
     def most_read(self, prompt: int, fed: int) -> int:
         """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed.
 
-        `fed` includes the `prompt` tokens of the prompt.
+        The `fed` tokens include the `prompt` tokens of the prompt.
         """
         return self.schedule.most_decoding(prompt, fed)
 
@@ -74,7 +74,7 @@ class Policy:
         return [(self, layers)]
 
     def summaries(self, entries: int) -> int:
-        """Return the number of summaries that a kv head with `entries` entries also holds, each a key and a value."""
+        """Return the number of summaries (each a key and a value) that a kv head holds besides `entries` entries."""
         return 0
 
     def compaction_bytes(
@@ -133,8 +133,8 @@ class Policy:
 
         Called for each decoding query, at position q = entries.seen - 1, if `schedule.before_attending` is true.
         `entries` holds the entries that the previous query saw; the policy may write to their memory. A dropped entry
-        gets evict_at = q, and its slot goes to the arriving token. After a dense prefill, `compact` runs at the end of
-        a prompt that is longer than the budget.
+        gets evict_at = q, and its slot goes to the arriving token. If a prompt that is prefilled densely is longer than
+        the budget, `compact` runs at the end of this prompt.
         """
         raise NotImplementedError
 

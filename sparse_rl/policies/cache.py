@@ -22,8 +22,8 @@ class Cache(KVView, Protocol):
     calls `begin_decode` and runs one forward pass.
 
     seen : number of tokens that each row has seen
-    past : number of tokens that all rows share, and that precede position 0 of the tokens that are fed
-    piece : maximum number of tokens of a long prompt per forward pass; None means no limit
+    past : number of tokens of a compacted context, which all rows share; tokens that are fed have positions >= past
+    piece : maximum number of prompt tokens in a forward pass, which splits long prompts; None means no limit
     """
 
     past: int
@@ -71,7 +71,7 @@ def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsiz
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
     """Return the bytes that a policy and its cache store for one sequence, without keys, values and queries.
 
-    Each entry has an int64 position and the policy's float32 memory; the sequence has memory of its own.
+    Each entry has an int64 position and the policy's float32 memory of it; the sequence has `Policy.sequence_memory`.
     """
     sequence_memory_bytes = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
     return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + sequence_memory_bytes)

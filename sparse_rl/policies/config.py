@@ -1,4 +1,4 @@
-"""The settings that every cache policy has, and the names of the classes that implement the policy."""
+"""The base class of all cache policies' settings, and the settings of the policy `full`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PolicyConfig(NamedConfiguration):
 
     Classes are named as "module:class" and are imported only when `part` is called, so that settings need no torch.
 
-    `PolicyConfig.from_block({"policy": name, ...})` makes the settings of any policy. Raises UserError for an unknown
-    name or parameter, a missing budget, and a value that breaks a parameter's rule.
+    `PolicyConfig.from_block({"policy": name, ...})` makes the settings of any policy. It raises UserError for an
+    unknown name or parameter, a missing budget, or a value that breaks a parameter's rule.
     """
 
     family: ClassVar[str] = "cache policy"
@@ -47,7 +47,7 @@ class PolicyConfig(NamedConfiguration):
     def chosen(cls, block: Mapping[str, Any]) -> type[PolicyConfig]:
         member: type[PolicyConfig] = super().chosen(block)
         if "budget" in yaml_fields(member) and "budget" not in block:
-            raise UserError(f"cache policy {member.name!r} needs a budget: the entries to keep per kv head")
+            raise UserError(f"cache policy {member.name!r} needs a budget, the number of entries per kv head")
         return member
 
     @property

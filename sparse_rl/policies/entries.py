@@ -86,14 +86,13 @@ class Entries:
         return self.valid() & (self.positions >= sinks) & older
 
     def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
-        """Return the causal attention softmax(`scaling` q K^T) of T queries over the entries: float32 [R, Hkv, G, T,
-        N].
+        """Return the attention softmax(`scaling` q K^T) of T queries over the entries: float32 [R, Hkv, G, T, N].
 
-        The attention to padding and to entries later than the query is 0.
+        The attention to padding, and to entries later than the query, is 0.
 
         queries : [R, Hq, T, D], after RoPE, of all Hq query heads
         query_positions : int64 [R, T], positions of the queries
-        seen_by_all : number of first entries that are real and not later than any query, and therefore need no mask
+        seen_by_all : number of first slots that need no mask: their entries are real, and not later than any query
         """
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
@@ -140,7 +139,7 @@ class Chunk:
     earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], keys and values of the tokens right before the chunk;
         meaningless before position 0
     start : int64 [R], position of the first token
-    lengths : int64 [R], number of tokens of each row, before its padding; None means T tokens in every row
+    lengths : int64 [R], number of real tokens of each row; the rest is padding. None means T tokens in every row
     memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
     """
 

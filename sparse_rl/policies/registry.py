@@ -13,7 +13,7 @@ from sparse_rl.policies.base import Policy
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
     """Make a cache policy from a description; a policy object is returned unchanged.
 
-    policy : a name, a mapping {"policy": name, its parameters} (a full cache if it has no name), or the settings
+    policy : a name; or the settings; or a mapping {"policy": name, its parameters}, where no name means a full cache
     parameters : further parameters for a name or a mapping; they override the parameters in the mapping
 
     Raises UserError for an unknown policy or parameter, a missing budget, or a value that breaks a parameter's rule.

@@ -1,11 +1,11 @@
-"""Schedules: the times at which a cache is compacted, and the number of entries it holds, from token counts alone.
+"""Schedules: when a cache is compacted, and how many entries it then holds, as functions of token counts alone.
 
 In all methods, `prompt` is the length of the prompt, and `seen` (or `fed`) is the number of prompt and completion
 tokens that the cache has seen. All methods except `next_due` take ints or int64 tensors of one shape, and therefore do
 not branch on counts. The module does not import torch.
 
 A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves.
-If the prompt is at least that long, the first compaction runs at the end of the prefill; no prompt is compacted
+If the prompt has at least that many tokens, the first compaction runs at the end of the prefill; no prompt is compacted
 earlier. All layers have the same counts. Counts are per sequence, so that a trace never depends on the batch.
 """
 
@@ -36,8 +36,9 @@ class Schedule:
     counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; the counts are upper bounds
 
     def left(self, prompt: Any, seen: Any) -> Any:
-        """Return the number of entries per kv head that a compaction after `seen` tokens leaves; never fewer for more
-        tokens.
+        """Return the number of entries per kv head that a compaction after `seen` tokens leaves.
+
+        This number must not decrease when `seen` increases.
         """
         return self.budget
 
@@ -155,7 +156,7 @@ class EvictsBeforeAttending(Schedule):
 
 @dataclass(frozen=True)
 class NothingCompacts(NeverEvicts):
-    """No compaction runs, but queries after the prompt may stop reading entries once `begins` tokens are seen."""
+    """No compaction runs, but once `begins` tokens are seen, queries after the prompt may see fewer than all tokens."""
 
     evicts: ClassVar[bool] = True
     begins: int = 1
@@ -190,7 +191,7 @@ class ReadsPages(NothingCompacts):
 
 @dataclass(frozen=True)
 class PerLayer(NothingCompacts):
-    """Each layer is compacted by its own schedule; this schedule only returns means of their counts, rounded up.
+    """Each layer is compacted by its own schedule; this schedule only returns the means of their counts, rounded up.
 
     parts : number of layers and schedule of each range of layers
     """
@@ -217,7 +218,7 @@ class PerLayer(NothingCompacts):
 
 @dataclass(frozen=True)
 class GatesDecide(NothingCompacts):
-    """For each kv head, gates decide which entries are dropped before a query attends. All counts are upper bounds."""
+    """Before a query attends, the gates of each kv head decide which entries are dropped. Counts are upper bounds."""
 
     before_attending: ClassVar[bool] = True
     counts_vary: ClassVar[bool] = True

@@ -3,10 +3,10 @@
 load.py       finds a recipe, reads it, applies overrides
 kinds/        the keys of each kind of recipe, one file per kind
 schema.py     reads YAML, and overrides of keys from the command line
+tasks.py      the named tasks of evaluations
 refused.py    TRL options that a recipe rejects, and why
 passed_through.py  TRL options that are passed on unchanged
-keys.py       every key with its type, default and description; used by reference.py (the page docs/recipes.md), by
-              json_schema.py (for editors), and by the command `sparse-rl keys`
+keys.py       every key with its type, default and description, for reference.py, json_schema.py and `sparse-rl keys`
 
 The configuration dataclasses are defined beside the components that they configure.
 """

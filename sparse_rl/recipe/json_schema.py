@@ -1,11 +1,11 @@
 """JSON Schema of recipes (draft 2020-12), with which an editor completes and checks a recipe.
 
 `sparse-rl keys --json-schema` prints the schema, which holds the names, types and choices of the keys (keys.py). It
-accepts every recipe that the loader accepts, except for recipes with a sweep and a setting that no cache of the sweep
-uses. The loader also checks bounds, which the schema only describes, and conditions between keys.
+accepts every recipe that the loader accepts, except for a recipe whose `cache` block has a value of a wrong type that
+the sweep replaces. The loader also checks bounds, which the schema only describes, and conditions between keys.
 
 A definition in $defs is named after its dataclass or, for a kind of recipe, `kind_NAME`. A mapping selects its
-definition by `if` and `then`, not by `oneOf`, so that an editor reports only the errors of the selected definition.
+definition by `if` and `then`. With `oneOf`, an editor would report the errors of all definitions.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SchemaWriter:
     def swept(self, schema: Schema) -> Schema:
         """Refine the schema of a swept recipe, whose `cache` may be incomplete if a sweep supplies the rest.
 
-        The schema accepts what SweptRecipe.read_points accepts: `cache` may have the keys of any policy, an entry of
-        `sweep.policy` those of its policy, and required keys may be in either. Without a sweep, `cache` is one policy.
+        With a sweep, `cache` may have the keys of any policy, an item of `sweep.policy` may have the keys of its own
+        policy, and both may lack required keys. Without a sweep, `cache` is one complete policy.
         """
         members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
         name = {"enum": list(members)}
@@ -115,7 +115,7 @@ class SchemaWriter:
         return schema
 
     def family(self, cls: type[NamedConfiguration]) -> Schema:
-        """Return the schema of a family: a mapping with a member's name, or just the name if no key is required."""
+        """Return the schema of a family: a mapping with a member's name, or the name alone if it needs no key."""
         choices = {
             name: self.refer(member.__name__, partial(self.member, member)) for name, member in cls.members().items()
         }
@@ -159,7 +159,7 @@ def _list_of(item: Schema, promote: bool) -> Schema:
 
 
 def _chosen(key: str, choices: Mapping[str, Schema]) -> Schema:
-    """Return the schema of a mapping whose value under this key selects the schema that it must match."""
+    """Return the schema of a mapping whose value under `key` names the one of `choices` that the mapping must match."""
     return {
         "type": "object",
         "properties": {key: {"enum": list(choices)}},

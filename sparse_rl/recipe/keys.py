@@ -39,7 +39,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Row:
-    """One key as displayed, in texts.
+    """One key, as texts to display.
 
     key : dotted name of the key
     default : default in YAML; REQUIRED if the key has no default; empty for a block, whose keys have their own defaults

@@ -2,7 +2,7 @@
 
     recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
 
-A key that TRL also has bears TRL's name. TRL's other options (passed_through.py) are keys at the top level.
+Keys that TRL also has are named as in TRL. TRL's other options (passed_through.py) are keys at the top level.
 This module imports neither torch nor transformers nor TRL.
 """
 
@@ -21,6 +21,7 @@ from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.recipe import tasks
 from sparse_rl.recipe.kinds import KINDS, Recipe
+from sparse_rl.recipe.kinds.swept import nested_sweep
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
 from sparse_rl.recipe.schema import MOST_CHARACTERS, apply_overrides, parse_yaml
@@ -42,12 +43,12 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, or the shipped recipe of a name, after checking it.
+    """Return the recipe in a YAML file, or the shipped recipe of this name, after all checks of its keys.
 
     path_or_name : a file ending in .yaml or .yml, or a name from `list_recipes`
     overrides : strings "key=value", with dots for keys of blocks: "cache.budget=64"; the value is read as YAML
 
-    Raises UserError in one line if there is no such recipe, if its file cannot be read, or if the recipe is invalid.
+    Raises UserError if there is no such recipe, if its file cannot be read, or if the recipe is invalid.
     """
     name = str(path_or_name)
     path = Path(name)
@@ -90,7 +91,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
     for override in overrides:
         overridden |= apply_overrides(mapping, [override])
         mapping = tasks.as_blocks(mapping, Source(name, overridden))
-    mapping = tasks.filled(mapping)
+    mapping = nested_sweep(tasks.filled(mapping), Source(name, overridden))
     kind = mapping.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         near = nearest(kind, KINDS)

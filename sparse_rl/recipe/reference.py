@@ -21,8 +21,8 @@ edit these and their docstrings, not this page. -->
 # The keys of a recipe
 
 All keys of each kind of recipe, with their types and defaults. The file in brackets, above a table or in the row of a
-block, defines the keys and their defaults. If its class extends another one, some of them are defined in that class's
-file.
+block, defines the keys and their defaults. If the class in that file extends another class, some of the keys are
+defined in the file of the other class.
 
 `data.path` is the key `path` of the block `data`; NAME stands for a name of your choice. A key without a description
 either has the name and meaning of a TRL option, or explains itself. The parameters of a reward are listed in its class

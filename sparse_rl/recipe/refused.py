@@ -9,8 +9,8 @@ from __future__ import annotations
 from trainer.options import instead
 
 _VALIDATION = "use the validation block"
-_ATTENTION = "sparse-rl computes attention itself; remove it, or use attention_kernel (not in kinds sft and eval)"
-_DEVICE = "the device is detected automatically; remove it"
+_ATTENTION = "sparse-rl computes attention itself; use attention_kernel, or remove this option in kinds sft and eval"
+_DEVICE = "the device is detected automatically; remove this option"
 
 REFUSED: dict[str, str] = {
     # names of TRL's scripts and of older versions
@@ -28,7 +28,7 @@ REFUSED: dict[str, str] = {
     "use_peft": "use the lora block",
     "lora_r": "use lora.r",
     "lora_alpha": "use lora.alpha",
-    "lora_dropout": "a dropped weight cannot be replayed; remove it",
+    "lora_dropout": "a dropped weight cannot be replayed; remove this option",
     "lora_target_modules": "use lora.target_modules",
     "num_processes": "use launch.processes",
     # set by other keys of the recipe, or by the command
@@ -38,21 +38,21 @@ REFUSED: dict[str, str] = {
     "use_cpu": _DEVICE,
     "local_rank": "use the launch block",
     "deepspeed": "use launch.zero_stage and launch.offload",
-    "remove_unused_columns": "it is always false, since rewards read the other columns; remove it",
+    "remove_unused_columns": "always false, because rewards read the other columns; remove this option",
     "resume_from_checkpoint": "use the option --resume of the command",
-    "restore_callback_states_from_checkpoint": "the callbacks of a recipe have no state; remove it",
+    "restore_callback_states_from_checkpoint": "the callbacks of a recipe have no state; remove this option",
     "save_strategy": "use save_steps",
     "generation_batch_size": "use steps_per_generation",
     "hub_token": "a recipe is saved with the run; log in with `hf auth login` instead",
-    "hub_strategy": "push_to_hub pushes the final model, at the end; remove it",
-    "hub_always_push": "push_to_hub pushes the final model, at the end; remove it",
+    "hub_strategy": "push_to_hub pushes only the final model, at the end; remove this option",
+    "hub_always_push": "push_to_hub pushes only the final model, at the end; remove this option",
     # evaluation during training
-    "do_train": "the command decides; remove it",
+    "do_train": "the command decides; remove this option",
     "do_eval": _VALIDATION,
     "eval_steps": "use validation.every",
     "per_device_eval_batch_size": _VALIDATION,
     "num_generations_eval": "use validation.samples",
-    "load_best_model_at_end": "it needs TRL's evaluation, which the validation block replaces; remove it",
+    "load_best_model_at_end": "needs TRL's evaluation, which the validation block replaces; remove this option",
 }
 
 PREFIXES: dict[str, str] = {"eval_": _VALIDATION}

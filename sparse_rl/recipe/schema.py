@@ -21,7 +21,7 @@ _FLOAT = re.compile(
 )
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _TAG = "tag:yaml.org,2002:"
-# None stands for any other tag
+# PyYAML looks up None for any other tag
 _TYPES = (None, *(f"{_TAG}{name}" for name in ("null", "bool", "float", "str", "seq", "map")))
 _SIGNED = list("-+.0123456789")
 MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS, MOST_DIGITS = 100_000, 10_000, 32, 40
@@ -103,9 +103,9 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text, which errors call `name`.
+    """Return the value of a YAML text. Errors start with `name` and, if it is known, the line.
 
-    Raises UserError, if possible with the line, for invalid YAML, a duplicate key, or a text beyond the limits.
+    Raises UserError for invalid YAML, a duplicate key, or a text beyond the limits.
     """
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, the limit for a recipe")
@@ -147,7 +147,7 @@ def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozen
                 block[name] = {}
             if not isinstance(block[name], dict):
                 where = ".".join(blocks[: depth + 1])
-                wrong = f"{where} is not a block but {show(block[name])}; set the whole key"
+                wrong = f"{where} is not a block but {show(block[name])}; set {where} as a whole"
                 raise UserError(f"command line: {one_line(text, 60)}: {wrong}")
             block = block[name]
         block[last] = parse_yaml(value, f"command line: {one_line(text, 60)}")

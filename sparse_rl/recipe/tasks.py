@@ -1,10 +1,10 @@
-"""The named tasks of evaluations: recipes/tasks/NAME.yaml holds the `data:` block of each.
+"""The named tasks of evaluations. The file recipes/tasks/NAME.yaml describes the dataset of the task NAME.
 
     tasks: [aime24, gsm8k]
     tasks: {aime24: {thinking: true}, mine: {path: mine.jsonl}}
 
-A block under the name of a task takes the keys that it does not set from the task's file. The key `hub` of that file
-names the source on the hub, and `file` the keys that a local file of the same problems needs instead.
+A block under the name of a task takes all keys that it does not set from the task's file. In that file, `hub` holds
+the keys for the dataset on the hub. If the block's `path` is a local file, `file` holds the keys that are used instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_rl.recipe.schema import parse_yaml
 
 @cache
 def named_tasks() -> dict[str, dict[str, Any]]:
-    """Return the content of every task's file: name -> block."""
+    """Return name -> content of the task's file, for all named tasks."""
     try:
         folder = Path(str(importlib.resources.files("recipes"))) / "tasks"
     except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
@@ -31,7 +31,7 @@ def named_tasks() -> dict[str, dict[str, Any]]:
 
 
 def as_blocks(mapping: dict[str, Any], source: Source) -> dict[str, Any]:
-    """Return a copy of a recipe's mapping in which a list of tasks is a mapping: name -> empty block.
+    """Return a copy of a recipe's mapping, in which a list of task names becomes a mapping: name -> empty block.
 
     Raises UserError for an unknown name.
     """
@@ -45,7 +45,7 @@ def as_blocks(mapping: dict[str, Any], source: Source) -> dict[str, Any]:
             close = did_you_mean(name, named_tasks()) if isinstance(name, str) else ""
             names = ", ".join(named_tasks())
             raise source.error(
-                "tasks", f"unknown task {show(name)}{close}; known: {names}; or give a block with a path"
+                "tasks", f"unknown task {show(name)}{close}; known: {names}; for others give a block with a path"
             )
     return {**mapping, "tasks": {name: {} for name in tasks}}
 

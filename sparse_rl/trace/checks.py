@@ -1,7 +1,7 @@
 """Checks that reject values that no sampler can have recorded. Above all, no trace may let a query see a later token.
 
 A check gets the values of one section, all sections of the trace by name, and the number of prompt tokens (None means
-unknown). It returns a description of the mistake, or None. record.py has checked shapes, dtypes and missing sections.
+unknown). It returns a description of the mistake, or None. record.py first checks shapes, dtypes and missing sections.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def last_query(sections: Sections) -> int:
 
 
 def check_evict_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that each token is evicted by the last query or never, and after its own position, which it always sees."""
+    """Check that each token is evicted after its own position and by the last query or never."""
     if 0 in values.shape:
         return f"evict_at {list(values.shape)} is empty: a trace has at least one layer, kv head and token"
     last = last_query(sections)
     early = values <= torch.arange(values.shape[-1], dtype=torch.int32)
     late = (values > last) & (values != NEVER)
     late_rule = f"the last query is at {last}; a token that is never evicted has {NEVER}"
-    for invalid, violated_rule in ((early, "a token is evicted after its own position"), (late, late_rule)):
+    for invalid, violated_rule in ((early, "a token can be evicted only after its own position"), (late, late_rule)):
         if bool(invalid.any()):
             layer, head, token = (int(i) for i in invalid.nonzero()[0])
             return f"evict_at[{layer}, {head}, {token}] = {int(values[layer, head, token])}: {violated_rule}"

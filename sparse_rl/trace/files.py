@@ -70,7 +70,7 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
 def read_fingerprint(path: str | Path) -> dict[str, str]:
     """Return the fingerprint that `save_traces` stored in a file.
 
-    Raises TraceError if the file is missing, damaged, no trace file, or has an unsupported format version.
+    Raises TraceError if the file is missing, damaged or not a trace file, or has an unsupported format version.
     """
     return _fingerprint(path, _read(path)[1])
 
@@ -104,5 +104,5 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except UserError as error:
         raise TraceError(error.message) from None
     if metadata["format_version"] == "2" and "opened" in tensors:
-        raise TraceError(f"{path} has pages in format version 2, which mixed page closings with evictions; sample anew")
+        raise TraceError(f"{path} has pages in format version 2, which mixed page closing with eviction; sample again")
     return tensors, metadata

@@ -45,8 +45,8 @@ class EvictionTrace:
     def check(self, prompt: int | None = None) -> None:
         """Raise TraceError if a section has values that no sampler can have recorded (checks.py).
 
-        The constructor runs this check. Each replay repeats it, because tensors are mutable. If the number `prompt` of
-        prompt tokens is given, fits and page openings before the end of the prompt are errors.
+        The constructor runs this check. Each replay repeats it, because tensors are mutable. If `prompt`, the
+        number of prompt tokens, is given, refits and page openings before the end of the prompt are errors too.
         """
         if self.validate:
             _check(self.sections, prompt)
@@ -221,7 +221,7 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     """Join the traces of documents that are packed into one sequence, in which no document sees another.
 
-    The result has evict_at int32 [layers, kv heads, sum of the lengths], with values up to the end of each document.
+    In the result, evict_at is int32 [layers, kv heads, sum of the lengths]; no value exceeds the document's end.
 
     Raises TraceError if the traces differ in their sections, layers or kv heads; if several traces have a section other
     than evict_at; or if `EvictionTrace.check` rejects a trace.
@@ -291,7 +291,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
 
 
 def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
-    """Return the names of the sections that all traces have. Raises TraceError if traces differ, or there is none."""
+    """Return the names of the sections that all traces have. Raises TraceError if traces differ or are missing."""
     if not traces:
         raise TraceError("at least one trace is needed, but there is none")
     first, declarations = traces[0].sections, declared()
@@ -311,5 +311,5 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
 
 
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4) -> int:
-    """Return the bytes of host memory of traces. `each` is per layer, kv head and token: 4 for evictions (int32)."""
+    """Return the bytes of traces that have `each` bytes per layer, kv head and token (4 for evict_at, int32)."""
     return each * layers * kv_heads * length * sequences

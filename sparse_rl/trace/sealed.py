@@ -65,10 +65,10 @@ def read_sealed(
     if (version := metadata.get("format_version")) not in versions:
         raise UserError(f"{path} has format version {shown(version)}; the supported versions: {' and '.join(versions)}")
     if HASH not in metadata:
-        raise UserError(f"{path} has no {HASH}: an earlier version wrote it, and damage would not show; {mend} anew")
+        raise UserError(f"{path} has no {HASH}: an earlier version wrote it, and damage would not show; {mend} again")
     if metadata[HASH] != actual_hash:
         raise UserError(
-            f"{path} is damaged: its content does not match the stored {HASH}; copy it again or {mend} anew"
+            f"{path} is damaged: its content does not match the stored {HASH}; copy the file or {mend} again"
         )
     return tensors, metadata
 

@@ -95,7 +95,7 @@ def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: f
 
 
 def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """Join evict_at of documents. No value exceeds its document's end, so that the next document sees no such token."""
+    """Join evict_at of documents, limited to each document's end, so that no later document sees the tokens."""
     places = zip(documents, starts, ends, strict=True)
     return torch.cat([_shifted(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first training step, and the steps compile no further graph."""
+"""`compile_ahead` compiles the attention kernels before the first training step. The steps then compile no graph."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sparse_rl.attention.views.factory import make_view
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_no_step_compiles(
+def test_steps_compile_no_graph_after_compile_ahead(
     autocast: bool,
     flex_trains: list[bool],
     new_model: Callable,
     trace_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After `compile_ahead`, no step compiles a graph, with gradients (checkpointed) or without. Control: a batch with
-    one more row than announced compiles a new graph.
+    """After `compile_ahead` for 2 rows of at most 300 tokens, a step of 2 rows compiles no graph, with gradients (under
+    checkpointing) or without. Control: a step of 3 rows compiles one.
     """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
@@ -37,7 +37,7 @@ def test_no_step_compiles(
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch._dynamo.reset()
     counters.clear()
-    place = torch.device("cpu"), torch.float32
+    device_and_dtype = torch.device("cpu"), torch.float32
 
     def step(rows: int, width: int) -> None:
         view = make_view(
@@ -49,7 +49,7 @@ def test_no_step_compiles(
             out.float().square().mean().backward()
 
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
-        compile_ahead("flex_sorted", model.config, 2, 300, *place)
+        compile_ahead("flex_sorted", model.config, 2, 300, *device_and_dtype)
         before = counters["stats"]["unique_graphs"]
         assert before == 2
         for width in (300, 257):
@@ -62,6 +62,6 @@ def test_no_step_compiles(
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
-def test_all_padded_lengths_are_compiled(length: int) -> None:
-    """The sizes to compile are all padded lengths that occur up to the given length, each listed once."""
+def test_sizes_to_compile_are_all_padded_lengths(length: int) -> None:
+    """`sizes_up_to(length)` lists all padded lengths of texts of 1 to `length` tokens, each once."""
     assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

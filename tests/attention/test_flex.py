@@ -26,7 +26,7 @@ from sparse_rl.attention.views.factory import make_view
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
-DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # differs from torch's default scaling, 0.25
+DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # SCALE differs from torch's default scaling, 0.25
 LENGTHS = (300, 1, 197)
 DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # lengths of the documents in each packed row
 WIDTH = 300
@@ -93,7 +93,7 @@ def test_flex_output_lse_and_gradients_equal_the_dense_reference(
     assert ((causal - expected) * real[..., None]).abs().max() > 1e-2
 
 
-@pytest.mark.slow  # each case compiles once; the fast test_one_graph_for_all_layers_and_steps compiles a graph too
+@pytest.mark.slow  # each case compiles once; the fast test_all_layers_and_steps_share_one_graph compiles one too
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segments: bool, trace_of: Callable) -> None:
@@ -110,8 +110,8 @@ def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segmen
 def test_traced_training_graph_equals_the_dense_reference(
     in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
-    """The graph that a GPU trains with is traced here, forward and backward, and run with torch's own operators.
-    Output, log-sum-exp and gradients, through a sum of squares, equal the dense reference's.
+    """The graph that a GPU trains with is traced here, forward and backward, and run with torch's own operators. The
+    gradients of the sum of all squared outputs and log-sum-exps equal the dense reference's.
     """
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
@@ -150,8 +150,10 @@ def another_order(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
-def test_damaged_tiles_are_detected(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """Control: with damaged lists of tiles, the output of the compiled forward pass is wrong."""
+def test_control_damaged_tiles_change_the_output(
+    damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+) -> None:
+    """With damaged lists of tiles, the output of the compiled forward pass changes by more than 1e-2."""
     make = flex.make_tiles
 
     def damaged(*args: Any) -> Tiles:
@@ -175,9 +177,11 @@ class Compiled(ReplayView):
         return flex_attend(self.evict_at[layer], query, key, value, scaling, in_segments=layer % 2 == 0)[0]
 
 
-def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
+def test_all_layers_and_steps_share_one_graph(
+    new_model: Callable, trace_of: Callable, record_property: Callable
+) -> None:
     """28 layers and 20 steps of varying lengths and evictions share one compiled graph, and their logits equal those of
-    the default kernel; batches of a single row have a second graph.
+    the default kernel. Batches of a single row share a second graph.
     """
     layers = 28
     model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
@@ -208,9 +212,10 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex", "flex_sorted", "dense"])
-def test_a_view_runs_the_kernel_that_is_named(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
+def test_a_view_runs_the_named_kernel(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
     """Through transformers' interface, outputs and gradients equal those of the kernel `sdpa`. The log `flex_trains`
-    shows that the named kernel runs, in the two layers with evictions alone: layer 1 has none, and is causal.
+    shows that FlexAttention runs for the kernels `flex` and `flex_sorted` alone, once for each layer with evictions.
+    Layer 1 has no evictions, and runs causal attention.
     """
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
@@ -229,7 +234,7 @@ def test_a_view_runs_the_kernel_that_is_named(kernel: str, flex_trains: list[boo
 
 def test_attention_is_computed_in_the_dtype_of_autocast(trace_of: Callable) -> None:
     """Under autocast, RoPE leaves queries and keys in float32. The attention converts them to autocast's dtype, as SDPA
-    does: the output equals that of bfloat16 inputs, and differs from float32 by rounding.
+    does: the output equals that of bfloat16 inputs, and differs from that of float32 inputs by less than 0.05.
     """
     evict_at = batched("right", trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
@@ -246,7 +251,7 @@ def test_attention_is_computed_in_the_dtype_of_autocast(trace_of: Callable) -> N
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
 def test_flex_without_evictions_is_causal_at_lengths_around_a_tile(length: int, flex_trains: list[bool]) -> None:
-    """For one token, for a whole tile (128) and for one token more, output and gradients are right and finite."""
+    """For 1, 2, 128 (a whole tile) and 129 tokens, the output equals causal attention and the gradients are finite."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)
     for in_segments in (False, True):

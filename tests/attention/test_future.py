@@ -54,8 +54,9 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("window", [1, 5, 40])
 @pytest.mark.parametrize("option", [{}, {"lookahead": 0}, {"lookahead": 6}, {"normalise": False}, {"log_sum_exp": 1}])
 def test_future_attention_mass_equals_the_loop(where: str, window: int, option: dict, tensors: Any) -> None:
-    """For any layout, window and option, and by chunks of any size or FlexAttention, the log-mass equals the loop's;
-    then also its maximum and mean over the query heads of a kv head.
+    """The log-mass equals that of the loop `brute` for any layout, window and option, whether it is computed in chunks
+    of 512, in chunks of 7 or by FlexAttention. The same holds for the maximum and the mean of the mass over the query
+    heads of a kv head.
     """
     if "log_sum_exp" in option:  # arbitrary values; no score exceeds 20
         option = {"log_sum_exp": torch.randn(B, HQ, S, generator=torch.Generator().manual_seed(1)) + 20}
@@ -69,8 +70,8 @@ def test_future_attention_mass_equals_the_loop(where: str, window: int, option: 
         assert not mass.isnan().any()
         assert torch.equal(mass == float("-inf"), expected == 0)
         assert (mass.exp() - expected).abs().max() <= 1e-5
-        some = expected > 0
-        assert not some.any() or (mass[some] - expected[some].log()).abs().max() <= 1e-4
+        positive = expected > 0
+        assert not positive.any() or (mass[positive] - expected[positive].log()).abs().max() <= 1e-4
     by_head = expected.view(B, HKV, -1, S)
     for group, by_group in (("max", (1e-6 + by_head).log().amax(2)), ("mean", (1e-6 + by_head.mean(2)).log())):
         joined = future_attention_mass(*tensors, **given, group=group, floor=1e-6)
@@ -79,7 +80,7 @@ def test_future_attention_mass_equals_the_loop(where: str, window: int, option: 
 
 
 def test_control_wrong_options_give_another_mass(tensors: Any) -> None:
-    """With another window, scaling, lookahead or layout than the loop's, the mass differs from the loop's by > 1e-2."""
+    """If window, scaling, lookahead or layout is not the loop's, the mass differs from the loop's by more than 1e-2."""
     expected = brute(*tensors, None, 5, {})
 
     def gap(**changed: Any) -> float:

@@ -59,9 +59,10 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolic
 @pytest.mark.parametrize("decay_every", [1, 3])
 def test_learned_attention_equals_dense_attention_under_the_papers_mask(decay_every: int, prefill: str) -> None:
     """With random scores, the output equals dense attention under the paper's mask. In a dense prefill each query sees
-    all tokens before it, and evictions show from the first query after the prompt. Control: the causal mask.
+    all tokens before it, and evictions show from the first query after the prompt. Control: the output under the causal
+    mask differs.
 
-    Also: the reported share of retained entries is that of the trace, and no query sees padding.
+    The reported share of retained entries equals that of the trace, and no query sees padding.
     """
     cache = policy(decay_every=decay_every)
     prompts = torch.tensor([30, 33])
@@ -120,7 +121,7 @@ def test_lse_under_evictions_equals_the_lse_over_visible_keys(chunk: int) -> Non
 
 def test_the_target_is_normalised_by_sparse_or_by_dense_attention() -> None:
     """The scorers' target is the future attention mass. `dense` normalises the attention over all keys, `sparse` over
-    the keys that are not evicted, whose probabilities are larger; tokens 3 to 8 are evicted at query 15.
+    the keys that are not evicted, so that their probabilities are larger. Here tokens 3 to 8 are evicted at query 15.
     """
     query, key, _ = tensors()
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
@@ -153,10 +154,11 @@ def test_the_target_is_computed_in_float32_and_finite_for_any_logits() -> None:
     assert mass.max() > 30
 
 
-def test_recall_equals_counting_common_tokens() -> None:
-    """`recall` of two random selections equals (number of tokens that both keep outside sinks and window, number that
-    the second keeps), summed over all queries with a full cache. Controls: a selection has full recall of itself, and
-    if the window exceeds the text there is nothing to count.
+def test_recall_equals_the_counted_common_tokens() -> None:
+    """`recall` of two random selections of tokens returns two numbers: how many tokens outside of sinks and window both
+    selections keep, and how many the second one keeps. Both numbers are sums over the queries at which more than k
+    tokens can be selected. Controls: compared with itself, a selection keeps all; with a window that is longer than the
+    text, both numbers are 0.
     """
     generator = torch.Generator().manual_seed(0)
     sinks, window, k = torch.tensor([2, 0]), 5, 7
@@ -166,11 +168,11 @@ def test_recall_equals_counting_common_tokens() -> None:
     )
     common = total = 0
     for b in range(B):
-        first = int(sinks[b])
+        first_eligible = int(sinks[b])
         for h in range(HKV):
-            for q in range(first + window + k, int(LENGTHS[b])):
+            for q in range(first_eligible + window + k, int(LENGTHS[b])):
                 kept = [
-                    {t for t in range(first, q - window + 1) if q < int(selection.evict_at[b, h, t])}
+                    {t for t in range(first_eligible, q - window + 1) if q < int(selection.evict_at[b, h, t])}
                     for selection in (first_selection, second_selection)
                 ]
                 assert len(kept[0]) == len(kept[1]) == k
@@ -186,8 +188,8 @@ def test_recall_equals_counting_common_tokens() -> None:
 
 @pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
 def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: str) -> None:
-    """Gradient checkpointing changes neither losses nor gradients, although the scores change between the two forward
-    passes: a recomputed layer replays its first decisions.
+    """Gradient checkpointing changes neither loss nor gradients, because a recomputed layer replays the evictions that
+    it decided in the first forward pass.
     """
     cache, results = policy(scorer), []
     ids = torch.randint(3, 64, (B, S), generator=torch.Generator().manual_seed(0))

@@ -73,7 +73,7 @@ def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
     name: str, changed: dict, sampled: Callable, tally: Callable
 ) -> None:
     """A trace records the evictions and the settings of the fit, but no bias or value. The trainer recomputes these,
-    and its log-probs equal the sampler's up to 1e-5, in batches of any size.
+    and its log-probs equal the sampler's up to 1e-5, in one batch and in batches of 2.
     """
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
@@ -106,9 +106,10 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:
-    """A fit of 19 entries to 10 equations is underdetermined, but replay is still accurate: for a trainer that rounds
-    differently than the sampler, the gap is at most 3 times its gap under a full cache. Control: with least squares
-    without a ridge, the gap is over 100 times that under a full cache.
+    """A fit of 19 entries (the budget without window and sink) to 10 or 16 equations is underdetermined, but replay is
+    still accurate: for a trainer that rounds differently than the sampler (`rescaled`), the gap is at most 3 times its
+    gap under a full cache. Control: with least squares without a ridge, the gap is over 100 times that under a full
+    cache.
     """
     fitted = {"budget": 28, "window": 8, "period": 16, "reference_queries": equations // 2, "select": select}
     lengths = (5, 41, 150)
@@ -258,21 +259,21 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
     """With padding on the left, on the right or on both sides, log-probs equal the sampler's up to 1e-5."""
     model, rollouts = sampled("qwen3")
     width = max(len(r.trace) for r in rollouts) + 3
-    starts = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
+    start_for = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
     ids, positions = torch.ones(len(rollouts), width, dtype=torch.long), torch.zeros(len(rollouts), width).long()
-    places = []
+    starts = []
     for row, r in enumerate(rollouts):
-        start = starts(len(r.trace))
-        places.append(start)
+        start = start_for(len(r.trace))
+        starts.append(start)
         ids[row, start : start + len(r.trace)] = torch.tensor([*r.prompt_ids, *r.completion_ids])
         positions[row, start : start + len(r.trace)] = torch.arange(len(r.trace))
-    view = make_view([r.trace for r in rollouts], places, width, "cpu")
+    view = make_view([r.trace for r in rollouts], starts, width, "cpu")
     with torch.no_grad():
         logits = model(
             input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False
         ).logits
         assert logits.isfinite().all()
-        for row, (r, start) in enumerate(zip(rollouts, places, strict=True)):
+        for row, (r, start) in enumerate(zip(rollouts, starts, strict=True)):
             logprobs = logits[row, start : start + len(r.trace) - 1].log_softmax(-1)
             ours = logprobs.gather(-1, torch.tensor([*r.prompt_ids, *r.completion_ids])[1:, None])[:, 0]
             assert gap([ours[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
@@ -282,8 +283,8 @@ def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None
 
 
 def test_only_the_matched_view_replays_traces_with_fits(sampled: Callable) -> None:
-    """`make_view` chooses MatchedView for a trace with fits. ReplayView, which would ignore the fits, refuses the
-    trace, and such traces cannot be packed.
+    """`make_view` chooses MatchedView for a trace with fits. ReplayView, which would ignore the fits, refuses
+    the trace. Several such traces cannot be packed.
     """
     _, rollouts = sampled("qwen3")
     trace = rollouts[0].trace
@@ -296,23 +297,23 @@ def test_only_the_matched_view_replays_traces_with_fits(sampled: Callable) -> No
     assert pack_traces([trace]).sections.keys() == trace.sections.keys()
 
 
-def test_records_of_fits_that_contradict_the_evictions_are_refused(sampled: Callable, tmp_path) -> None:
-    """`refit_at` holds the positions of the compactions, `refit_with` the settings of the fit. Wrong values are refused
-    in one line; right ones survive saving and loading.
+def test_fit_records_that_contradict_the_evictions_are_refused(sampled: Callable, tmp_path) -> None:
+    """`refit_at` holds the positions of the compactions, `refit_with` the settings of the fit. Wrong values are
+    refused. Control: correct records survive saving and loading.
     """
     _, rollouts = sampled("qwen3")
     trace, other = rollouts[0].trace, rollouts[3].trace
-    at, settings = trace.further["refit_at"], trace.further["refit_with"]
+    compactions, settings = trace.further["refit_at"], trace.further["refit_with"]
 
     def trace_with(**further: torch.Tensor) -> EvictionTrace:
         return EvictionTrace(trace.evict_at, {**trace.further, **further})
 
     with pytest.raises(TraceError, match=r"but refit_at .* has no compaction"):
-        trace_with(refit_at=at[1:])
+        trace_with(refit_at=compactions[1:])
     with pytest.raises(TraceError, match="is not ascending from 1"):
-        trace_with(refit_at=at.flip(0))
+        trace_with(refit_at=compactions.flip(0))
     with pytest.raises(TraceError, match="is not ascending from 1"):
-        trace_with(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
+        trace_with(refit_at=torch.cat([compactions, torch.tensor([10**6], dtype=torch.int32)]))
     with pytest.raises(TraceError, match="is not a valid list of fit settings"):
         trace_with(refit_with=settings[:3])
     with pytest.raises(TraceError, match="settings differ between the traces"):

@@ -114,8 +114,8 @@ def test_wrong_kernels_fail_the_check(
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
-    """A kernel that raises is not used: torch refuses to differentiate on a CPU, and its message is
-    quoted in one line.
+    """On a CPU the kernel `flex` raises, because torch refuses to compute its gradients. The check reports that `flex`
+    is not used, and quotes torch's message in one line.
     """
     parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
     assert parity.failure is not None
@@ -125,8 +125,9 @@ def test_a_kernel_that_raises_is_not_used() -> None:
 
 
 def test_the_check_uses_padded_rows_and_evictions_that_differ_between_heads() -> None:
-    """The check's random evictions: row 0 has no padding, row 1 has padding on both sides (50 columns each); heads
-    differ in their evictions, tokens live for about 40 queries on average, and some are never evicted.
+    """In the check's random evictions, row 0 has no padding, and row 1 has 50 columns of padding on each side. Heads
+    differ in their evictions. Tokens live for about 40 queries on average (the median is lower), and some are never
+    evicted.
     """
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
@@ -135,14 +136,14 @@ def test_the_check_uses_padded_rows_and_evictions_that_differ_between_heads() ->
     assert not evict_at[1, :, 250:].any()
     assert not evict_at[1, :, :50].any()
     lifetimes = (evict_at[0] - position).clamp(max=300).float()
-    assert 20 < lifetimes.median() < 40  # 40 on average
+    assert 20 < lifetimes.median() < 40
     assert (evict_at >= 300).any()
     assert not torch.equal(evict_at[0, 0], evict_at[0, 1])
 
 
 def test_without_a_gpu_auto_chooses_gather_and_flex_is_refused() -> None:
-    """`auto` chooses gather and gives the reason; other kernels that are named are used; a recipe that names flex, or
-    an unknown kernel, gets a one-line error about its key.
+    """`auto` chooses gather and gives the reason. The kernels gather, sdpa and dense are used if they are named. If
+    flex, flex_sorted or an unknown kernel is named, the error is about the key `attention_kernel`.
     """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -171,8 +172,8 @@ def test_without_a_gpu_auto_chooses_gather_and_flex_is_refused() -> None:
 def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU (simulated), `auto` takes the best kernel that passes the check; a kernel that the recipe names is used
-    if it passes, and is an error if it fails (`chosen` is None).
+    """On a simulated GPU, `auto` takes the first of flex_sorted, flex and gather that passes the check; gather is not
+    checked. A kernel that the recipe names is used if it passes, and is an error if it fails (`chosen` is None).
     """
     checked: list[str] = []
 
@@ -214,8 +215,9 @@ def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """In distillation with packing, the teacher attends by the same kernel. So `auto` refuses a kernel that fails at
-    the teacher's 8 heads even if it passes at the student's 4; without packing only the student is checked.
+    """In distillation with packing, the teacher attends by the same kernel as the student. So `auto` refuses a kernel
+    that fails for the teacher's 8 heads, even if it passes for the student's 4. Without packing only the student is
+    checked.
     """
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
     new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
@@ -260,8 +262,8 @@ def test_doctor_shows_if_redundancy_and_top_k_run_in_triton_or_torch(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
     monkeypatch.setattr(choice, "check_target", lambda *_: Parity("flex"))
-    for place in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
+    for module in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
     result = shown(*gkv)
     assert len(result) == 1
     assert result[0].startswith("redundancy: ")
@@ -284,8 +286,8 @@ def test_doctor_shows_the_check_of_both_flex_kernels(
         )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "check_kernels", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
-    for place in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
+    for module in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
     shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention kernel: ")]
     assert shown == [
         "attention kernel: flex_sorted is exact here (error / allowed: )",
@@ -294,7 +296,7 @@ def test_doctor_shows_the_check_of_both_flex_kernels(
 
 
 @pytest.mark.parametrize(("cuda", "shown"), [(True, 1), (False, 0)])
-def test_doctor_counts_processes_where_there_are_gpus(
+def test_doctor_compares_processes_with_gpus_where_there_are_gpus(
     cuda: bool, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
     """On a machine with GPUs, doctor compares the number of processes with the number of GPUs; without a GPU it does
@@ -307,7 +309,7 @@ def test_doctor_counts_processes_where_there_are_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
-    for place in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
+    for module in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
     lines = [line for line in doctor.fit(recipe, config)[1] if line.startswith("launch.processes: ")]
-    assert lines == ["launch.processes: 2 processes on 1 GPU; lower it"] * shown
+    assert lines == ["launch.processes: 2 processes on 1 GPU; lower processes"] * shown

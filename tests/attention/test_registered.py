@@ -42,16 +42,18 @@ def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     real = mask.bool()
     with torch.no_grad():
-        a, b = (m(input_ids=ids, attention_mask=mask, position_ids=positions).logits[real] for m in (ours, plain))
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-        assert (ours(input_ids=ids, position_ids=positions).logits[real] - b).abs().max() > 1e-2  # control
+        actual, expected = (
+            m(input_ids=ids, attention_mask=mask, position_ids=positions).logits[real] for m in (ours, plain)
+        )
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        assert (ours(input_ids=ids, position_ids=positions).logits[real] - expected).abs().max() > 1e-2  # control
         torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple) -> None:
-    """`generate` on a left-padded batch equals `generate` on each prompt alone, and equals transformers' eager
-    attention. Control: without the mask, padding changes the tokens.
+    """For a left-padded batch, `generate` gives the tokens that it gives for each prompt alone, and those that
+    transformers' eager attention gives. Control: without the mask, padding changes the tokens.
     """
     ids, mask = batch
     plain = new_model(family)
@@ -66,12 +68,12 @@ def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple
         )
         assert torch.equal(alone[0, n:], padded[row, WIDTH:])
     without_mask = ours.generate(ids, attention_mask=torch.ones_like(mask), **settings)
-    assert not torch.equal(without_mask, padded)
+    assert not torch.equal(without_mask, padded)  # control
 
 
 def test_chunks_with_a_cache_equal_one_forward_pass(new_model: Callable, batch: tuple) -> None:
-    """The tokens of a chunk see the whole cache and are causal among themselves. Control: a chunk without the cache has
-    other logits.
+    """A text that is fed in chunks, with a cache, has the logits of one forward pass over the whole text. Control: a
+    chunk that is fed without the cache has other logits.
     """
     ids, _ = batch
     model = adopt(new_model("qwen3"))
@@ -84,7 +86,7 @@ def test_chunks_with_a_cache_equal_one_forward_pass(new_model: Callable, batch: 
             parts.append(out.logits)
         torch.testing.assert_close(torch.cat(parts, dim=1), at_once, rtol=0, atol=1e-5)
         alone = model(input_ids=ids[:, 4:9]).logits
-    assert (alone - parts[1]).abs().max() > 1e-2
+    assert (alone - parts[1]).abs().max() > 1e-2  # control
 
 
 def test_adopting_twice_equals_adopting_once(new_model: Callable, batch: tuple) -> None:

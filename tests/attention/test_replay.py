@@ -1,4 +1,4 @@
-"""The SDPA replay path against the dense reference: masks, outputs and gradients of one attention layer."""
+"""Replay with torch's SDPA equals the dense reference: the masks, outputs and gradients of one attention layer."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: 
 def test_tiles_are_right_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
-    """The lists are right for the evictions that the reference engine records under every policy, also for a prompt
-    longer than the budget.
+    """The lists are right for the evictions that the engine `hf` records under every policy. One prompt, of 100 tokens,
+    is longer than the budget of 64.
     """
     cache_policy = policy_of(policy, budget=64, window=8, period=16)
     engine = make_engine("hf", model=model_of("qwen3"), policy=cache_policy)
@@ -165,8 +165,10 @@ def test_tiles_are_right_under_a_learned_policy(scores: str) -> None:
     check_sorted(evict_at, 256)
 
 
-def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
-    """Control: lists for changed evictions (another eviction, a missing tile, an extra tile) differ from torch's."""
+def test_control_lists_for_other_evictions_differ(trace_of: Callable) -> None:
+    """Torch's lists for a trace differ from our lists for changed evictions: the first 128 keys are evicted at query
+    100, every key is evicted by query 300, or every key lives for 128 queries more.
+    """
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
     truth = visible(evict_at, 512)
     another_eviction = evict_at.clone()
@@ -178,8 +180,8 @@ def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
 
 
 def test_padding_visits_no_tile(trace_of: Callable) -> None:
-    """A ragged batch visits only the tiles of its rows, for any padded width and any amount of padding in the other
-    rows.
+    """Each row of a ragged batch, padded to 1,536 tokens, visits as many tiles as it does alone. A batch of padding
+    alone visits none.
     """
     lengths = (700, 129, 128, 1)
     traces = [trace_of(n, layers=1) for n in lengths]
@@ -240,8 +242,8 @@ def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
 def test_padded_lengths_are_few_multiples_of_a_tile(length: int) -> None:
-    """Padded lengths are multiples of 128 and at least the length; from one power of two to the next there are only two
-    of them, so that few graphs are compiled.
+    """A padded length is a multiple of 128 and at least the length. Between two powers of two there are only two padded
+    lengths, so that few graphs are compiled.
     """
     width = padded(length)
     assert width % TILE == 0

@@ -1,5 +1,5 @@
 """Future attention mass (the attention that a token receives from later queries) can be computed by FlexAttention with
-queries and keys exchanged ("transposed"). The result equals the loop of future.py, and the lists of tiles that count
+queries and keys exchanged ("transposed"). The result equals the loop of future.py, and the lists of tiles to visit
 equal torch's.
 
 As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles. Compiled for a CPU, the operator
@@ -59,8 +59,8 @@ def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transposed_flex_equals_the_loop(layout: str) -> None:
-    """Log-sum-exp and mass by FlexAttention equal those of the loop, normalised over all keys and, with evictions, over
-    the visible keys. In the second case the log-mass may exceed 0, since evicted tokens may have the largest logits.
+    """Log-sum-exp and mass by FlexAttention equal those of the loop, normalised over all keys or, with evictions, over
+    the visible keys. In the second case some log-mass exceeds 0, since evicted tokens may have the largest logits.
     """
     query, key = random_qk()
     ends = torch.tensor(LAYOUTS[layout])
@@ -106,8 +106,9 @@ def test_log_probabilities_are_bounded_as_in_the_loop() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("window", "lookahead"), SPANS)
 def test_lists_of_tiles_cover_all_pairs_that_count(layout: str, window: int, lookahead: int | None) -> None:
-    """For rows of one document, the lists of tiles equal torch's create_block_mask. For packed rows, full tiles equal
-    torch's, every tile that torch visits is visited, and at most 1 + window / TILE others.
+    """A pair of token and query counts if the query lies in the token's range (`spans`). For rows of one document, the
+    lists of tiles equal those of torch's create_block_mask. For packed rows, the full tiles equal torch's. Every tile
+    that torch visits is visited, and in each row of tiles at most 1 + window // TILE others are.
     """
     first, last = spans(layout, window, lookahead)
     truth, width = counted(first, last), first.shape[1]
@@ -164,9 +165,9 @@ def test_the_compiled_operator_visits_the_listed_tiles() -> None:
         assert ((compiled_sum(damaged, first, last) - expected) * any_counts).abs().max() > 1e-2
 
 
-def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, torch.compile traces one graph for the log-sum-exp and one for the mass, for all lengths, windows
-    and ends; the results equal the loop's.
+def test_all_steps_share_one_graph_for_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, torch.compile traces one graph for the log-sum-exp and one for the mass. Both graphs serve all
+    lengths, windows and ends, and the results equal the loop's.
     """
     for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
         traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
@@ -208,8 +209,8 @@ def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_check_passes_exact_kernels_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check_target`, which runs before the kernel is used on a GPU, passes the exact kernel. It refuses an error of 1
-    %, a missing query, a NaN and a kernel that raises.
+    """`check_target`, which runs before the kernel is used on a GPU, passes the exact kernel. It refuses a
+    log-mass that is wrong by 0.01 (a mass wrong by 1 %), a missing query, a NaN, and a kernel that raises.
     """
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
@@ -240,8 +241,9 @@ def test_the_check_passes_exact_kernels_and_refuses_others(monkeypatch: pytest.M
 
 
 def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training target is computed by FlexAttention on a GPU that passes the check for the model's heads and dtype;
-    otherwise by the loop. Both give the same target up to bfloat16 rounding.
+    """On a GPU that passes the check for the model's heads and dtype, FlexAttention computes the training target;
+    otherwise the loop does. Both give the same target up to bfloat16 rounding (0.2), and up to 1e-4 if both start from
+    bfloat16 queries and keys.
     """
     shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
     for failure, kernel in ((None, "flex"), ("no", "torch")):

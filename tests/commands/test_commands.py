@@ -84,7 +84,7 @@ def metrics(folder, values, name="reward"):
         (["train", "distill.yaml", "--dry-run", "top_k=8", "teacher_cache=no"], "no holds no teacher cache"),
         (["teacher", "distill.yaml", "top_k=8", "teacher_cache=sft.yaml"], "sft.yaml cannot be written"),
         (["teacher", "sft.yaml"], "a recipe of kind sft has no teacher"),
-        (["rollout", "sft.yaml"], "a recipe of kind sft has no cache"),
+        (["rollout", "sft.yaml"], "a recipe of kind sft is not supported here"),
         (["rollout", "grpo.yaml", "--problems", "0"], "expected a whole number >= 1"),
         (["rollout", "grpo.yaml", "model=weightless"], "weightless has no weights"),
         (
@@ -96,7 +96,7 @@ def metrics(folder, values, name="reward"):
         (["train", "x" * 300], "no file can have this name"),
         (
             ["train", "grpo.yaml", "--dry-run", "lora.target_modules=nothing"],
-            "matches no layer of the model; it has down",
+            "matches no layer of the model, which has down",
         ),
         (["train", "grpo.yaml", "--dry-run", "lora.target_modules=[mlp]"], "mlp is not a linear or embedding layer"),
         (
@@ -118,7 +118,7 @@ def metrics(folder, values, name="reward"):
         (["dance"], "invalid choice: 'dance'"),
     ],
 )
-def test_user_errors_are_one_line_and_status_2(workdir, model, capsys, arguments, message):
+def test_each_user_error_gives_one_line_and_status_2(workdir, model, capsys, arguments, message):
     for name, kind in (("nobody", None), ("gpt2", "gpt2")):
         (workdir / name).mkdir()
         if kind:
@@ -133,7 +133,7 @@ def test_user_errors_are_one_line_and_status_2(workdir, model, capsys, arguments
     assert message in error_of(capsys, *arguments)
 
 
-def test_of_several_processes_only_rank_0_prints_the_error(workdir, capsys, monkeypatch):
+def test_only_rank_0_of_several_processes_prints_the_error(workdir, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "nowhere.yaml"]) == 2
@@ -162,19 +162,18 @@ def test_errors_are_found_before_processes_start(workdir, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("processes", "expects_warning"), [(2, False), (4, True)])
-def test_more_processes_than_gpus_give_a_warning_before_they_start(
-    processes, expects_warning, workdir, capsys, monkeypatch
-):
+def test_more_processes_than_gpus_give_a_warning(processes, expects_warning, workdir, capsys, monkeypatch):
+    """On a machine with 2 GPUs, 4 processes give a warning. Control: 2 processes give none."""
     monkeypatch.setattr("trainer.launch.launch", lambda *given: 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     words = [f"launch.processes={processes}", "per_device_train_batch_size=1", "gradient_accumulation_steps=4"]
     assert main(["train", "grpo.yaml", *words]) == 0
-    line = f"sparse-rl: warning: launch.processes: {processes} processes on 2 GPUs; lower it"
+    line = f"sparse-rl: warning: launch.processes: {processes} processes on 2 GPUs; lower processes"
     assert (line in capsys.readouterr().err.splitlines()) == expects_warning
 
 
 def test_errors_of_wandb_do_not_stop_training(workdir, capsys, monkeypatch):
-    """A training goes on without W&B if W&B cannot read its settings file, even if W&B is offline."""
+    """If W&B cannot read its settings file, a training says so and goes on without W&B."""
     (workdir / "wandb").mkdir()
     (workdir / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
     monkeypatch.setenv("WANDB_DIR", "")
@@ -185,6 +184,8 @@ def test_errors_of_wandb_do_not_stop_training(workdir, capsys, monkeypatch):
 
 
 def test_errors_leave_their_traceback_in_the_run_directory(workdir, capsys):
+    """A training that fails writes error.log. A dry run does not change this file, and a training that succeeds deletes
+    it."""
     error_of(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
     log = (workdir / "out" / "error.log").read_text()
     assert "no such file: nothing.jsonl" in log
@@ -213,8 +214,8 @@ def test_errors_leave_their_traceback_in_the_run_directory(workdir, capsys):
     ],
 )
 def test_every_kind_of_error_has_its_status_and_one_line(tmp_path, capsys, error, status, message):
-    """A user's mistake has exit status 2, a run that stopped or failed 1, an interrupt 130. Except for an interrupt,
-    the traceback is written to error.log.
+    """A user's mistake has exit status 2, a run that stopped or failed has 1, an interrupt has 130. Except for an
+    interrupt, the traceback is written to error.log.
     """
     session = Session()
     session.folder = tmp_path / "run"
@@ -229,7 +230,7 @@ def test_every_kind_of_error_has_its_status_and_one_line(tmp_path, capsys, error
         assert type(error).__name__ in (session.folder / "error.log").read_text()
 
 
-def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
+def test_a_nan_score_of_a_policy_gives_one_line(tmp_path, capsys):
     """A NaN score of a policy gives a one-line error, since our code raises it. The same error class, raised by other
     code (see the test above), counts as unexpected."""
     session = Session()
@@ -346,12 +347,16 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
     ],
 )
 def test_overrides_may_stand_anywhere_among_the_arguments(words, resume, overrides):
+    """Overrides (KEY=VALUE) may stand before and after options. `--resume` without a folder means the newest
+    checkpoint."""
     options = parse(["train", "recipe.yaml", *words])
     assert (options.resume, options.overrides) == (resume, overrides)
 
 
 def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(workdir, capsys):
-    assert main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0  # one of TRL's keys
+    assert (
+        main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0
+    )  # log_completions is TRL's key
     out, err = capsys.readouterr()
     assert "2 prompts × 2 samples a generation, 4 completions a step, 1 steps" in out
     assert "streaming(budget=16" in out
@@ -363,9 +368,9 @@ def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(workdir, caps
     assert "8 rows" in capsys.readouterr().out
 
 
-def test_eval_and_rollout_of_a_learned_policy_need_no_flags(workdir, model, capsys):
-    """`eval` and `rollout` of a model with scorers use its stored learned policy. A model without scorers is refused
-    for a learned policy."""
+def test_eval_and_rollout_run_under_a_learned_policy(workdir, model, capsys):
+    """`eval` uses the learned policy that is stored with a model's scorers; `rollout` uses the learned policy that its
+    command names. A model without scorers is refused for a learned policy."""
     policy = learned_policy("delayed", 12, window=4)
     shutil.copytree(model, workdir / "learned")
     write_scorers(workdir / "learned", with_scorers(load_plain_model(model), policy).state_dict())
@@ -383,7 +388,7 @@ def test_eval_and_rollout_of_a_learned_policy_need_no_flags(workdir, model, caps
     )
 
 
-def test_rollout_writes_traces_that_inspect_and_plot_show(workdir, capsys):
+def test_inspect_and_plot_read_the_traces_that_rollout_writes(workdir, capsys):
     assert main(["rollout", "grpo.yaml", "--problems", "3", "rollout.progress=false"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("rollouts: hf engine\n6 completions, ")
@@ -403,6 +408,8 @@ def test_rollout_writes_traces_that_inspect_and_plot_show(workdir, capsys):
 
 
 def test_inspect_summarises_a_large_trace(tmp_path, capsys):
+    """For a trace of 40 layers and 20 kv heads, `inspect` prints the mean over the heads of every third layer, instead
+    of every head."""
     save_traces(tmp_path / "t.safetensors", [EvictionTrace.dense(40, 20, 30)], {})
     assert main(["inspect", str(tmp_path / "t.safetensors")]) == 0
     out = capsys.readouterr().out
@@ -438,7 +445,9 @@ def test_plot_draws_the_curves_of_runs(tmp_path, capsys):
     assert "no reward and no loss" in error_of(capsys, "plot", str(metrics(tmp_path / "d", [1.0], "other")))
 
 
-def test_smoothing_labels_and_histogram_of_pictures(tmp_path):
+def test_smoothing_run_labels_and_histograms_are_right(tmp_path):
+    """A smoothed value is the mean of the value and its neighbours. Runs are labelled by their folders' names, and by
+    the parent folders too if the names are equal. A histogram is drawn in characters."""
     assert smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
     assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.0, 3.0, pytest.approx(11 / 3), 3.0]
     assert list(run_labels([tmp_path / "a" / "x", tmp_path / "b" / "x"])) == ["a/x", "b/x"]
@@ -595,12 +604,12 @@ def test_a_training_prints_few_lines_and_nothing_on_stderr(workdir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_reward_that_raises_is_one_line(workdir, processes):
+def test_a_reward_that_raises_gives_one_line(workdir, processes):
     (workdir / "my_rewards.py").write_text(RAISES)
     process = run(workdir, "train", "grpo.yaml", "rewards=[my_rewards:unfair]", f"launch.processes={processes}")
     assert process.returncode == 2, process.stderr
     (line,) = process.stderr.splitlines()
-    assert line.startswith("sparse-rl: error: a reward function raised (of: unfair): KeyError")
+    assert line.startswith("sparse-rl: error: a reward function (one of: unfair) raised KeyError")
     assert "Traceback" in (workdir / "out" / "error.log").read_text()
 
 

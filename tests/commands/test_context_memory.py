@@ -31,7 +31,8 @@ def recipe_of(prompt_cache: Any, tokens: int = 300, **keys: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["am", "evict", "full", "none"])
 def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_model: Callable) -> None:
-    """For the whole context and the compacted one; also the number of reference queries is counted exactly."""
+    """The bytes that are counted for the whole context and for the compacted one equal the allocated bytes. The number
+    of reference queries is counted exactly, too."""
     model = new_model("qwen2")
     config = PromptCacheConfig(policy=policy, ratio=0.1, queries=["context", "window", "repeat"], window=40)
     studied = HFEngine(model, make_policy("full")).study(TOKENS, config)
@@ -58,7 +59,7 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_mo
 def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
     changed: dict[str, Any], new_model: Callable
 ) -> None:
-    """The measured peak is at most the counted bytes, and more than 1/2.5 of them. A full cache needs no compaction."""
+    """The measured peak is at most the counted bytes, and more than 1/2.5 of them. A full cache has 0."""
     config = PromptCacheConfig(**{"ratio": 0.2, **changed})
     studied = HFEngine(new_model("qwen2"), make_policy("full")).study(TOKENS, config)
     with Peak() as peak:
@@ -77,7 +78,7 @@ def test_with_many_queries_only_one_of_two_kv_heads_is_counted(monkeypatch: pyte
     assert compaction_bytes(config, 300, 2, 2, 8) * 2 == whole
 
 
-def test_the_memory_plan_counts_the_largest_compaction_and_stage(new_model: Callable) -> None:
+def test_the_memory_plan_counts_the_largest_context_and_the_largest_stage(new_model: Callable) -> None:
     """Of several caches, the plan counts the largest compacted context. Of the stages that follow each other (reading,
     compacting, answering) it counts the largest."""
     config = new_model("qwen2").config
@@ -99,7 +100,7 @@ def test_the_memory_plan_counts_the_largest_compaction_and_stage(new_model: Call
     assert "KV cache of 8" in {item.name for item in plan(recipe_of(None), config, cuda=False).items}
 
 
-def test_doctor_shows_memory_of_contexts_and_that_their_time_is_not_known(
+def test_doctor_shows_the_memory_of_contexts_and_says_that_their_time_is_unknown(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.05}, model=str(model)).as_yaml(), encoding="utf-8")
@@ -108,6 +109,6 @@ def test_doctor_shows_memory_of_contexts_and_that_their_time_is_not_known(
     assert "compacted context" in out
     assert "am 0.05" in out
     assert "rollouts: " in out
-    assert "contexts: their time is not known without a measurement" in out
+    assert "contexts: the time is not predicted" in out
     assert main(["doctor", str(tmp_path / "e.yaml"), "prompt_cache=null"]) == 0
     assert "contexts:" not in capsys.readouterr().out

@@ -42,8 +42,8 @@ def test_every_key_of_a_kind_is_shown_once(kind, capsys):
 
 def test_a_key_is_shown_with_its_type_default_and_description(capsys):
     lines = output_of(capsys, "grpo", "save_steps")
-    at = lines.index("save_steps: a whole number >= 0 (default 100)")
-    assert lines[at + 1] == "    number of steps between checkpoints; 0 writes only the final model"
+    index = lines.index("save_steps: a whole number >= 0 (default 100)")
+    assert lines[index + 1] == "    number of steps between checkpoints; 0 writes only the final model"
     assert "model: text that is not empty (required)" in output_of(capsys, "sft")
 
 
@@ -84,11 +84,11 @@ def test_without_a_kind_the_topics_are_listed(capsys):
         (["gropo"], "unknown 'gropo' (did you mean 'grpo'?); one of grpo, distill,"),
         (
             ["grpo", "leraning_rate"],
-            "leraning_rate: no key or part of grpo has this name (did you mean 'learning_rate'?)",
+            "leraning_rate: unknown name (did you mean 'learning_rate'?)",
         ),
         (["grpo", "rollout.enigne"], "(did you mean 'rollout.engine'?)"),
         (["grpo", "cache.budget"], "it is a key of cache policies: sparse-rl keys policies cache.budget"),
-        (["sft", "zzz"], "zzz: no key or part of sft has this name; all: sparse-rl keys sft"),
+        (["sft", "zzz"], "zzz: unknown name; sparse-rl keys sft lists all names"),
         (["policies", "gvk"], "(did you mean 'gkv'?)"),
         (["policies", "budgt"], "(did you mean 'budget'?)"),
         (["rewards", "maths"], "(did you mean 'math'?)"),
@@ -97,7 +97,7 @@ def test_without_a_kind_the_topics_are_listed(capsys):
         (["grpo", "seed", "more"], "unrecognised argument 'more' of keys"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(words, message, capsys):
+def test_a_mistake_gives_one_line_and_status_2(words, message, capsys):
     assert main(["keys", *words]) == 2
     shown = capsys.readouterr()
     assert shown.out == "", shown.err
@@ -122,18 +122,19 @@ def test_the_command_keys_imports_no_heavy_library():
 
 
 def test_lines_are_wrapped_on_a_terminal_and_not_in_a_pipe(capsys):
-    """On a terminal of 60 columns no line is longer. In a pipe each key is one line; the words are the same."""
+    """On a terminal of 60 columns no line has more than 60 characters. In a pipe the words are the same, but lines are
+    not wrapped."""
     piped = output_of(capsys, "grpo", "rollout.exact")
     assert max(map(len, piped)) > 200
     code = "import sys; from sparse_rl.cli import main; sys.exit(main(['keys', 'grpo', 'rollout.exact']))"
-    ours, theirs = pty.openpty()
+    reading_end, terminal_end = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "60"}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, stdout=theirs).returncode == 0
-    os.close(theirs)
+    assert subprocess.run([sys.executable, "-c", code], env=environment, stdout=terminal_end).returncode == 0
+    os.close(terminal_end)
     shown = b""
     while True:
         try:
-            chunk = os.read(ours, 1 << 16)
+            chunk = os.read(reading_end, 1 << 16)
         except OSError:  # the end, on Linux
             break
         shown += chunk

@@ -1,5 +1,5 @@
-"""Every command refuses a prompt plus completion longer than the model's maximum length, here 1,024 tokens, and does
-so before it loads the model.
+"""Every command refuses a prompt plus completion longer than the model's maximum length (its "window"), here 1,024
+tokens, before it loads the model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_completion_as_long_as_the_models_window_is_refused(
 ) -> None:
     output = error_of(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
     assert output.startswith(f"sparse-rl: error: {key}: 1,024 tokens, after a prompt of ")
-    assert "exceed the model's window of 1,024 tokens" in output
+    assert "exceed the model's context length of 1,024 tokens" in output
     assert not (workdir / "out/model").exists()
 
 
@@ -94,7 +94,7 @@ def test_long_completions_of_a_dataset_are_accepted_by_hf_only(workdir: Path, ca
 
 def test_max_model_len_is_limited_by_the_models_window(workdir: Path, capsys: pytest.CaptureFixture) -> None:
     output = error_of(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
-    assert "rollout.max_model_len: 1,025 exceeds the model's window of 1,024 tokens" in output
+    assert "rollout.max_model_len: 1,025 exceeds the model's context length of 1,024 tokens" in output
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,5 +1,5 @@
-"""`sparse-rl doctor` predicts memory by formulae. The tests compare each formula with the bytes that are really
-allocated (`Peak` measures them), and check the plan, the list of all parts of a recipe's memory.
+"""`sparse-rl doctor` predicts memory by formulae. The tests compare each formula ("counted bytes") with the bytes that
+are really allocated (`Peak` measures them), and check the plan, the list of all parts of a recipe's memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_counted_bytes_of_traces_and_masks_are_exact():
         ("float32", False, False, 4),
     ],
 )
-def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, itemsize):
+def test_mask_bytes_include_the_copy_that_sdpa_makes(dtype, cuda, exact, itemsize):
     """SDPA converts a boolean mask to the dtype in which attention is computed, with `itemsize` bytes per number."""
     recipe = make_recipe(GRPO | {"dtype": dtype, "rollout": {"engine": "hf", "exact": exact}})
     assert (8 if memory.computes_exactly(recipe, cuda) else ITEMSIZE[dtype]) == itemsize
@@ -89,7 +89,7 @@ def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, item
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_redundancy_takes_at_most_the_counted_bytes(rows):
-    """For any number of rows at a time, the measured peak is at most the counted bytes and over half of them."""
+    """For 1 row and for 4 rows at a time, the measured peak is at most the counted bytes and over half of them."""
     keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
@@ -124,8 +124,9 @@ def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypat
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "share"), [(1.0, None, 0.75), (0.6, None, 0.75), (1.0, 20, 1.0)])
-def test_measured_bytes_of_sampling_equal_the_counted_bytes(temperature, top_k, share):
-    """The counted bytes are those of the most expensive case, top-k; other settings take three quarters (`share`)."""
+def test_measured_bytes_of_sampling_agree_with_the_counted_bytes(temperature, top_k, share):
+    """The counted bytes are those of the most expensive case, top-k. Other settings take three quarters of them
+    (`share`). Measured and counted bytes agree up to 1 %."""
     logits = torch.randn(6, 5000)
     with Peak() as peak:
         sample(logits, SamplingConfig(1, temperature, top_k=top_k), torch.rand(6, dtype=torch.float64))
@@ -146,7 +147,7 @@ def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
     assert counted / 2 < peak.bytes <= counted
 
 
-def test_rows_that_are_fitted_one_after_the_other_have_equal_results(new_model, monkeypatch):
+def test_rows_fitted_one_after_the_other_equal_rows_fitted_together(new_model, monkeypatch):
     """To bound memory, more rows than FITTED_AT_ONCE are fitted one after the other. The rollouts equal those of one
     joint fit to the last bit."""
     policy = make_policy("am", budget=16, window=4, period=8)
@@ -185,6 +186,8 @@ def test_counted_bytes_of_traces_include_the_recorded_pages(new_model, changed):
 
 @pytest.mark.parametrize(("length", "changed"), [(300, {}), (2000, {"page": 16, "window": 128})])
 def test_measured_bytes_of_gathered_pages_are_near_the_counted_bytes(length, changed):
+    """Under clustered attention, the backward pass takes more than half of the counted bytes, and less than twice these
+    bytes plus the copies in float64."""
     policy = make_policy({**PAGES, **changed})
     query = torch.arange(length)
     closed = policy.pages.closed(torch.ones_like(query), query)
@@ -302,7 +305,7 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
     assert "heads of 160" in notes["bfloat16", False]
 
 
-def test_a_plan_counts_vllm_memory_outside_the_cache(monkeypatch):
+def test_a_plan_counts_all_memory_of_vllm(monkeypatch):
     """On an 80 GB GPU, the plan counts vLLM's weights, KV pool, sampler and the buffers beside the pool. Together they
     fill most of vLLM's share of the GPU, and never more than this share."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
@@ -339,8 +342,8 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, bloc
 
 
 def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
-    """The plan counts sleeping weights in host memory in distillation only; GRPO loads new weights into the engine and
-    keeps none."""
+    """While vLLM sleeps (`rollout.sleep`), distillation keeps vLLM's weights in host memory, and the plan counts them
+    there. GRPO keeps none, since it loads new weights into vLLM afterwards."""
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     config, distilled = tiny_config(), {key: value for key, value in GRPO.items() if key != "rewards"}
     distilled |= {"kind": "distill", "data": {"path": "said.jsonl"}}
@@ -387,6 +390,7 @@ def test_redundancy_is_counted_only_for_policies_that_compute_it():
 @pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])
 @pytest.mark.parametrize(("prompt", "total"), [(5, 30), (24, 60), (40, 90), (200, 260), (6, 7)])
 def test_most_held_is_the_maximum_over_all_steps(policy_of, name, prompt, total):
+    """`most_held` is the largest number of entries that the cache holds at any step of a sequence of `total` tokens."""
     policy = policy_of(name, budget=24, window=4, period=8, sinks=1)
     held = [prompt] + [policy.schedule.held(prompt, n - 1) + 1 for n in range(prompt + 1, total)]
     assert policy.schedule.most_held(prompt, total - 1) == max(held)
@@ -421,6 +425,7 @@ def test_under_autocast_the_cache_has_the_dtype_of_autocast(new_model, policy_of
 
 
 def test_state_is_counted_per_entry():
+    """Each entry has a position of 8 bytes. Under h2o it also has 4 bytes for each number that the policy remembers."""
     assert state_bytes(make_policy("full"), 10, 2, 3, 8) == 2 * 3 * 10 * 8
     h2o = make_policy("h2o", budget=8)
     assert state_bytes(h2o, 10, 2, 3, 8) == 2 * 3 * 10 * (8 + 4 * len(h2o.entry_memory)) > 2 * 3 * 10 * 8
@@ -457,7 +462,8 @@ def test_training_state_equals_the_bytes_that_adamw_holds(new_model):
 
 
 def test_zero_partitions_more_with_each_stage():
-    """Each ZeRO stage partitions more of the 16 bytes per parameter, as in the ZeRO paper's table for 8 processes."""
+    """Each ZeRO stage partitions more of the 16 bytes per parameter, as in the ZeRO paper's table for 8 processes.
+    With offload, the optimizer's state is in host memory, and at stage 3 the weights are not on the GPU."""
     total = {}
     for stage in (1, 2, 3):
         launch = LaunchConfig(processes=8, zero_stage=stage)
@@ -481,7 +487,7 @@ def test_counted_bytes_of_gathered_keys_are_exact(length, layers):
     assert gathered_bytes(16, 100, length, 60, 64, 8, 3) == layers * held
 
 
-def test_the_total_of_a_plan_is_what_is_always_there_plus_the_larger_stage():
+def test_the_total_of_a_plan_is_the_training_state_plus_the_larger_stage():
     """The total is weights, gradients and optimizer, plus the larger of sampling (KV cache) and update (activations and
     gathered keys). Each part equals its formula."""
     recipe = make_recipe(GRPO)

@@ -219,7 +219,7 @@ def test_inspect_describes_runs_models_checkpoints_and_results(trained, workdir,
     assert "pass@1" in output_of(capsys, "plot", "score")
 
 
-def test_plot_of_a_folder_draws_the_runs_below_it(workdir, capsys):
+def test_plot_of_a_folder_draws_the_runs_in_it(workdir, capsys):
     logged = "".join(json.dumps({"step": i, "reward": 0.5, "replay/gap_mean": 1e-7}) + "\n" for i in (1, 2))
     for place in ("many/one", "many/two", "many/two/inner", "other/one"):
         (workdir / place).mkdir(parents=True)

@@ -76,9 +76,11 @@ def plain_losses(folder: Path, ids: list[int], prompt: int, length: int) -> list
 
 @pytest.mark.parametrize("name", ["random", "quickstart", "stories"])
 @pytest.mark.parametrize(("prompt", "completion"), [(12, 20), (1, 31), (31, 1), (1, 1)])
-def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
+def test_a_full_cache_has_the_perplexity_of_a_plain_forward_pass(
     book: Callable, model: Path, name: str, prompt: int, completion: int
 ) -> None:
+    """Under a full cache, loss and standard error equal those of `plain_losses` up to 1e-5. Control: if the prompt has
+    one token more, the loss differs by more than 1e-3."""
     if name == "stories" and not (STORIES / "model.safetensors").exists():
         pytest.skip("the trained model stories260K is not here")
     folder = {"random": model, "quickstart": QUICKSTART, "stories": STORIES}[name]
@@ -95,12 +97,12 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
     assert row.tokens == completion * len(losses)
     assert row.seconds > 0
     assert row.peak_entries == row.read_entries == prompt + completion - 1
-    if completion > 1:  # control: the loss from another position on differs
+    if completion > 1:  # control
         assert abs(row.nll - statistics.mean(plain_losses(folder, ids, prompt + 1, prompt + completion))) > 1e-3
 
 
 def test_a_sweep_has_a_row_for_each_cache(book: Callable, workdir: Path) -> None:
-    """A sweep has a row for each cache. The full cache and a budget of 500 give equal losses, since a piece has only 32
+    """The full cache and a budget of 500 give equal losses, since a piece has only 32
     tokens. A budget of 8, and clustered attention, give other losses."""
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     sweep = {"policy": ["full", "streaming", clustered], "cache": {"budget": [8, 500]}}
@@ -126,7 +128,7 @@ def test_a_sweep_has_a_row_for_each_cache(book: Callable, workdir: Path) -> None
 
 def test_results_do_not_depend_on_the_batch_and_pieces_keep_their_order(book: Callable) -> None:
     """The loss of 4 pieces is the same for any batch size. `pieces: 2` measures the first two, which equals a text of
-    only these two. With a single piece there is no standard error."""
+    only these two pieces. With a single piece there is no standard error."""
     cache = {"policy": "h2o", "budget": 8}
     rows = [
         measure(book(cache=cache, rollout={"max_batch": batch}, **keys), progress=False)[0]

@@ -105,9 +105,9 @@ def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: li
             run(tmp_path / "seed0" / quickstart.METHODS[name], [0.1, 0.2, 0.1])
     quickstart.draw(rows, tmp_path)
     bars, *lines = figures
-    places = [text.get_text() for text in bars.axes[0].get_yticklabels()]
+    names = [text.get_text() for text in bars.axes[0].get_yticklabels()]
     solid = [to_hex(bar.get_facecolor()).upper() for bar in bars.axes[0].patches[::2]]
-    colour_of = dict(zip(places, solid, strict=True))
+    colour_of = dict(zip(names, solid, strict=True))
     assert len(set(solid)) == 4
     assert len(lines) == 2
     for figure in lines:

@@ -88,8 +88,9 @@ def test_each_method_has_a_line_through_its_points(monkeypatch: pytest.MonkeyPat
 
 
 def test_any_swept_setting_can_be_the_x_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are preferred to texts; other swept settings tell lines apart; a policy without the setting is a dashed
-    line across the figure.
+    """If several settings are swept, the x axis is one whose values are numbers (here alpha), unless the user names
+    another (form). The other swept settings tell the lines apart. A policy without the setting is a line across the
+    figure.
     """
     rows = [row("gkv", a / 10 + (f == "sum"), budget=64, alpha=a, form=f) for f in ("max", "sum") for a in (0.0, 0.8)]
     rows += [row("morphkv", 0.5, budget=64)]
@@ -105,7 +106,7 @@ def test_any_swept_setting_can_be_the_x_axis(monkeypatch: pytest.MonkeyPatch) ->
         axes_of(rows, monkeypatch, "window")
 
 
-def test_rows_of_several_models_form_lines_of_their_own(tmp_path: Path) -> None:
+def test_each_of_several_models_has_lines_of_its_own(tmp_path: Path) -> None:
     rows = [{**row("gkv", 0.1 * b, budget=b), "model": model} for model in ("runs/a/model", "org/b") for b in (1, 2)]
     (tmp_path / "eval.json").write_text(json.dumps({"rows": rows}))
     sweep = read_sweep(tmp_path / "eval.json")
@@ -139,6 +140,8 @@ def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.M
 
 
 def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The colour of a method does not depend on the other rows. Several lines of one method have different shades.
+    Methods that are not ours have different colours."""
     two_methods = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
     for rows in (two_methods, two_methods[::-1], [*two_methods, row("full", 0.9)]):
         named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).texts}

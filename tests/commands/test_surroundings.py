@@ -1,5 +1,5 @@
-"""Whatever is broken around a command (user code, environment variables, files, pipes), it prints one line and has a
-nonzero exit status.
+"""If something around a command is broken (user code, environment variables, files, pipes), the command prints one
+line and has a nonzero exit status.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_reward_that_exits_while_scoring_is_an_error(end: str, workdir: Path, 
     assert "the reward reward raised " in output
     assert main(["train", "grpo.yaml", "rewards=['judge.py:reward']", f"output_dir={workdir / 'grpo'}"]) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "a reward function raised (of: reward)" in line
+    assert "a reward function (one of: reward) raised" in line
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("no"), GeneratorExit()])
@@ -97,7 +97,7 @@ def test_exceptions_that_would_end_python_silently_are_reported(
 
 @pytest.mark.parametrize("name", PROCESS_NUMBERS)
 @pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "²", "9" * 30])
-def test_a_process_number_in_the_environment_that_is_no_number_is_refused(
+def test_environment_variables_that_are_not_valid_process_numbers_are_refused(
     name: str, value: str, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -197,7 +197,9 @@ def test_a_closed_output_pipe_is_reported_only_by_a_run(workdir: Path, capsys: p
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_more_processes_than_any_machine_holds(machines: int, workdir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_more_than_256_processes_on_a_machine_are_refused(
+    machines: int, workdir: Path, capsys: pytest.CaptureFixture
+) -> None:
     words = ["train", "sft.yaml", "--dry-run", f"launch.machines={machines}", "launch.main_process_ip=here"]
     output = error_of(capsys, *words, f"launch.processes={10**9}")
     assert f"launch.processes: {10**9 // machines:,} processes on each machine are too many; at most 256" in output

@@ -40,9 +40,9 @@ def wrapped(written: list[str], columns: int = 100) -> list[str]:
     return [line[start : start + columns] for line in written for start in range(0, len(line), columns)]
 
 
-def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monkeypatch):
-    """On a terminal, the launcher prints the reason why a later rank died, since rank 0 draws its progress rows over
-    any text on the terminal."""
+def test_on_a_terminal_rank_1_leaves_its_error_to_the_launcher(tmp_path, monkeypatch):
+    """On a terminal, a rank above 0 prints no error, since rank 0 would draw its progress rows over it. The rank leaves
+    the error to the launcher, which prints it at the end (`left_words`). Control: rank 0 prints its error."""
 
     def raise_error() -> int:
         raise UserError("of the second process")
@@ -81,9 +81,9 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
         assert re.search(rf"^sampling {BAR} \d+/16 sequences|^sampling {BAR} \d+/8 sequences", rows, re.M)
     if words is LAUNCHED:
         assert re.search(rf"^saving checkpoint-2 {BAR}", rows, re.M)
-    first = screens[0][0]
-    training = next(at for at, screen in screens if any(line.startswith("training ") for line in screen))
-    assert first < training / 4  # long before the libraries are imported
+    first_time = screens[0][0]
+    training_time = next(time for time, screen in screens if any(line.startswith("training ") for line in screen))
+    assert first_time < training_time / 4  # long before the libraries are imported
     (second_folder := tmp_path / "again").mkdir()
     redirected = lines(["train", *words, "max_steps=3", "output_dir=run"], second_folder)
     assert without_numbers(screens[-1][1]) == without_numbers(wrapped(redirected))

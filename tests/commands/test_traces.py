@@ -120,8 +120,8 @@ def test_the_map_has_each_opened_page_where_its_tokens_are(
     assert max(cells.shape) <= finest
     at, ends = line.get_data()
     times: Counter[tuple[int, int]] = Counter()
-    for layer, head, query, place in (longest.further["opened"] >= 0).nonzero().tolist():
-        page = int(longest.further["opened"][layer, head, query, place])
+    for layer, head, query, slot in (longest.further["opened"] >= 0).nonzero().tolist():
+        page = int(longest.further["opened"][layer, head, query, slot])
         tokens = PAGES.sinks + page * PAGES.size, PAGES.sinks + (page + 1) * PAGES.size - 1
         first, last = (int(corners[:, 0, 1].searchsorted(token)) - 1 for token in tokens)
         times[first, int(corners[0, :, 0].searchsorted(query)) - 1] += 1
@@ -134,6 +134,7 @@ def test_the_map_has_each_opened_page_where_its_tokens_are(
 
 
 def test_the_line_above_the_map_steps_up_where_pages_close() -> None:
+    """Of 11 tokens, with pages that close at queries 5 and 8, the line has these x and y values."""
     assert closing_line(torch.tensor([5, 8]), PAGES, 11) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
 
 

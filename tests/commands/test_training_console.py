@@ -34,7 +34,7 @@ def without_vllm(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def test_if_auto_falls_back_to_hf_the_reason_is_printed(workdir, without_vllm, capsys):
+def test_a_command_prints_why_auto_falls_back_to_hf(workdir, without_vllm, capsys):
     fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.31.*")'
     assert main(["rollout", "grpo.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
@@ -79,8 +79,8 @@ def test_slow_steps_on_a_gpu_are_announced(workdir, without_vllm, capsys, monkey
     output = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
     assert capsys.readouterr().out.splitlines() == [output]
     rows = recipe.training.per_device_train_batch_size
-    place = accelerator.device, torch.float32
-    assert compilations == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
+    device_and_dtype = accelerator.device, torch.float32
+    assert compilations == [("flex_sorted", "its configuration", rows, 1000, *device_and_dtype, {"target": True})]
     compile_attention(trainer, recipe.with_attention_kernel("sdpa"))
     assert len(compilations) == 1
     assert not capsys.readouterr().out
@@ -90,17 +90,17 @@ def test_a_training_resolves_its_settings_once(workdir, without_vllm, monkeypatc
     """In one training, each of six functions that choose or load something is called exactly once."""
     calls = Counter()
 
-    def count(place):
-        module, _, name = place.rpartition(".")
+    def count(path):
+        module, _, name = path.rpartition(".")
         plain = getattr(importlib.import_module(module), name)
-        monkeypatch.setattr(place, lambda *given, **options: calls.update([name]) or plain(*given, **options))
+        monkeypatch.setattr(path, lambda *given, **options: calls.update([name]) or plain(*given, **options))
 
-    for place in (
+    for path in (
         *("rollout.choice.choose_engine", "sparse_rl.attention.choice.choose_kernel", "rewards.make_rewards"),
         *("sparse_rl.commands.prepared.load_tokenizer", "sparse_rl.commands.examples.load_data"),
         "sparse_rl.commands.prepared.check_weights",
     ):
-        count(place)
+        count(path)
     assert main(["train", "grpo.yaml", *QUIET]) == 0
     assert len(calls) == 6
     assert set(calls.values()) == {1}

@@ -253,8 +253,8 @@ def test_a_model_that_gives_nan_is_refused(rollouts: Run, workdir: Path, capfd: 
 def test_rollouts_of_float32_attention_have_a_wider_bound(
     rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollouts that were sampled with float32 attention are replayed with float32 attention, under a wider bound of the
-    gap."""
+    """Rollouts that were sampled with float32 attention are replayed with float32 attention. The bound of their gap is
+    1e-4 instead of 1e-5."""
     monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # monkeypatch then restores it
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
@@ -270,6 +270,8 @@ def test_rollouts_of_float32_attention_have_a_wider_bound(
 def test_half_precision_has_a_separate_bound(
     dtype: str, rollouts: Run, verified: Callable, record_property: Callable
 ) -> None:
+    """Rollouts in half precision have a gap above 1e-5 and within the bound of their dtype, also if they are replayed
+    in float32. Control: with evictions one query later the gap is too large."""
     folder = rollouts(GKV, f"dtype={dtype}")
     status, report = verified(folder)
     record_property("gap", report["largest"])
@@ -277,7 +279,7 @@ def test_half_precision_has_a_separate_bound(
     assert report["dtype"] == dtype
     assert 1e-5 < report["largest"] <= report["bound"]
     assert verified(folder, "--bound", 1e-5)[0] == 1
-    in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound of the coarser of the two applies
+    in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound of the coarser dtype applies
     assert in_float32["bound"] == report["bound"]
     assert in_float32["largest"] != report["largest"]
     change_traces(folder, with_evictions_one_later)
@@ -341,7 +343,7 @@ def test_paths_that_are_not_rollout_folders_are_refused(rollouts: Run, refused: 
     for text, message in (
         ("{", "cannot be read"),
         ("[]", "has format version null"),
-        ('{"format_version": 9}', "has format version 9, this reads 1"),
+        ('{"format_version": 9}', "has format version 9, but 1 is needed"),
         ('{"format_version": 1}', "model: missing"),
     ):
         (workdir / "rollouts" / "rollouts.json").write_text(text)
@@ -357,7 +359,7 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, workdir: Pat
     (workdir / "deep" / "config.json").write_text(json.dumps(config))
     assert "deep is qwen3-L3-H2-D32, but these rollouts were sampled by qwen3-L2-H2-D32" in refused(folder, "deep")
     change_origin(folder, lambda origin: origin.update(vocabulary=50))
-    assert "knows 64 tokens, but these rollouts were sampled with 50" in refused(folder)
+    assert "has 64 tokens, but the rollouts' model has 50" in refused(folder)
     change_origin(folder, lambda origin: origin.update(vocabulary=64, model="/nowhere/model"))
     assert "/nowhere/model, the model that sampled these rollouts, does not exist; name the model" in refused(folder)
     assert main(["verify", str(folder), "quickstart/model"]) == 0
@@ -366,8 +368,8 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, workdir: Pat
 def test_a_model_of_another_configuration_gives_a_warning(
     rollouts: Run, workdir: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The command names a model whose configuration differs. A model of the same shape is still replayed; the gap shows
-    if the difference matters."""
+    """If the model's configuration differs from that of the sampling model, but not in shape, the command warns and
+    replays. The gap shows if the difference matters, as it does here."""
     folder = rollouts(GKV)
     shutil.copytree(QUICKSTART, workdir / "turned")
     config = json.loads((workdir / "turned" / "config.json").read_text())
@@ -380,19 +382,22 @@ def test_a_model_of_another_configuration_gives_a_warning(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda line: line.pop("logprobs"), "line 2: it has no list logprobs: the log-probs of the sampled tokens"),
-        (lambda line: line["logprobs"].pop(), "line 2: it has "),
+        (
+            lambda line: line.pop("logprobs"),
+            "line 2: the line has no list logprobs: the log-probs of the sampled tokens",
+        ),
+        (lambda line: line["logprobs"].pop(), "line 2: the line has "),
         (lambda line: line["logprobs"].__setitem__(0, 0.5), "line 2: logprobs has a value that is not a log-prob"),
         (
             lambda line: line["logprobs"].__setitem__(0, float("nan")),
             "line 2: logprobs has a value that is not a log-prob",
         ),
-        (lambda line: line.pop("prompt_ids"), "line 2: it has no list prompt_ids"),
+        (lambda line: line.pop("prompt_ids"), "line 2: the line has no list prompt_ids"),
         (
             lambda line: line["completion_ids"].__setitem__(0, 64),
-            "line 2: completion_ids has token 64; the model knows",
+            "line 2: completion_ids has token 64; the model's token ids are",
         ),
-        (lambda line: line["prompt_ids"].append(3), "they do not belong together"),
+        (lambda line: line["prompt_ids"].append(3), "the two files do not belong together"),
     ],
 )
 def test_a_damaged_line_is_refused(change: Callable, message: str, rollouts: Run, refused: Callable) -> None:
@@ -404,7 +409,7 @@ def test_a_damaged_line_is_refused(change: Callable, message: str, rollouts: Run
 def test_truncated_sampling_needs_both_log_probs(rollouts: Run, refused: Callable) -> None:
     folder = rollouts(GKV, "top_p=0.9")
     change_line(folder, 3, lambda line: line.pop("model_logprobs"))
-    assert "line 3: it has no list model_logprobs" in refused(folder)
+    assert "line 3: the line has no list model_logprobs" in refused(folder)
 
 
 def test_traces_that_do_not_belong_to_the_lines_are_refused(rollouts: Run, refused: Callable, workdir: Path) -> None:
@@ -422,12 +427,12 @@ def test_traces_that_do_not_belong_to_the_lines_are_refused(rollouts: Run, refus
     (folder / "completions.jsonl").write_text(lines + "{\n")
     assert "has more lines than the 12" in refused(folder)
     (folder / "completions.jsonl").write_text("{\n" + lines)
-    assert "completions.jsonl, line 1: it is not JSON" in refused(folder)
+    assert "completions.jsonl, line 1: the line is not JSON" in refused(folder)
     (folder / "completions.jsonl").write_bytes(b"\xff" + lines.encode())
     assert "completions.jsonl cannot be read" in refused(folder)
     (folder / "completions.jsonl").write_text(lines)
     shutil.copy(second, first)
-    assert "they do not belong together" in refused(folder)
+    assert "the two files do not belong together" in refused(folder)
     save_traces(first, load_traces(first), {**read_fingerprint(first), "policy": "another"})
     assert "was recorded with policy 'another'" in refused(folder)
     first.write_bytes(first.read_bytes()[:-1])

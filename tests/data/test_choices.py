@@ -70,8 +70,8 @@ def test_options_follow_the_question_and_the_answer_is_the_right_letter(tmp_path
 
 
 def test_the_order_depends_on_the_seed_and_the_question_alone(tmp_path: Path) -> None:
-    """The order does not depend on the place in the file, `limit`, a shuffle, or the options' texts. Control: another
-    seed or another question gives another order."""
+    """The order does not depend on the row's position in the file, `limit`, a shuffle, or the options' texts. Control:
+    another seed or another question gives another order."""
     rows = [question(i) for i in range(60)]
     expected = answers_of(data_of(tmp_path, rows))
     assert answers_of(data_of(tmp_path, rows)) == expected
@@ -99,7 +99,7 @@ def test_the_order_is_the_same_in_every_process_and_version(tmp_path: Path) -> N
 def test_right_letters_and_orders_are_uniform(count: int, tmp_path: Path) -> None:
     """The counts of 2,600 letters are within five standard deviations of equal counts, for the right option and for the
     last one. Control: the dataset's own order, where the right option is always A, is not."""
-    columns = [f"option {place}" for place in range(count)]
+    columns = [f"option {number}" for number in range(count)]
     rows = [{"prompt": f"{i}", **{column: column for column in columns}} for i in range(2600)]
     data = data_of(tmp_path, rows, columns={}, choices=columns)
     mean = len(rows) / count
@@ -161,7 +161,7 @@ def test_a_file_that_already_has_options_and_letters_needs_no_choices(tmp_path: 
         ),
     ],
 )
-def test_a_wrong_option_is_a_one_line_error(replaced: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_option_gives_a_one_line_error(replaced: dict[str, Any], message: str, tmp_path: Path) -> None:
     rows = [question(0), question(1, **replaced), question(2)]
     for shuffle in (None, 1):
         with pytest.raises(UserError) as caught:
@@ -171,7 +171,7 @@ def test_a_wrong_option_is_a_one_line_error(replaced: dict[str, Any], message: s
     assert len(data_of(tmp_path, [rows[0], rows[2]])) == 2  # control
 
 
-def test_wrong_columns_and_questions_are_one_line_errors(tmp_path: Path) -> None:
+def test_wrong_columns_and_questions_give_one_line_errors(tmp_path: Path) -> None:
     rows = [question(0)]
     with pytest.raises(
         UserError, match=r"^data\.choices: no column 'Wrong'; the source has Question, Correct Answer, "
@@ -180,7 +180,7 @@ def test_wrong_columns_and_questions_are_one_line_errors(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"^data\.choices: row 1: expected an option \(text\) in column 'n', got 3"):
         data_of(tmp_path, [question(0, n=3)], choices=["Correct Answer", "n"])
     chat = [question(0, Question=[{"role": "user", "content": "a?"}])]
-    with pytest.raises(UserError, match=r"^data\.choices: row 1: options need a question that is text, got list"):
+    with pytest.raises(UserError, match=r"^data\.choices: row 1: a question with options must be text, got list"):
         data_of(tmp_path, chat)
 
 
@@ -195,14 +195,14 @@ def test_wrong_columns_and_questions_are_one_line_errors(tmp_path: Path) -> None
         ({"choices": ["a", "b"], "columns": {"answer": "c"}}, "columns.answer: has no effect with choices"),
         ({"choices": ["a", "b"], "answer_after": "##"}, "answer_after: has no effect with choices"),
         ({"choices": ["a", "b"], "choices_seed": -1}, "choices_seed: expected a whole number >= 0"),
-        ({"choices_seed": 1}, "choices_seed: has no effect without choices; remove it"),
+        ({"choices_seed": 1}, "choices_seed: has no effect without choices; remove choices_seed"),
         (
             {"choices": ["a", "b"], "path": None, "synthetic": {"task": "running_sum", "size": 1}},
             "choices: has no effect",
         ),
     ],
 )
-def test_wrong_keys_are_one_line_errors(keys: dict[str, Any], message: str) -> None:
+def test_wrong_keys_give_one_line_errors(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         DataConfig(**{"path": "rows.jsonl", **keys})
     assert str(caught.value).startswith(message)

@@ -71,7 +71,8 @@ def test_a_chat_is_cut_right_after_its_context(kind: str, thinking: bool | None)
 
 
 def test_a_token_that_spans_the_cut_is_split() -> None:
-    """`\\boxed{` is one token. A cut inside it gives other, more tokens than the joint text."""
+    """`\\boxed{` is one token. If the context ends inside it, both parts together have more tokens than the
+    joint text."""
     tokenizer = tokenizer_with(TEMPLATE)
     chat = [{"role": "user", "content": "a\\boxed{1}"}]
     cut = split_prompt(chat, "a\\boxed", tokenizer)
@@ -92,8 +93,8 @@ def test_the_context_of_a_plain_text_begins_with_the_tokenizers_first_tokens(aro
 
 
 def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused() -> None:
-    """Refused are templates that trim or drop the context, and tokenizers that add tokens at a text's end.
-    `with_context` exchanges the context of a prompt."""
+    """Templates that trim or drop the context are refused, and so are tokenizers that add tokens at a text's end.
+    `with_context`, which exchanges the context of a prompt, needs a user message."""
     chat = CHATS["user"]
     for template, context in ((TRIMS, " a1"), (DROPS, CONTEXT)):
         with pytest.raises(UserError, match="the chat template changes the context"):
@@ -116,7 +117,7 @@ COLUMNS = {"context": "article", "prompt": "question"}
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_a_context_stands_before_the_problem(template: str | None, tmp_path: Path) -> None:
+def test_the_context_stands_before_the_problem(template: str | None, tmp_path: Path) -> None:
     """The context stands after the system prompt and before the problem as formatted by the prompt template. Its tokens
     count for `max_prompt_tokens`."""
     tokenizer = tokenizer_with(template)
@@ -153,7 +154,7 @@ def test_the_context_of_a_chat_begins_the_first_user_message(tmp_path: Path) -> 
         ([{"prompt": "a", "text": " b"}], {"context": "text"}, "refuses the prompt of row 1: the chat template"),
     ],
 )
-def test_a_mistake_in_a_context_is_a_one_line_error(rows: list, columns: dict, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_context_gives_a_one_line_error(rows: list, columns: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as caught:
         data_of(tmp_path, rows, tokenizer_with(TRIMS), columns=columns)
     assert "\n" not in str(caught.value)

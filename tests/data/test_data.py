@@ -160,7 +160,7 @@ def test_prompts_become_messages_if_the_tokenizer_has_a_chat_template(file, toke
 
 
 def test_prompts_that_already_are_messages_are_kept(file, tokenizer, chat_tokenizer):
-    """They need a chat template; a prompt template does not apply to them."""
+    """Prompts that are chat messages need a chat template. A prompt template does not apply to them."""
     messages = [{"role": "user", "content": "a"}]
     path = file([{"prompt": messages}])
     assert load_data(config(path, {}, system_prompt="b"), chat_tokenizer)["prompt"][0][1:] == messages
@@ -255,7 +255,7 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
         ('{"problem": 3}\n', "data.columns.prompt: row 1 is neither text"),
     ],
 )
-def test_damaged_files_name_the_line(text, message, file):
+def test_errors_of_damaged_files_name_the_line(text, message, file):
     assert message in refused(config(file(text)))
 
 
@@ -269,7 +269,7 @@ def test_an_error_names_the_row_of_the_file_even_after_shuffling(file):
     assert "row 10 of the source" in refused(config(path, shuffle_seed=5))
 
 
-def test_an_error_of_the_hub_is_one_line(monkeypatch):
+def test_an_error_of_the_hub_gives_one_line(monkeypatch):
     def fail(path, subset, split):
         raise ConnectionError(f"no route to {path} {subset} {split}\nsecond line")
 

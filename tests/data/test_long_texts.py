@@ -100,7 +100,7 @@ def test_several_patients_share_one_text(tmp_path: Path, capsys: pytest.CaptureF
         ("longhealth", {"p1": {**patient("p1"), "questions": [{}]}}, "p1, question 1 has no text 'answer_a'"),
     ],
 )
-def test_a_mistake_in_a_file_is_a_one_line_error(
+def test_a_mistake_in_a_file_gives_a_one_line_error(
     job: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "file").write_text(json.dumps(content))

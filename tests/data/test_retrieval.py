@@ -46,7 +46,7 @@ def test_every_answer_is_stated_in_the_document(task):
 def test_facts_stand_in_random_order_among_words():
     """Each document states its facts in a new random order, and the words between the facts are filler."""
     documents = [row["prompt"].split(" asked: ")[0].split()[1:] for row in rows("train", 40, 0)]
-    assert all(("=" in word) == (place % 3 == 0) for words in documents for place, word in enumerate(words))
+    assert all(("=" in word) == (index % 3 == 0) for words in documents for index, word in enumerate(words))
     assert {word for words in documents for word in words if "=" not in word} == set(retrieval.FILLER)
     assert len({words[0] for words in documents}) > 30
     stated = documents[0][::3]
@@ -75,6 +75,7 @@ def test_splits_have_no_common_problem_for_any_seed():
 
 
 def test_rows_are_reproducible():
+    """Rows depend on the seed alone: fewer rows are the beginning of more rows, and completions change nothing else."""
     first = rows("train", 4, 3)
     assert rows("train", 2, 3) == first[:2]
     assert rows("train", 4, 4) != first
@@ -95,8 +96,8 @@ def test_a_recipe_can_load_the_task(tokenizer):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"task": "retrieval", "n": 4}, "n: is a key of the task running_sum; remove it"),
-        ({"task": "running_sum", "facts": 4}, "facts: is a key of the task retrieval; remove it"),
+        ({"task": "retrieval", "n": 4}, "n: is a key of the task running_sum; remove n"),
+        ({"task": "running_sum", "facts": 4}, "facts: is a key of the task retrieval; remove facts"),
         ({"task": "retrieval", "facts": 101}, "facts: "),
         ({"task": "retrieval", "restated": 0}, "restated: "),
     ],
@@ -117,7 +118,9 @@ def test_the_task_refuses_wrong_sizes_and_unknown_splits():
 def test_settings_that_need_running_sum_are_refused():
     """The retrieval task refuses stop_at_accuracy, which can grade only answers to running_sum, and the end of its
     training does not propose an evaluation as the next command."""
-    with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove it"):
+    with pytest.raises(
+        UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove this key"
+    ):
         load_recipe("retrieval/short", ["stop_at_accuracy=0.9"])
     commands = {name: what_next(load_recipe(name)) for name in ("retrieval/sft", "quickstart/sft")}
     assert " eval " not in commands["retrieval/sft"]

@@ -64,7 +64,7 @@ def rows_printed_by(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str
 def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> None:
     """Each letter of a pattern is one article in the salad, in the pattern's order; the questions of a salad are
     consecutive in the source, and no question occurs twice."""
-    at = {question.question: i for i, question in enumerate(SOURCE)}
+    index_of = {question.question: i for i, question in enumerate(SOURCE)}
     for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
         questions = salad["questions"]
         assert salad["example_id"] == number
@@ -74,16 +74,16 @@ def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> 
         articles = dict(zip(dict.fromkeys(pattern), salad["metadata"]["articles"], strict=True))
         assert len(set(articles.values())) == len(articles)
         for question in questions:
-            source = SOURCE[at[question["question"]]]
+            source = SOURCE[index_of[question["question"]]]
             assert question["article"] == source.title == articles[question["topic"]]
             assert question["answers"] == {"text": list(source.answers)}
         for topic in articles:
-            places = [at[question["question"]] for question in questions if question["topic"] == topic]
-            assert places == list(range(places[0], places[0] + len(places)))
-        assert salad["prompt"] == salad_prompt(SOURCE[at[question["question"]]] for question in questions)
+            indices = [index_of[question["question"]] for question in questions if question["topic"] == topic]
+            assert indices == list(range(indices[0], indices[0] + len(indices)))
+        assert salad["prompt"] == salad_prompt(SOURCE[index_of[question["question"]]] for question in questions)
 
 
-def test_the_seed_determines_the_salads_and_articles_and_questions_vary() -> None:
+def test_the_seed_determines_the_salads() -> None:
     first, repeated, other_seed = (list(make_salads(SOURCE, "ABAB", 30, seed)) for seed in (0, 0, 1))
     assert first == repeated != other_seed
     assert len({salad["metadata"]["articles"][0] for salad in first}) == 5
@@ -131,15 +131,19 @@ def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
 # ---- questions -----------------------------------------------------------------------------------------------------
 
 
-def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("pattern", ["ABCABC", "AAABBBCCCAAABBBCCC"])
+def test_the_programs_turn_squad_into_rows_that_a_recipe_reads(
+    pattern: str, file: Callable, capsys: pytest.CaptureFixture
+) -> None:
     """The program `make` turns SQuAD into salads, `questions` turns salads into rows, and a data block reads the
     rows."""
     squad = file([as_row(question) for question in SOURCE], "squad.jsonl")
-    salads = rows_printed_by(capsys, "make", squad, "--pattern", "ABCABC", "--count", "7", "--seed", "3")
-    assert salads == list(make_salads(SOURCE, "ABCABC", 7, 3))
+    salads = rows_printed_by(capsys, "make", squad, "--pattern", pattern, "--count", "7", "--seed", "3")
+    assert salads == list(make_salads(SOURCE, pattern, 7, 3))
     rows = rows_printed_by(capsys, "questions", file(salads, "salads.jsonl"))
     assert rows == list(flatten(salads))
-    assert len(rows) == 7 * 6
+    assert len(rows) == 7 * len(pattern)
+    assert "".join(row["topic"] for row in rows) == pattern * 7
     data = load_data(DataConfig(path=file(rows, "rows.jsonl"), chat=False))
     assert data.to_list() == [dict(row) for row in rows]
     assert any(not row["answers"] for row in rows)
@@ -147,15 +151,14 @@ def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, 
     instruction = "\n\nAnswer the following question in one short phrase. Do not include any other text.\n\nQuestion: "
     assert first["prompt"] == f"{salads[0]['prompt']}{instruction}{question['question']}\n\nAnswer:"
     assert {name: first[name] for name in ("pattern", "segment", "topic")} == {
-        "pattern": "ABCABC", "segment": 0, "topic": "A",
+        "pattern": pattern, "segment": 0, "topic": "A",
     }  # fmt: skip
     assert first["answers"] == question["answers"]["text"]
 
 
-@pytest.mark.skipif(not (AUTHORS / "wikisalad_easy.jsonl").is_file(), reason="the authors' rows are not here")
 @pytest.mark.parametrize(
     ("name", "questions", "answerable", "nowhere"),
-    [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110)],
+    [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110), ("very_hard", 900, 646, 131)],
 )
 def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
     name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
@@ -165,6 +168,8 @@ def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
     Equality refuses a true answer of more than 100 characters: it compares only the first sentence of such a text.
     """
     path = AUTHORS / f"wikisalad_{name}.jsonl"
+    if not path.is_file():
+        pytest.skip("the authors' rows are not here")
     for salad in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         bodies = re.split(r"(?:^|\n\n)# Segment \d+: .*\n\n", salad["prompt"])[1:]
         segments = [
@@ -177,7 +182,7 @@ def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
     assert len(rows) == questions
     assert sum(bool(row["answers"]) for row in rows) == answerable
     cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
-    assert len(cut_off) == nowhere  # the authors cut paragraphs after three sentences
+    assert len(cut_off) == nowhere  # the authors cut paragraphs after three sentences; these answers were cut off
     answers_given = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
     true = [row["answers"] for row in rows]
     judged = ShortAnswerReward(match="contained", unanswerable="left_out")(answers_given, answers=true)
@@ -215,7 +220,7 @@ SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"
         (["mix"], [], "invalid choice"),
     ],
 )
-def test_user_errors_are_one_line(
+def test_each_user_error_gives_one_line(
     words: list[str], content: Any, message: str, file: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     assert main([words[0], file(content, "it.jsonl"), *words[1:]]) == 2
@@ -226,7 +231,7 @@ def test_user_errors_are_one_line(
     assert message in err
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_that_cannot_be_read_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "broken.jsonl").write_text('\n{"prompt": \n')
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))

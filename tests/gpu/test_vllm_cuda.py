@@ -141,7 +141,9 @@ def test_the_gap_is_as_small_as_without_evictions(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The 99th percentile of the gap is at most 1.5 times that of a full cache, and that of wrong traces is larger."""
+    """The 99th percentile of the gap is at most 1.5 times that of a full cache. Control: under wrong traces (no
+    evictions, kv heads swapped) it is more than 3 times that of a full cache.
+    """
     gap_of_full_cache = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
     rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(prompts, SAMPLED)
     assert evicts(rollouts)
@@ -166,8 +168,8 @@ def test_decisions_equal_those_of_the_reference_engine(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable,
 ) -> None:
-    """In float32 (Triton), sequences equal the reference engine's, except that the first decision that differs may be a
-    tie within TIE.
+    """In float32 (Triton), tokens and evictions of each sequence equal those of the reference engine. The only allowed
+    difference is a tie: the first decision that differs compares scores that are equal up to TIE (2e-2).
     """
     policy = policy_of(policy_name, **BUDGET)
     rollouts = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
@@ -223,7 +225,9 @@ def test_the_gap_does_not_depend_on_piecewise_graphs(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The gap is the same with piecewise graphs and without graphs, also with prompts in chunks."""
+    """With piecewise graphs and without graphs, the 99th percentiles of the gap differ by a factor of at most 1.5.
+    Prompts are read in chunks of 256 tokens.
+    """
     policy = policy_of("gkv", **BUDGET)
     options = {"kernels": kernels, "max_num_batched_tokens": 256}
     results = []
@@ -251,8 +255,8 @@ def test_the_gap_does_not_depend_on_graphs_of_whole_decode_steps(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """With full_graphs, the gap equals that of piecewise graphs, also for padded batches, and decode steps run no
-    Python code.
+    """With `full_graphs` and with piecewise graphs, the 99th percentiles of the gap differ by a factor of at most 1.5,
+    also for batch sizes that graphs must pad. With `full_graphs`, decode steps run no Python code.
     """
     from rollout.vllm.compat.paged import live_state
 
@@ -301,8 +305,8 @@ def test_blocks_of_evicted_entries_are_freed(open_engine: Callable, policy_of: C
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     policy_name: str, blocks: int, open_engine: Callable, policy_of: Callable, prompts: list
 ) -> None:
-    """The pool has the blocks of 16 tokens that prompts of 450 tokens need, or sequences of 1,024 tokens with a full
-    cache, although the given share of the GPU has room for many more.
+    """The given share of the GPU has room for many more blocks of 16 tokens. But the pool of 9 sequences has only the
+    blocks that prompts of 450 tokens need (29 each), or with a full cache those of 1,024 tokens (64 each).
     """
     policy = policy_of(policy_name, **BUDGET)
     engine = open_engine(policy, kv_cache_gb=None, gpu_memory_utilization=0.3, max_batch=9, max_prompt=450)
@@ -319,8 +323,8 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
 def test_an_engine_samples_the_same_tokens_after_a_sleep(
     level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list
 ) -> None:
-    """In a sleep the memory is free for others. After waking up, the engine samples the same tokens with its old
-    graphs.
+    """A sleeping engine frees at least 0.9 GiB of GPU memory. After waking up, it samples the same tokens and makes the
+    same evictions.
     """
     engine = open_engine(policy_of("gkv", **BUDGET), sleep_mode=True, kv_cache_gb=1.0)
     expected = engine.generate(prompts, GREEDY)
@@ -350,7 +354,7 @@ def test_without_sleep_mode_a_sleep_has_no_effect(open_engine: Callable, policy_
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("policy_name", ["gkv", "tova"])
-def test_the_gap_on_two_gpus_equals_that_on_one(
+def test_the_gap_on_two_gpus_is_as_small_as_on_one(
     policy_name: str,
     open_engine: Callable,
     policy_of: Callable,
@@ -358,7 +362,9 @@ def test_the_gap_on_two_gpus_equals_that_on_one(
     replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The heads of two tensor-parallel processes are joined in the right order: the gap equals that of one GPU."""
+    """With two tensor-parallel processes, the 99th percentile of the gap is at most 1.5 times that of one process. So
+    the heads of the two processes are joined in the right order.
+    """
     policy = policy_of(policy_name, **BUDGET)
     gap_on_one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
     rollouts = open_engine(policy, tensor_parallel=2).generate(prompts, SAMPLED)
@@ -367,5 +373,7 @@ def test_the_gap_on_two_gpus_equals_that_on_one(
     record_property("p99 on two", gap_on_two)
     assert evicts(rollouts)
     assert gap_on_two <= 1.5 * gap_on_one
-    if policy_name == "tova":  # tova keeps the same entries in every head, so both processes must agree
+    if (
+        policy_name == "tova"
+    ):  # tova keeps the same entries in every head, so both processes must evict the same entries
         assert all(torch.equal(r.trace.evict_at, r.trace.evict_at[:, :1].expand_as(r.trace.evict_at)) for r in rollouts)

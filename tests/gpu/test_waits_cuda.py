@@ -41,6 +41,9 @@ def react_to_waits() -> Iterator[Callable[[str], None]]:
 def test_decoding_does_not_wait_and_compactions_wait_a_few_times(
     policy: dict, policy_of: Callable[..., Policy], react_to_waits: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A decode step raises an error if it waits for the GPU. A compaction of all 8 requests waits at least once and at
+    most MOST_WAITS (6) times.
+    """
     pytest.importorskip("vllm")
     from rollout.vllm.messages import Due
 

@@ -57,8 +57,8 @@ print("compared", compared)
 
 
 def test_the_interpreted_kernel_equals_the_reference() -> None:
-    """The program INTERPRETED compares the kernel with torch's form in 6 cases, to the last bit, with keys whose
-    cosines are exact.
+    """The program INTERPRETED compares the kernel with torch's implementation ("form") in 6 cases. The results are
+    equal to the last bit, since the keys are chosen so that their cosines are exact.
     """
     assert "compared 6" in run(INTERPRETED, TRITON_INTERPRET="1")
 
@@ -77,6 +77,7 @@ def test_the_compiled_kernel_spills_no_registers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_control_larger_tiles_spill_registers(tmp_path: Path) -> None:
+    """With tiles of 128 columns and 4 warps, the second kernel of each GPU generation spills registers."""
     small = "kernels.__dict__.update(COLUMNS=128, WARPS=4) or kernels.compiled(target, 128)"
     assert [entry["STACK"] > 0 for entry in resources_used("redundancy_triton", small, tmp_path)] == [False, True] * 2
 
@@ -129,8 +130,8 @@ def raises(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -
 )
 @pytest.mark.parametrize("dim", [16, 80])
 def test_only_a_correct_kernel_is_chosen(form: Callable, kernel: str, finding: str, dim: int) -> None:
-    """The check compares a form of the kernel with the reference. The exact form is chosen ("triton"); for each wrong
-    form torch's form is used, with the reason.
+    """The check compares a form (implementation) of the kernel with the reference. If the form is exact, it is chosen
+    ("triton"). If it is wrong, torch's form is used, and the choice gives the reason.
     """
     choice = check_redundancy(lambda: form, torch.bfloat16, dim, "cpu")
     assert choice.kernel == kernel
@@ -139,7 +140,7 @@ def test_only_a_correct_kernel_is_chosen(form: Callable, kernel: str, finding: s
 
 
 @pytest.mark.parametrize("under", [0.4, 0.5, 0.6])
-def test_the_check_detects_another_threshold_of_similarity(under: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_a_wrong_threshold_of_similarity(under: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two keys are similar if their cosine is at least 0.5. A form with another threshold, or in which exactly 0.5 does
     not count, is refused.
     """
@@ -156,8 +157,9 @@ def test_the_check_detects_another_threshold_of_similarity(under: float, monkeyp
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_no_cosine_in_the_check_is_near_the_threshold(dim: int) -> None:
-    """So rounding cannot change which keys are similar. The only exception is a cosine of exactly 0.5, which occurs
-    often in the first row.
+    """No cosine of two keys in the check is within 0.005 of the threshold 0.5, so that rounding cannot change which
+    keys
+    are similar. The only exception is a cosine of exactly 0.5, which occurs often in the first row.
     """
     keys, _, lengths = drawn_entries(torch.bfloat16, dim)
     for row, length in enumerate(lengths.tolist()):

@@ -1,5 +1,6 @@
 """The running top-k keeps sinks, window and the k best other tokens so far, at each query. The parallel computation
-equals a heap that takes one token at a time, and the paper's mask.
+equals a heap that takes one token at a time (`running_topk_reference`), and the mask of
+KVpop's paper.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k
         assert torch.equal(visible, (t <= q) & (q < topk.evict_at)), q
 
 
-def test_ties_go_to_the_earlier_token_and_decay_breaks_them() -> None:
+def test_equal_scores_keep_the_earlier_token_unless_scores_decay() -> None:
     """With equal scores the first tokens are kept. With decay a token's score falls as it ages, so the oldest is
     evicted.
     """
@@ -126,7 +127,7 @@ def test_invalid_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("fault", ["ties", "window", "cutoff"])
 def test_control_a_wrong_top_k_differs_from_the_reference(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ties that go to the later token, another window, or a wrong k-th best rank, the results differ."""
+    """If ties go to the later token, the window is another, or the k-th best rank is wrong, the results differ."""
     case: dict[str, Any] = {"scores": torch.zeros(1, 2, 40).index_fill_(-1, torch.arange(0, 40, 3), 1.0), "sinks": 2}
     expected = running_topk_reference(**case, window=3, k=5)
     assert same(running_topk(**case, window=3, k=5), expected)

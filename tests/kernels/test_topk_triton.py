@@ -54,7 +54,7 @@ def test_the_compiled_kernel_spills_no_registers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_too_large_a_block_spills_registers(tmp_path: Path) -> None:
+def test_control_a_block_that_is_too_large_spills_registers(tmp_path: Path) -> None:
     usage = resources_used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
     assert all(entry["LOCAL"] + entry["STACK"] > 0 for entry in usage)
 
@@ -81,7 +81,8 @@ def off_by_one(ranks: torch.Tensor, k: int) -> torch.Tensor:
 def test_the_kernel_is_chosen_if_it_is_exact_and_faster(
     load: Callable, seconds: list, kernel: str, finding: str
 ) -> None:
-    """`seconds` are the simulated times of the kernel and of torch's form. A kernel that is not faster, is wrong, or
+    """`seconds` are the simulated times of the kernel and of torch's implementation ("form"). A kernel that is not
+    faster, is wrong, or
     cannot be loaded is not used, and the choice gives the reason.
     """
     choice = check_topk(load, lambda work: seconds.pop(0), "cpu")

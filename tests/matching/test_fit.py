@@ -66,8 +66,8 @@ def kept_features(block: Block, index: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("bound", [3.0, 0.5])
 def test_fitted_weights_are_nearly_the_best_within_their_bounds(bound: float, tally: Callable) -> None:
-    """The weights are fitted by 30 steps of gradient descent, within exp(+-bound). Their residual is within 2 % of the
-    best one's, to which 3,000 steps converge. Control: weights of 1 have a far larger residual.
+    """The weights are fitted by 30 steps of gradient descent, within exp(+-bound). Their residual is at most 2 % above
+    that of the best weights, to which 3,000 steps converge. Control: the residual of weights of 1 is over 50 % above.
     """
     block = block_of()
     index = match(block, 20, Fit())[0]
@@ -119,8 +119,10 @@ def test_pursuit_chooses_the_entries_and_weights_of_the_papers_algorithm(gram: b
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize(("count", "queries"), [(8, 10), (10, 12), (11, 12)])
 def test_pruned_entries_are_replaced_by_other_entries(count: int, queries: int, gram: bool, tally: Callable) -> None:
-    """Entries with log w < -7 are discarded, and the pursuit goes on from the others until all pass, as the plain
-    reference does it (C.2). With 11 of 12 entries chosen, some rows cannot spare all of theirs.
+    """Entries whose weight w has log w < -7 are discarded, and the pursuit chooses other entries, until all weights
+    pass,
+    as in the plain reference (appendix C.2 of the paper). If 11 of 12 entries are chosen, some rows have fewer other
+    entries than they would need.
     """
     generator = torch.Generator().manual_seed(2)
     phi = torch.randn(300, queries, 12, generator=generator, dtype=torch.float64).exp()
@@ -142,8 +144,9 @@ def test_pruned_entries_are_replaced_by_other_entries(count: int, queries: int, 
 
 
 def test_pruning_continues_until_all_weights_pass() -> None:
-    """For some rows, pruning takes more than three rounds, at which an earlier version stopped. Now all weights are at
-    least exp(-7).
+    """Pruning does not stop after a fixed number of rounds: all weights are at least exp(-7), although some of these
+    rows
+    need more than three rounds.
     """
     generator = torch.Generator().manual_seed(5)
     phi = torch.randn(64, 14, 60, generator=generator, dtype=torch.float64).exp()
@@ -155,8 +158,9 @@ def test_pruning_continues_until_all_weights_pass() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_rows_and_heads_are_fitted_independently(name: str) -> None:
-    """Each row and head of a batch has the same result alone. Entries that do not compete are never kept, and other
-    values of their keys and values change nothing.
+    """Each row and head of a batch has the same result alone. Entries that do not compete are never kept, and their
+    keys
+    and values have no influence.
     """
     block = block_of()
     index, bias, values = match(block, 20, FITS[name])
@@ -232,7 +236,9 @@ def test_a_second_compaction_continues_from_the_first() -> None:
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("queries", [8, 48])
 def test_gradients_equal_finite_differences(name: str, queries: int) -> None:
-    """The slope of a sum of fitted biases and values along a random direction of keys, values and queries."""
+    """The slope of a sum of fitted biases and values, along a random direction of keys, values and queries, is the same
+    by gradients and by finite differences.
+    """
     block = block_of(rows=1, heads=1, entries=16, dim=6, queries=queries, dtype=torch.float64)
     index = match(block, 10, FITS[name])[0]
     tensors = [tensor.clone().requires_grad_() for tensor in (block.keys, block.values, block.queries)]
@@ -310,8 +316,9 @@ def test_the_weights_of_pursuit_equal_a_ridge_regression(tally: Callable) -> Non
 
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("queries", [1, 5, 48])
-def test_equal_keys_and_few_queries_do_not_fail(name: str, queries: int) -> None:
-    """Both cases give singular systems of equations. Results are finite, and biases change by at most 7. With 40 equal
+def test_equal_keys_and_few_queries_give_finite_fits(name: str, queries: int) -> None:
+    """Equal keys and few queries give singular systems of equations. Results are finite, and biases change by at most
+    7. With 40 equal
     keys and 20 kept entries, each bias is log 2.
     """
     block = block_of(queries=queries)
@@ -323,12 +330,14 @@ def test_equal_keys_and_few_queries_do_not_fail(name: str, queries: int) -> None
         assert index.shape == (2, 2, 20)
         assert (bias - case.bias.gather(2, index)).abs().max() <= 7 + 1e-5
     index, bias, _ = match(equal_keys, 20, Fit())
-    assert torch.equal(index[0, 0], torch.arange(20))  # the earlier of two equal scores
-    torch.testing.assert_close(bias[0], torch.full((2, 20), math.log(2.0)), atol=1e-5, rtol=0)  # 40 instead of 20
+    assert torch.equal(index[0, 0], torch.arange(20))  # of equal scores, the earlier ones are kept
+    torch.testing.assert_close(
+        bias[0], torch.full((2, 20), math.log(2.0)), atol=1e-5, rtol=0
+    )  # each kept key stands for two
 
 
 @pytest.mark.parametrize("which", ["keys", "values", "queries"])
-def test_inputs_that_are_not_finite_are_an_error(which: str) -> None:
+def test_a_nan_in_the_inputs_is_an_error(which: str) -> None:
     block = block_of()
     broken = getattr(block, which).clone()
     broken[0, 1, 3, 2] = float("nan")

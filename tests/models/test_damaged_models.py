@@ -1,4 +1,4 @@
-"""A damaged model directory is refused in one line before any of it is used, or is still usable.
+"""A damaged model directory is either refused in one line, before any of it is used, or still usable.
 
 Random damage: any file is truncated, overwritten, emptied or removed, or any value of its JSON is replaced.
 """
@@ -46,13 +46,13 @@ def damaged(undamaged: Path, tmp_path: Path) -> Path:
 
 def refusal(folder: Path) -> str | None:
     """Return the one-line error of a model directory. None means that it is loaded and used without error."""
-    place = str(folder)
+    path = str(folder)
 
     def load() -> tuple[Any, Any]:
-        check_weights(load_config(place), place)
-        tokenizer = load_tokenizer(place)
-        saved_policy(place)
-        return tokenizer, load_model(place)
+        check_weights(load_config(path), path)
+        tokenizer = load_tokenizer(path)
+        saved_policy(path)
+        return tokenizer, load_model(path)
 
     result = in_one_line(load)
     if isinstance(result, str):
@@ -149,7 +149,9 @@ def test_a_damaged_model_is_usable_or_refused_in_one_line_in_1000_cases(
 
 @pytest.mark.parametrize("place", ["vocab", "added"])
 def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Path) -> None:
-    """The library would make a list of 2^31 tokens, in 18 seconds and many gigabytes."""
+    """A token id of 2^31 is refused, since the tokenizers library would make a list of that many tokens, which takes
+    many
+    gigabytes."""
     file = damaged / "tokenizer.json"
     content = json.loads(file.read_text())
     if place == "vocab":
@@ -160,8 +162,8 @@ def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Pa
     assert "2147483648 is not a valid token id" in str(refusal(damaged))
 
 
-def test_control_an_undamaged_model_is_accepted_also_in_shards(damaged: Path) -> None:
-    """A missing shard, or an index that names files of another folder, is refused."""
+def test_control_an_undamaged_model_is_accepted_as_one_file_or_in_shards(damaged: Path) -> None:
+    """Damage is refused here too: a missing shard, or an index that names files of another folder."""
     assert refusal(damaged) is None
     weights = load_file(damaged / WEIGHTS)
     half = len(weights) // 2
@@ -210,7 +212,8 @@ def test_wrong_values_in_the_configuration_are_refused(damaged: Path, name: str,
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', "\0"])
 def test_invalid_stop_token_settings_are_refused(damaged: Path, text: str) -> None:
-    """transformers ignores a generation_config.json that it cannot read, and the model would lack its stop tokens."""
+    """transformers ignores a generation_config.json that it cannot read. The model would then lack its stop tokens, so
+    our code refuses the file."""
     (damaged / "generation_config.json").write_text(text)
     assert refusal(damaged)
     (damaged / "generation_config.json").unlink()
@@ -235,7 +238,7 @@ def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, 
     weights = load_file(damaged / WEIGHTS)
     (damaged / WEIGHTS).unlink()
     (damaged / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
-    for load in (refusal, lambda place: load_plain_model(place)):
+    for load in (refusal, lambda folder: load_plain_model(folder)):
         try:
             line = load(damaged)
         except UserError as error:

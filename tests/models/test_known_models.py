@@ -1,4 +1,4 @@
-"""The table of models on a hub has the shape of every model that a shipped recipe names. Its parameter counts are the
+"""The table SHAPES has the shape of every model of a hub that a shipped recipe names. Its parameter counts are the
 published ones, so that `doctor` works without a network.
 """
 
@@ -53,7 +53,9 @@ def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
 
 
 def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:
-    """For a model that is not in the table, `doctor` says that the memory is unknown. An invalid name is an error."""
+    """Without a network, `doctor` counts the memory of a model from the table. For another model it says that the
+    memory
+    is unknown. An invalid name is an error."""
     assert main(["doctor", "qwen2.5-1.5b/grpo"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "1,543,714,304 parameters" in out

@@ -5,8 +5,9 @@ through a sequence, holds a list of positions per kv head, and evicts when the c
 at the end of a prompt that is at least that long). The queries and keys are given, so no model is needed.
 
 A life can follow a recorded trace. Where the record drops other entries than the reference would, the scores of the
-differing entries must be equal to 1e-5 (float32 against float64); the life counts this as a flip and goes on from
-the recorded eviction. Any other difference raises a `Disagreement`.
+differing entries must be equal up to a relative 1e-5, since the record was made in float32 and the reference is in
+float64. The life counts this as a flip, and goes on from the recorded eviction. Any other difference raises a
+`Disagreement`.
 
 A policy's reference is a subclass of `Life` with `scores` and the method's `defaults`, and one line in REFERENCES;
 docs/extending.md has the other steps.
@@ -195,8 +196,8 @@ class Life:
 def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
     """Return, for each entry, the maximum over the `kernel` neighbouring entries of `scores`, which are in order of
     position."""
-    places, reach = list(scores), kernel // 2
-    return {j: max(scores[i] for i in places[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(places)}
+    positions, reach = list(scores), kernel // 2
+    return {j: max(scores[i] for i in positions[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(positions)}
 
 
 def over_max(scores: dict[int, float]) -> dict[int, float]:

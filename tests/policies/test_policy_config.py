@@ -55,7 +55,7 @@ def test_registries_use_the_names_of_the_settings() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_settings_equal_those_rebuilt_from_their_parameters(name: str) -> None:
+def test_settings_rebuilt_from_their_parameters_are_equal(name: str) -> None:
     size = {"budget": 600} if "budget" in accepted_parameters(name) else {}
     config = PolicyConfig.from_block({"policy": name, **size})
     assert PolicyConfig.from_block(config.as_block()) == config == make_policy(config).config

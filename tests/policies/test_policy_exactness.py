@@ -47,7 +47,7 @@ def evicts(fed: Fed) -> bool:
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_policy_equals_its_reference(name: str, period: int, sinks: int, compare_with_reference: Callable) -> None:
+def test_each_policy_equals_its_reference(name: str, period: int, sinks: int, compare_with_reference: Callable) -> None:
     policy, batch, fed = run_policy(name, seed=period + sinks, period=period, sinks=sinks)
     compare_with_reference(name, small_parameters(name, period=period, sinks=sinks), batch, fed)
     assert evicts(fed) == (policy.schedule.evicts)
@@ -98,7 +98,7 @@ def test_gkv_equals_its_reference_in_every_form(
     ],
 )
 @pytest.mark.parametrize("period", [1, 5])
-def test_policy_equals_its_reference_at_extreme_parameters(
+def test_each_policy_equals_its_reference_at_extreme_parameters(
     name: str, changed: dict[str, Any], period: int, compare_with_reference: Callable
 ) -> None:
     _, batch, fed = run_policy(name, seed=3, period=period, **changed)
@@ -132,9 +132,11 @@ def test_exact_ties_go_to_the_earlier_position(name: str, period: int, compare_w
     "name",
     [name for name in EVICTING if not make_policy(name, **small_parameters(name)).entry_memory and name != "rkv"],
 )
-def test_a_score_without_memory_never_flips_an_exact_tie(name: str, compare_with_reference: Callable) -> None:
-    """A policy whose score has no memory decides exact ties as the reference does: identical keys have identical scores
-    in both precisions, so rounding cannot reorder them."""
+def test_policies_without_memory_decide_exact_ties_as_the_reference_does(
+    name: str, compare_with_reference: Callable
+) -> None:
+    """If a policy's score has no memory, identical keys have identical scores in both precisions, and rounding cannot
+    reorder them. So no row may decide a tie in another way than the reference (`flips_allowed=0`)."""
     parameters = small_parameters(name, period=3)
     prompts, totals = lengths_around(12, 3)
     batch = ragged_batch(8, prompts, totals, tied=True)
@@ -176,7 +178,7 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(compare_w
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
+def test_control_one_exchanged_eviction_is_detected(name: str) -> None:
     """If one dropped entry and one kept entry are swapped in one row, the reference raises Disagreement."""
     parameters = small_parameters(name, period=8)
     _, batch, fed = run_policy(name, period=8)
@@ -193,7 +195,7 @@ def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", EVICTING)
-def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
+def test_control_a_record_off_by_one_is_detected(name: str, shift: int) -> None:
     """If all evictions of a row are recorded one position too early or too late, the reference raises Disagreement."""
     parameters = small_parameters(name, period=8)
     _, batch, fed = run_policy(name, period=8)
@@ -235,15 +237,15 @@ def test_control_every_parameter_changes_the_trace(
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_output_is_dense_attention_under_the_record(name: str, period: int) -> None:
-    """The cache's attention outputs equal dense attention under the mask of the recorded evictions. Control: evictions
-    recorded one position too early or too late give other outputs."""
+    """The cache's attention outputs equal dense attention under the mask of the recorded evictions. Control: with
+    evictions recorded one position too early or too late, some output differs by more than 1e-3."""
     policy, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
     controls = 0
     for row, record in enumerate(fed.records):
         torch.testing.assert_close(fed.outputs[row], dense_output(policy, batch, row, record), atol=1e-5, rtol=1e-5)
         for shift in (-1, 1):
             if name == "am" and shift == -1:
-                continue  # refits are made at the compactions of the trace; a trace with other compactions is refused
+                continue  # such a trace has other compactions, and a trace of am with other compactions is refused
             moved = torch.where(record < NEVER, record + shift, NEVER)
             if bool((torch.minimum(record, moved) < batch.totals[row] - 1).any()):
                 assert (fed.outputs[row] - dense_output(policy, batch, row, moved)).abs().max() > 1e-3

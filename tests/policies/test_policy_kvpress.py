@@ -1,4 +1,4 @@
-"""Policies against kvpress presses with the same score: the same entries are kept after the same prompt.
+"""After the same prompt, a policy keeps the same entries as the press of the library kvpress that has the same score.
 
 kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers. So its presses
 cannot run unchanged, and the tests pass `cache_position` to their forward hook. Presses with an equal policy here:

@@ -1,4 +1,5 @@
-"""Laws that every policy obeys for any score: cadence, budget, sinks and window, ties, identity, errors."""
+"""Laws that every policy obeys: when it compacts, how many and which entries it keeps, and how it is named and
+rebuilt."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
 
 @pytest.mark.parametrize("period", [1, 2, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_schedule_equals_counting_token_by_token(name: str, period: int) -> None:
+def test_the_schedule_equals_a_count_token_by_token(name: str, period: int) -> None:
     """For any prompt length, the schedule's times of compactions and numbers of held entries equal those of `cadence`,
     which counts them token by token."""
     policy = make_policy(name, **small_parameters(name, period=period))
@@ -116,7 +117,7 @@ def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: i
 
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
-def test_a_compaction_leaves_the_budget_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
+def test_compactions_leave_the_budget_and_queries_never_exceed_the_peak(name: str, period: int) -> None:
     """Each compaction leaves exactly `budget` entries in each kv head, and no query in decoding sees more than the
     peak, budget + period. The prompt's queries see all tokens before them."""
     policy, batch, fed = run_policy(name, period=period)
@@ -241,7 +242,7 @@ class Lopsided(Given):
         return kept
 
 
-def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
+def test_a_policy_that_keeps_different_numbers_in_different_heads_is_refused() -> None:
     """An engine whose caches have one length for all heads refuses, in one line, a policy that keeps different numbers
     of entries in different heads. Control: with the same number in every head, the policy is accepted."""
     batch = ragged_batch(0, [5, 9], [20, 20])
@@ -342,7 +343,7 @@ def test_padding_is_never_kept() -> None:
     assert slots(kept) == [[[0, 1, 2]], [[0, 1, 2]]]
 
 
-def test_padding_is_never_kept_if_all_scores_are_minus_infinity() -> None:
+def test_padding_is_not_kept_even_if_all_scores_are_minus_infinity() -> None:
     scores_by_position = torch.full((40,), -torch.inf)
     kept = Given(scores_by_position, budget=4, window=1, period=1).choose([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
     assert slots(kept) == [[[0, 1, 2, 4]], [[0, 1, 2, 11]]]
@@ -356,9 +357,10 @@ def test_sinks_and_window_are_kept_even_if_all_scores_are_infinite() -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0]), min_size=4, max_size=30))
-def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
-    """Entries rank by their scores for any floats, including infinities, denormals and both zeros; among equal scores,
-    the earlier entry ranks first."""
+def test_entries_rank_by_their_scores_for_any_floats(scores: list[float]) -> None:
+    """The floats include infinities, denormals and both zeros. Of entries with equal scores, the earlier ranks
+    first.
+    """
     scores_by_position = torch.tensor(scores)
     kept = Given(scores_by_position, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
     assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
@@ -444,7 +446,7 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_nan_in_padding_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_padding_does_not_change_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in the state of padding does not change the results. The vLLM engine writes a sequence's state for padding
     into a block that also pads other sequences."""
     policy = make_policy(name, **small_parameters(name, period=3, sinks=1))
@@ -507,9 +509,9 @@ def test_h2o_window_is_half_of_the_budget_by_default() -> None:
 
 
 @pytest.mark.parametrize(("of", "left"), [("prompt", [153, 153, 129]), ("seen", [137, 140, 128])])
-def test_lined_keeps_a_fraction_of_the_prompts_length(of: str, left: list[int]) -> None:
+def test_lined_keeps_a_fraction_of_the_prompt_or_of_the_seen_tokens(of: str, left: list[int]) -> None:
     """Under `lined`, the number of entries kept besides the window is a fraction of the prompt's length (LuKA section
-    4.2): 25 for a prompt of 200 tokens. With `of` seen tokens, it is a fraction of the seen tokens outside the window.
+    4.2): 25 for a prompt of 200 tokens. With `of: seen`, it is a fraction of the seen tokens outside of the window.
     """
     schedule = make_policy("lined", compression=8, of=of, window=128).config.schedule
     assert [schedule.left(prompt, seen) for prompt, seen in ((200, 200), (200, 224), (8, 130))] == left
@@ -531,7 +533,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "given_parameters"), VARIANTS)
-def test_a_policy_rebuilt_from_its_parameters_is_the_same(name: str, given_parameters: dict[str, Any]) -> None:
+def test_a_policy_rebuilt_from_its_parameters_equals_the_original(name: str, given_parameters: dict[str, Any]) -> None:
     """A policy that is rebuilt from its parameters, from a recipe's block or from its settings has the same class,
     parameters and fingerprint; parameters and fingerprint survive JSON."""
     policy = make_policy(name, **small_parameters(name, **given_parameters))
@@ -560,7 +562,8 @@ def test_the_fingerprint_changes_with_every_parameter() -> None:
 
 
 def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
-    """Keywords override a mapping's entries, an empty mapping means `full`, and the caller's mapping is not changed."""
+    """Keywords override a mapping's entries. An empty mapping means the policy `full`. The caller's mapping is not
+    changed."""
     for name, cls in CONFIGS.items():
         assert cls.name == name
     assert make_policy({"policy": "streaming", "budget": 20}, budget=30).config.budget == 30
@@ -580,7 +583,7 @@ def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
         ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes budget, sinks, p"),
         ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes budget, sinks, p"),
         ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
-        ("morphkv", {}, r"'morphkv' needs a budget: the entries to keep per kv head"),
+        ("morphkv", {}, r"'morphkv' needs a budget, the number of entries per kv head"),
         ("morphkv", {"budget": True}, r"morphkv: budget: expected a whole number >= 1, got true"),
         ("morphkv", {"budget": 0}, r"morphkv: budget: expected a whole number >= 1, got 0"),
         ("morphkv", {"budget": 64.0}, r"morphkv: budget: expected a whole number >= 1, got 64.0"),
@@ -635,6 +638,6 @@ def test_a_gamma_that_is_not_finite_is_refused(gamma: float) -> None:
 
 
 @pytest.mark.parametrize("name", [["gkv"], {"policy": ["gkv"]}])
-def test_a_list_for_a_name_is_refused(name: Any) -> None:
+def test_a_list_in_place_of_a_name_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="unknown cache policy"):
         make_policy(name, budget=64)

@@ -1,5 +1,5 @@
-"""Redundancy computed in tiles of rows equals the plain N x N computation for N entries to the last bit, without N x N
-memory."""
+"""Redundancy of N entries is computed in tiles of rows, which need no N x N memory. The result equals the plain N x N
+computation to the last bit."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def test_redundancy_in_tiles_equals_the_plain_computation_bit_for_bit(
     assert max(tile_counts) >= (12 if tile == 1 else 8)
 
 
-def test_a_float32_sum_would_depend_on_its_order() -> None:
-    """Control: a float32 sum depends on the order of its terms, which is the reason for the exact sum."""
+def test_control_a_float32_sum_depends_on_its_order() -> None:
+    """A float32 sum depends on the order of its terms. A float64 sum of these terms, rounded to float32, does not. So
+    the
+    code sums in float64."""
     values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
     assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
     assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())

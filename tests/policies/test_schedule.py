@@ -1,4 +1,5 @@
-"""The schedule's counts equal those of a cache that is counted one token at a time, including a budget that grows."""
+"""A schedule says when a compaction runs and how many entries are held. Its numbers equal a count one token at a time,
+also if the budget grows."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def count_by_the_rule(schedule: Schedule, prompt: int, fed: int) -> list[tuple[i
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_schedule_equals_counting_step_by_step(schedule: Schedule) -> None:
+def test_a_schedule_equals_a_count_step_by_step(schedule: Schedule) -> None:
     """For any prompt length, the schedule's times of compactions and numbers of entries (held, attended to, maximum)
     equal those counted by the rule, one forward pass at a time."""
     for prompt in PROMPTS:
@@ -84,7 +85,7 @@ def test_evicting_before_attending_never_exceeds_the_budget() -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, EvictsBeforeAttending(9)], ids=str)
 @pytest.mark.parametrize("name", ["due", "held", "attended", "most_held", "most_decoding"])
-def test_schedule_methods_give_the_same_for_tensors_and_ints(schedule: Schedule, name: str) -> None:
+def test_schedule_methods_give_equal_results_for_tensors_and_ints(schedule: Schedule, name: str) -> None:
     count = getattr(schedule, name)
     grid = torch.cartesian_prod(torch.arange(1, 30), torch.arange(1, 60))
     prompt, seen = grid[grid[:, 1] >= grid[:, 0]].unbind(1)

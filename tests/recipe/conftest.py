@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_recipes import family_of
 
 from sparse_rl.recipe import EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
 from sparse_rl.recipe.kinds.base import TrainRecipe
@@ -76,8 +77,8 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
 def stand_ins(
     tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> Callable[[str, Sequence[str]], list[str]]:
-    """stand_ins(name, overrides) returns further overrides of a recipe, which replace its models by tiny models, and
-    its datasets and texts by small local files.
+    """stand_ins(name, overrides, chat) returns further overrides of a recipe, which replace its models by tiny models,
+    with a chat template if `chat` is true, and its datasets and texts by small local files.
     """
 
     def local(key: str, data: Any) -> list[str]:
@@ -86,9 +87,9 @@ def stand_ins(
         places = {"path": problems_for(data), "split": "train", "subset": None, "columns": data.columns}
         return [f"{key}.{name}={json.dumps(value)}" for name, value in places.items()]
 
-    def make(name: str, overrides: Sequence[str]) -> list[str]:
+    def make(name: str, overrides: Sequence[str] = (), chat: bool = True) -> list[str]:
         recipe: Any = load_recipe(name, overrides)
-        model = tiny_model(family_of(recipe.model), True)
+        model = tiny_model(family_of(recipe.model), chat)
         replaced = [f"model={model}", f"output_dir={tmp_path / 'out'}"]
         if isinstance(recipe, EvalRecipe | PerplexityRecipe) and recipe.sweep.model:
             replaced.append(f"sweep.model=[{model}]")
@@ -110,9 +111,3 @@ def stand_ins(
         return replaced
 
     return make
-
-
-def family_of(model: str) -> str:
-    """Return the family of a model's name."""
-    name = model.lower()
-    return "llama" if "llama" in name else "qwen2" if "qwen2" in name or "distill-qwen" in name else "qwen3"

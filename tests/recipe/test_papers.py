@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
+from small_recipes import small_evaluation, small_training
 
-from sparse_rl.commands.main import parse
+from sparse_rl.commands.main import main, parse
 from sparse_rl.config import as_mapping, default_of
 from sparse_rl.methods.config import CONFIGS
-from sparse_rl.recipe import load_recipe
+from sparse_rl.recipe import TrainRecipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT.parent / "shared" / "papers"  # optional, outside the repository
@@ -168,22 +169,42 @@ def test_a_python_command_names_a_file(command: str) -> None:
     assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists()
 
 
+DRY = ("train", "eval", "rollout", "perplexity")  # the commands that have a dry run
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "sparse-rl"])
 def test_a_command_passes_its_dry_run(
     command: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The command's recipe and overrides are valid, with a small model and local files in place of the models and
-    datasets on the hub.
+    """The command's arguments, recipe and overrides are valid, with a small model and local files in place of the
+    models and datasets on the hub.
     """
     monkeypatch.chdir(tmp_path)
     name, *words = words_of(command)[1:]
     options = parse([name, *words])
-    if name not in ("train", "eval", "rollout", "perplexity"):
+    if name not in DRY:
         return
     overrides = stand_ins(options.recipe, options.overrides)
-    from sparse_rl.commands.main import main
-
     status = main([name, options.recipe, *options.overrides, *overrides, "--dry-run"])
     output = capsys.readouterr()
     assert status == 0, output.err
     assert "not checked" in output.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[:2] in [["sparse-rl", name] for name in DRY]])
+def test_a_command_runs_at_a_small_size(
+    command: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The command runs on a tiny model: two training steps, or two problems, or 60 tokens of a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr("sparse_rl.commands.trainers.CHECK_PROBLEMS", 8)
+    name, *words = words_of(command)[1:]
+    options = parse([name, *words])
+    overrides = [*options.overrides, *stand_ins(options.recipe, options.overrides), "dtype=float32"]
+    recipe = load_recipe(options.recipe, overrides)
+    small = small_training(recipe) if isinstance(recipe, TrainRecipe) else small_evaluation(recipe)
+    arguments = ["--problems", "2"] if name == "rollout" else []
+    status = main([name, options.recipe, *overrides, *small, *arguments])
+    assert status == 0, capsys.readouterr().err

@@ -237,9 +237,9 @@ def test_a_key_at_the_wrong_level_is_refused_with_its_right_place():
         ("data.columns=[a]", "data.columns: expected a mapping, got ['a']"),
         ("data.columns.promt=a", "data.columns.promt: unknown column; did you mean prompt?"),
         ("data.prompt_template=x", "data.prompt_template: must contain {prompt}"),
-        ("data.split=test", "data.split: a local file has one split"),
-        ("data.synthetic={task: running_sum, size: 1}", "data.path: give exactly one of"),
-        ("data.path=null", "data.path: give exactly one of"),
+        ("data.split=test", "data.split: a local file has only the split train"),
+        ("data.synthetic={task: running_sum, size: 1}", "data.path: give either path"),
+        ("data.path=null", "data.path: give either path"),
         ("launch.offload=true", "launch.offload: needs DeepSpeed"),
         ("launch={processes: 3, machines: 2, main_process_ip: a}", "launch.processes: 3 is not divisible by machines"),
         ("launch={processes: 2, machines: 2}", "launch.main_process_ip: is required with several machines"),
@@ -250,7 +250,7 @@ def test_a_key_at_the_wrong_level_is_refused_with_its_right_place():
         ("cache={budget: 3}", "cache.policy: missing"),
         ("cache.budget=3", "command line: cache.budget: 3 must exceed window 16"),
         ("cache=3", "cache: a cache policy is a name or {policy: ..., its parameters}, got 3"),
-        ("scorers={}", "scorers: gkv has no scorers to train; remove this, or set cache.policy to kvpop"),
+        ("scorers={}", "scorers: gkv has no scorers to train; remove scorers, or set cache.policy to kvpop"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
         ("kind=grop", f"unknown kind 'grop'; one of {', '.join(KINDS)} (did you mean grpo?)"),
@@ -295,7 +295,7 @@ def test_the_global_batch_must_hold_whole_groups():
 
 
 def test_sampling_with_top_p_or_top_k_gives_a_warning_in_grpo():
-    assert "biases the policy ratio" in make(GRPO, ["top_p=0.9"]).warnings[0]
+    assert "biases the importance ratio" in make(GRPO, ["top_p=0.9"]).warnings[0]
     assert len(make(GRPO, ["top_k=50"]).warnings) == 1
     assert make(GRPO, ["top_p=1"]).warnings == []
 
@@ -311,6 +311,43 @@ def test_stop_at_accuracy_needs_a_synthetic_task():
     """The accuracy is measured on new problems, which only a synthetic task has."""
     assert "stop_at_accuracy: needs fresh problems" in refused("data={path: a.jsonl}", "stop_at_accuracy=0.9", text=SFT)
     assert make(SFT, ["stop_at_accuracy=0.9"]).sft.stop_at_accuracy == 0.9
+
+
+def test_a_sweep_goes_over_any_parameter_of_a_policy():
+    """Each policy is swept over the parameters that it has, except those in its own mapping. A parameter that no policy
+    has is refused, also directly under `sweep`. A key of the cache block says on which policies it has no effect."""
+    sweep = (
+        "sweep={policy: [full, gkv, {policy: gkv, alpha: 0.1}], cache: {budget: [64], alpha: [0, 1], form: [max, sum]}}"
+    )
+    recipe = make(EVAL, [sweep, "cache={window: 8}"])
+    full, *rest = recipe.caches()
+    assert full == FullConfig()
+    assert {(cache.alpha, cache.form) for cache in rest} == {
+        (alpha, form) for alpha in (0.0, 1.0, 0.1) for form in ("max", "sum")
+    }
+    assert len(rest) == 6
+    assert {(cache.budget, cache.window) for cache in rest} == {(64, 8)}
+    assert recipe.warnings == []
+    dotted = make(EVAL, ["cache={window: 8}", sweep.replace("cache: {budget", "cache.budget").replace("}}", "}", 1)
+                         .replace("alpha: [0", "cache.alpha: [0").replace("form:", "cache.form:")])  # fmt: skip
+    assert dotted.caches() == recipe.caches()
+    lent = make(EVAL, ["cache={budget: 64, alpha: 0.1}", "sweep.policy=[streaming,gkv,full]"])
+    assert lent.warnings == ["cache.alpha does not apply to streaming, which lack this parameter"]
+    for override, words in (
+        ("sweep.budget=[4]", "sweep.budget: unknown key; did you mean sweep.cache.budget?"),
+        ("sweep.cache.alhpa=[0.1]", "sweep.cache.alhpa: none of the policies gkv has this parameter"),
+        ("sweep.cache.alpha=[]", "sweep.cache.alpha: name at least one value"),
+        ("sweep.cache.alpha=[high]", "sweep: gkv: alpha: expected a number between 0 and 1, got 'high'"),
+    ):
+        assert words in refused("cache={policy: gkv, budget: 64}", override, text=EVAL)
+
+
+def test_a_sweep_over_models_gives_one_recipe_for_each():
+    recipe = make(EVAL, ["sweep.model=[a/b, c/d]", "sweep.policy=[full]"])
+    assert recipe.models() == ["a/b", "c/d"]
+    assert [(one.model, one.models()) for one in recipe.by_model()] == [("a/b", ["a/b"]), ("c/d", ["c/d"])]
+    assert recipe.count_points() == 2 * len(recipe.tasks)
+    assert recipe.with_models(str.upper).models() == ["A/B", "C/D"]
 
 
 def test_a_sweep_gives_each_policy_the_shared_parameters_that_it_has():
@@ -345,7 +382,7 @@ def test_a_sweep_gives_each_policy_the_shared_parameters_that_it_has():
     mixed = "sweep={policy: [{policy: streaming, budget: 9}, full]}"
     assert "none of the policies streaming, full has this" in refused("cache={alpha: 1}", mixed, text=EVAL)
     assert "cache.windo: none of the policies" in refused("cache={windo: 8}", "sweep={policy: full}", text=EVAL)
-    assert "sweep.cache: name the policies" in refused("sweep.cache.budget=4", text=EVAL)
+    assert "sweep.cache: name the swept policies" in refused("sweep.cache.budget=4", text=EVAL)
     assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, cache: {budget: 4}}", text=EVAL)
     assert "needs a budget" in refused("sweep.policy=tova", text=EVAL)
     assert "tasks: name at least one" in refused("tasks={}", text=EVAL)
@@ -379,7 +416,7 @@ def test_options_of_the_trainers_pass_through_with_their_types():
         ("bf16", "dtype: bfloat16"),
         ("fsdp_config", "launch.zero_stage"),
         ("deepspeed", "launch.zero_stage"),
-        ("remove_unused_columns", "remove it"),
+        ("remove_unused_columns", "remove this option"),
         ("eval_strategy", "validation block"),
         ("eval_steps", "validation.every"),
         ("hub_token", "hf auth login"),

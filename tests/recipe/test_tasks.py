@@ -56,7 +56,7 @@ def test_a_resolved_recipe_is_the_same_recipe():
 
 @pytest.mark.parametrize("tasks", [["aime26"], [3], [["aime24"]], "aime26", [{"aime24": {}}]])
 def test_an_unknown_task_is_one_line_that_names_the_known_tasks(tasks):
-    with pytest.raises(UserError, match=r"tasks: unknown task .*; known: aime24, .*math500; or give a block"):
+    with pytest.raises(UserError, match=r"tasks: unknown task .*; known: aime24, .*math500; for others give a block"):
         tasks_of(tasks)
 
 

@@ -41,7 +41,9 @@ def test_a_word_such_as_thousand_multiplies_the_number(n: int, factor: str) -> N
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(value=st.fractions(0, 1000, max_denominator=500))
 def test_a_repeating_decimal_is_read_as_its_fraction(value: Fraction) -> None:
-    """The fraction is written by long division as digits with an overline over the repeating part."""
+    """The test writes a fraction, by long division, as digits with an overline over the repeating part. `read` gives
+    the
+    fraction back."""
     whole, rest, digits, seen = value.numerator // value.denominator, value % 1, "", {}
     while rest not in seen:
         seen[rest] = len(digits)
@@ -79,7 +81,8 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(
 @example("18", "\\\\" * 900 + "x")
 @example("18", "no, " * 500)
 def test_the_guards_read_any_text_within_half_a_second(gold: str, answer: str) -> None:
-    """Texts are random fragments of answers; the examples are texts on which a regular expression could be slow."""
+    """The random texts are joined from fragments of answers. The examples are texts on which a regular expression could
+    be slow."""
     start = time.process_time()
     word(answer)
     claimed(answer)

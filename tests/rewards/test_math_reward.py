@@ -104,7 +104,8 @@ def test_the_answer_of_a_conversation_is_in_its_last_message(math_reward):
 
 @pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime25", "amc23"])
 def test_real_answers_equal_themselves_in_any_notation_and_no_other_answer(math_reward, name):
-    """The true answers of real data sets. Control: the answer of the next problem is refused, unless it is the same."""
+    """Each true answer of a real data set is accepted in four notations. Control: the answer of the next problem is
+    refused, unless it is the same."""
     golds = gold_answers(name, 100)
     for way in ("{}", "{},", r"\boldsymbol{{{}}}", r"\text{{The answer is }} {}"):
         respelt = [way.format(gold.replace(r"\frac", r"\dfrac")) for gold in golds]
@@ -114,7 +115,8 @@ def test_real_answers_equal_themselves_in_any_notation_and_no_other_answer(math_
     assert all(r == 0.0 for r, a, b in zip(rewards, golds, neighbours, strict=True) if a != b)
 
 
-def test_an_item_that_hangs_does_not_affect_other_rewards():
+def test_an_answer_that_hangs_does_not_affect_other_rewards():
+    """The hanging answer has reward 0 and counts as a timeout; the other answers have their usual rewards."""
     reward, metrics = MathReward(timeout=2, workers=1), {}
     texts = [boxed(42), HANG, boxed(42), boxed(41)]
     assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
@@ -147,7 +149,7 @@ def test_a_killed_worker_is_replaced():
         pids.append(reward._pool._idle[0].process.pid)
         if len(pids) == 2:
             os.killpg(pids[-1], signal.SIGKILL)  # kills the worker's child too, which could still answer
-    assert pids[0] == pids[1] != pids[2]  # kept between calls, except the killed worker
+    assert pids[0] == pids[1] != pids[2]  # a worker is kept between calls, unless it is killed
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process from /proc")
@@ -207,7 +209,7 @@ def score_in_child(reward, connection):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_daemonic_subprocesses_get_the_same_rewards(method):
+def test_a_daemonic_subprocess_gets_the_same_rewards(method):
     reward = MathReward(timeout=2, workers=1)
     assert reward([boxed(42)], answer=["42"]) == [1.0]  # starts a worker, which must not be shared
     context = multiprocessing.get_context(method)
@@ -266,8 +268,9 @@ UNPARSEABLE = ["", None, "???", "hello world", "not a number", r"\frac{1}{", r"\
 
 
 def test_an_unparseable_true_answer_is_reported_once_and_not_scored(caplog):
-    """The reward is None, the metric counts such answers, and each is reported in one short warning, not repeated in
-    the second call."""
+    """The reward is None, and a metric counts such answers. Each of them is reported in one short warning, which a
+    second
+    call does not repeat."""
     reward, metrics = MathReward(workers=1), {}
     golds = [*UNPARSEABLE, "42"]
     with caplog.at_level(logging.WARNING):
@@ -293,7 +296,7 @@ def test_without_completions_there_are_no_rewards(math_reward):
 
 
 def test_an_unpickled_reward_has_its_own_workers():
-    """It has the same settings, and gives the same rewards."""
+    """An unpickled reward has the same settings and gives the same rewards, but starts a worker of its own."""
     reward = MathReward(timeout=3.5, workers=1)
     texts, golds = [boxed(42), boxed(41), boxed(1)], ["42", "42", "???"]
     assert reward(texts, answer=golds) == [1.0, 0.0, None]

@@ -46,14 +46,15 @@ def test_last_boxed_finds_a_box_with_braces_of_any_depth(depth):
 
 
 def test_boxed_compares_texts_exactly():
-    """Only spaces around the texts are ignored; 0.5 is not 1/2, an answer without a box, or in a broken box, is
+    """Only spaces around the texts are ignored: 0.5 does not equal 1/2. An answer without a box, or in a broken box, is
     wrong."""
     golds = [r"\frac{1}{2}", " 7 ", 7, r"\boxed{7}", r"\frac{1}{2}", "7", "7"]
     texts = [r"\boxed{ \frac{1}{2} }", r"\boxed{7}", r"\boxed{7}", r"\boxed{7}", r"\boxed{0.5}", "7", r"\boxed{7"]
     assert BoxedReward()(texts, answer=golds) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_boxed_without_a_true_answer_is_not_scored():
+def test_boxed_gives_no_score_without_a_true_answer():
+    """If the true answer is missing or empty, the reward is None. A missing column of answers is an error."""
     assert BoxedReward()([r"\boxed{}"] * 3, answer=[None, "", "1"]) == [None, None, 0.0]
     with pytest.raises(ValueError, match=r"data\.columns"):
         BoxedReward()(["1"])
@@ -81,6 +82,7 @@ def test_format_rewards_exactly_one_box_after_the_thinking(text, reward):
 
 
 def test_format_think_equals_the_reward_of_trl():
+    """Only a text with exactly one opening and one closing tag of thoughts, in this order, has reward 1."""
     texts = ["<think>hm</think> 1", "hm</think> 1", "<think>hm", "<think><think>hm</think> 1"]
     assert FormatReward(style="think")(texts) == [1.0, 0.0, 0.0, 0.0]
 

@@ -59,7 +59,7 @@ def test_names_and_mappings_give_functions_and_weights():
     assert functions[1].timeout == 2.5
 
 
-def test_a_spec_is_not_changed():
+def test_make_rewards_does_not_change_the_mapping_that_it_gets():
     spec = {"name": "format", "weight": 2.0, "style": "think"}
     make_rewards([spec])
     assert spec == {"name": "format", "weight": 2.0, "style": "think"}
@@ -69,7 +69,7 @@ def test_every_registered_class_has_its_registry_name():
     assert all(cls.__dict__["__name__"] == name for name, cls in REWARDS.items())
 
 
-def test_the_same_reward_twice_gets_two_names():
+def test_a_reward_that_is_named_several_times_gets_different_names():
     functions, _ = make_rewards(["format", {"name": "format", "style": "think"}, "format"])
     assert [function.__name__ for function in functions] == ["format", "format_2", "format_3"]
     assert pickle.loads(pickle.dumps(functions[1])).__name__ == "format_2"
@@ -93,7 +93,8 @@ def test_parameters_of_a_users_function_are_bound_and_its_name_is_kept(users_mod
     assert pickle.loads(pickle.dumps(function))(["abcd"]) == [2.0]
 
 
-def test_trl_finds_the_name_of_a_bound_function_and_if_it_is_asynchronous(users_module):
+def test_trl_recognises_bound_functions(users_module):
+    """TRL finds the name of a user's function whose parameters are bound, and recognises if it is asynchronous."""
     utils = pytest.importorskip("trl.trainer.utils")
     (plain, asynchronous), _ = make_rewards(
         [{"name": f"{users_module}:length", "scale": 2.0}, {"name": f"{users_module}:later", "scale": 2.0}]

@@ -92,7 +92,8 @@ def test_an_answer_must_equal_or_contain_one_of_the_true_answers(
         assert function([completion, message], answers=[answers, answers]) == [reward, reward]
 
 
-def test_equality_implies_containment_and_order_does_not_matter() -> None:
+def test_equal_answers_also_contain_the_true_answer_in_any_order() -> None:
+    """If `match: exact` gives 1, so does `match: contained`. The order of the true answers does not matter."""
     texts = ["the Danube", "Danube river", "a Rhine", "", "42", "4"]
     for completion in texts:
         for one in texts:
@@ -110,13 +111,14 @@ def test_equality_implies_containment_and_order_does_not_matter() -> None:
 @pytest.mark.parametrize("match", ["exact", "contained"])
 @pytest.mark.parametrize("empty", [[], None])
 def test_an_unanswerable_question_is_wrong_or_left_out(match: str, empty: list | None) -> None:
+    """A question without true answers has reward 0 (`unanswerable: wrong`) or None (`left_out`)."""
     completions, answers = ["no answer", "", "7"], [empty, empty, ["7"]]
     for unanswerable, expected in (("wrong", [0.0, 0.0, 1.0]), ("left_out", [None, None, 1.0])):
         (function,), _ = make_rewards([{"name": "short_answer", "match": match, "unanswerable": unanswerable}])
         assert function(completions, answers=answers) == expected
 
 
-def test_a_wrong_parameter_or_column_is_a_one_line_error() -> None:
+def test_a_wrong_parameter_or_column_gives_a_one_line_error() -> None:
     for parameter in ("match", "unanswerable"):
         with pytest.raises(ValueError, match=f"reward 'short_answer': {parameter} must be one of"):
             make_rewards([{"name": "short_answer", parameter: "maybe"}])

@@ -1,5 +1,5 @@
-"""The cache's tensors really shrink, hold exactly the entries that the record names, and do not change for frozen rows
-(rows that have ended while others go on).
+"""The cache's tensors shrink, and hold exactly the entries that the record names. A *frozen* row has ended while other
+rows of the batch go on; its entries do not change.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Driver:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_memory_of_a_long_prompt_is_freed_after_the_prefill(
+def test_the_prefill_frees_the_memory_of_evicted_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """After a prefill of 300 tokens the cache has storage for the kept entries alone: the budget, or all 300 entries
-    with the full cache.
+    """After a prefill of 300 and 120 tokens, the cache has storage for the kept entries alone: the budget in each row,
+    or 300 entries with the full cache.
     """
     model = model_of("qwen3")
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
@@ -90,8 +90,8 @@ def test_memory_in_decoding_is_bounded_by_the_peak(
 def test_the_cache_holds_the_recorded_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """After every step, the positions held by each row, layer and head are exactly those that the
-    next query may see.
+    """After every step, each row, layer and head holds exactly the positions that the next query may see by
+    the record.
     """
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [33, 18, 2, 21]))
@@ -113,8 +113,8 @@ def test_the_cache_holds_the_recorded_entries(
 def test_a_frozen_row_keeps_its_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """While row 1 is frozen for 12 steps, its entries and its record do not change, bit for bit. Control: those of the
-    active row 2 do.
+    """Row 1 is frozen for 12 steps. Its entries and its record do not change, bit for bit. Control: the entries and the
+    record of the active row 2 change.
     """
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))

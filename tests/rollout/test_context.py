@@ -39,8 +39,8 @@ def engine_of(model_of: Callable) -> Callable:
 def test_continuations_attend_only_to_kept_entries(
     name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """The context keeps its first 2 and last 3 tokens and 30 % of the others. Sampled continuations have the log-probs
-    that the slow reference computes from these kept entries alone; so have simulated ones.
+    """The context keeps its first 2 tokens, its last 3 tokens and 30 % of the others. The slow reference computes
+    log-probs from these kept entries alone. Sampled and simulated continuations have the same log-probs, up to 1e-5.
     """
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2, last=3, **changed))
@@ -54,11 +54,11 @@ def test_continuations_attend_only_to_kept_entries(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_contexts_with_evictions_only_are_replayed(
+def test_continuations_are_replayed_only_after_plain_evictions(
     name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """Continuations of a context with plain evictions replay exactly. Those of a fitted context (Attention Matching)
-    are refused, since no trace records the fits.
+    """After plain evictions (`evict`), the replay of a continuation has a gap of at most 1e-5. After a fit (Attention
+    Matching) replay is refused, since no trace records the fitted biases and values.
     """
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     rollouts = engine.generate(
@@ -79,10 +79,12 @@ def test_a_context_without_evictions_equals_a_full_cache(engine_of: Callable, pr
     assert gap([torch.tensor(ours.model_logprobs)], [plain]) <= 1e-5
 
 
-def test_continuations_together_equal_each_alone_after_its_own_compaction(
+def test_continuations_of_a_shared_context_equal_separate_continuations(
     engine_of: Callable, prompts_of: Callable
 ) -> None:
-    """Five questions with completions of different lengths share one compacted context."""
+    """Five completions of different lengths are simulated together from one compacted context. Each has the same
+    log-probs if the context is compacted again for it alone.
+    """
     engine, (tokens, *questions) = engine_of("quickstart"), prompts_of("quickstart", [60, 1, 7, 4, 12, 7])
     config = PromptCacheConfig(ratio=0.2)
     context = engine.compact(tokens, config)
@@ -105,8 +107,9 @@ def test_a_compacted_context_holds_only_its_kept_entries_in_memory(engine_of: Ca
 def test_reference_queries_of_each_kind_are_the_right_ones(
     kind: str, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference queries for the fit are recorded and compared with queries from a separate reading: of the context
-    itself, of a second copy of it, of answers sampled after it, or random ones of the same norm.
+    """The fit uses reference queries of one of four kinds: queries of the context itself, of a second copy of the
+    context, of answers sampled after it, or random queries of the same norm. The recorded queries equal queries from a
+    separate reading.
     """
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     recorded: list[torch.Tensor] = []
@@ -145,8 +148,8 @@ def test_reference_queries_of_each_kind_are_the_right_ones(
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
 def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
-    """The kept entries are those with the highest attention of the reference queries, by any aggregate over the
-    queries, with plain eviction and with fits. Control: the paper's fit gives other values.
+    """The kept entries are those with the highest attention from the reference queries, for each `aggregate` over the
+    queries, with plain eviction and with fits. Control: `fit: paper` gives other values.
     """
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = PromptCacheConfig(ratio=0.2, policy="evict", aggregate=aggregate, first=2, last=1)
@@ -163,7 +166,9 @@ def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callabl
 
 
 def test_many_reference_queries_are_subsampled_reproducibly(engine_of: Callable, prompts_of: Callable) -> None:
-    """Control: with all queries the fitted values differ."""
+    """With `most_queries: 7`, two compactions draw the same queries and give the same values. Control: with all queries
+    the fitted values differ.
+    """
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
     few = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
     many = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
@@ -179,8 +184,8 @@ def test_many_reference_queries_are_subsampled_reproducibly(engine_of: Callable,
 def test_heads_keep_the_number_of_entries_assigned_to_them(
     policy: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """Each head keeps the number of entries assigned to it. The padding of a shorter head is never attended to:
-    continuations and replay agree.
+    """`counts` assigns another number of entries to each head. No query attends to the padding of a shorter head: the
+    gaps to the slow reference and to the replay are at most 1e-5. Equal counts give the same values as a ratio.
     """
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy=policy, first=2)
@@ -197,9 +202,10 @@ def test_heads_keep_the_number_of_entries_assigned_to_them(
     assert torch.equal(even.layers[3].values, engine.compact(tokens, replace(config, ratio=6 / 58)).layers[3].values)
 
 
-def test_entries_go_to_the_heads_that_gain_most() -> None:
-    """More entries go to the heads that gain most: one head's loss falls steeply with its entries, another's does not
-    fall at all, and two heads are alike and get equal shares.
+def test_heads_that_gain_more_get_more_entries() -> None:
+    """`allocate` distributes entries by the loss curves of four heads. One loss falls steeply with more entries, and
+    its head gets the most. One loss does not fall at all, and its head gets the least. Two curves are equal, and their
+    heads get equal shares.
     """
     ratios = (0.01, 0.1, 1.0)
     curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
@@ -243,8 +249,8 @@ def compare_with_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[f
 @pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("convex", [True, False])
 def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
-    """Shares equal those of the plain algorithm for convex curves and for curves that go up and down. At ratio 1 all
-    entries are kept and none is moved.
+    """`allocate` gives the same shares as the plain algorithm (`naive_allocation`), for convex curves and for curves
+    that go up and down. At ratio 1 all entries are kept, and none is moved between heads.
     """
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -255,9 +261,9 @@ def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
         assert moves == 0 if ratio == 1 else moves > STEPS / 2
 
 
-def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
-    """The same head may be the best to gain and the best to lose entries: its loss falls with more and with fewer
-    entries. Another head gives up all its entries.
+def test_shares_equal_algorithm_4_if_one_head_is_the_best_to_gain_and_to_lose_entries() -> None:
+    """The loss of head 0 falls with more entries, and also with fewer. It ends with more than twice its entries;
+    another head ends with almost none.
     """
     curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
     curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
@@ -269,8 +275,8 @@ def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
 
 
 def test_shares_of_measured_curves_equal_algorithm_4(engine_of: Callable, prompts_of: Callable) -> None:
-    """The curves are measured: the KL divergence of a trained model's next token, as one head keeps more or fewer
-    entries. Some head ends below 0.01, the smallest measured ratio above 0.
+    """A curve is the KL divergence of a trained model's next token while one head keeps more or fewer entries. Some
+    head ends below 0.01, the smallest measured ratio above 0.
     """
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict")
@@ -298,7 +304,7 @@ def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_
     studied = engine.study(tokens, PromptCacheConfig(first=0))
     recorded: list[list[list[int]]] = []
 
-    def loss(place: int, context: Context) -> float:
+    def loss(index: int, context: Context) -> float:
         recorded.append((context.evict_at() > 50).sum(-1).tolist())
         return float(len(recorded))
 
@@ -307,13 +313,15 @@ def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_
     assert curves.shape == (layers, heads, 2)
     assert curves.flatten().tolist() == list(range(1, 2 * layers * heads + 1))
     for number, kept in enumerate(recorded):
-        layer, head, place = number // (2 * heads), number // 2 % heads, number % 2
-        assert kept[layer][head] == (1, 25)[place]
-        assert sum(map(sum, kept)) == (layers * heads - 1) * 5 + (1, 25)[place]
+        layer, head, ratio = number // (2 * heads), number // 2 % heads, number % 2
+        assert kept[layer][head] == (1, 25)[ratio]
+        assert sum(map(sum, kept)) == (layers * heads - 1) * 5 + (1, 25)[ratio]
 
 
-def test_head_budgets_survive_a_file_and_wrong_files_are_refused(tmp_path: Path) -> None:
-    """Loaded shares are normalised to mean 1; `counts` gives the number of entries of each head, at least 1."""
+def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path: Path) -> None:
+    """Loaded shares equal the saved shares, normalised to mean 1. `counts` turns shares into numbers of entries, at
+    least 1 for each head. Files with wrong shares, of another model, or with other contents are refused in one line.
+    """
     shares = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.05, 0.15]]).double()
     save(tmp_path / "b.json", shares)
     torch.testing.assert_close(load(tmp_path / "b.json", 2, 3), shares / 0.15)
@@ -339,7 +347,7 @@ def test_head_budgets_survive_a_file_and_wrong_files_are_refused(tmp_path: Path)
 
 def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
     engine = engine_of("qwen2")
-    with pytest.raises(UserError, match=r"the context has 3 tokens, but first \+ last are 5"):
+    with pytest.raises(UserError, match=r"the context has 3 tokens, but first \+ last is 5"):
         engine.compact([1, 2, 3], PromptCacheConfig(first=5))
     with pytest.raises(UserError, match="self_study needs prompts"):
         engine.compact([1, 2, 3, 4], PromptCacheConfig(queries=["self_study"]))
@@ -360,8 +368,8 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
 def test_reading_in_pieces_equals_reading_in_one_pass(
     name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading texts in pieces of 8 tokens, with attention for a few of them at a time, gives the same hidden states,
-    keys, values and queries as one pass; for rows of different lengths, with and without a context before them.
+    """Texts are read in pieces of 8 tokens, with attention for a few tokens at a time. Hidden states, keys, values and
+    queries equal those of one pass, for rows of different lengths, with and without a context before them.
     """
     engine, (tokens, *texts) = engine_of(name), prompts_of(name, [60, *lengths])
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
@@ -383,11 +391,11 @@ def test_reading_in_pieces_equals_reading_in_one_pass(
                         torch.testing.assert_close(a[row, :, :n], b[row, :, :n], atol=1e-5, rtol=1e-5)
 
 
-def test_a_context_read_in_pieces_is_the_same(
+def test_a_context_compacted_in_pieces_equals_a_context_compacted_in_one_pass(
     engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context that is read and compacted in pieces of 7 tokens has the same entries, and continuations have the same
-    log-probs, also if prompts end in different pieces. No forward pass has more tokens than a piece.
+    """In pieces of 7 tokens, the context gets the same entries, and continuations get the same log-probs, also if
+    prompts end in different pieces. No forward pass has more tokens than a piece.
     """
     engine, (tokens, question, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
@@ -408,9 +416,10 @@ def test_a_context_read_in_pieces_is_the_same(
     assert min(width for width in widths if width > 1) >= 4
 
 
-def test_reading_may_continue_after_a_first_read(engine_of: Callable, prompts_of: Callable) -> None:
-    """A second reading continues each row of a batch from the row's own end, as if the row had been read in one
-    pass."""
+def test_a_second_reading_continues_the_first(engine_of: Callable, prompts_of: Callable) -> None:
+    """A second reading continues each row of a batch at the row's own end. The hidden states equal those of one reading
+    of the joined text.
+    """
     engine, (first, second, *continuations) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
     cache = ContextCache(None)
     engine._read([first, second], cache)

@@ -52,8 +52,9 @@ def kept_counts(context: Context) -> list[list[int]]:
 def test_baselines_read_the_context_once(
     policy: str, stories: tuple, model_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "full" keeps all entries and "none" only the first 2 and last 3. Neither needs reference queries or a second
-    reading, and both replay exactly. Control: only "full" equals plain sampling after the whole context.
+    """The policy "full" keeps all entries; "none" keeps only the first 2 and last 3. Neither needs reference queries or
+    a second reading, and the replay of both has a gap of at most 1e-5. Only "full" has the log-probs of plain sampling
+    after the whole context.
     """
     engine, tokens, question = stories
     reads: list[ContextCache] = []
@@ -73,9 +74,9 @@ def test_baselines_read_the_context_once(
     assert (gap([torch.tensor(plain.model_logprobs)], [r]) <= 1e-5) == (policy == "full")
 
 
-def test_a_context_may_be_dropped_entirely(stories: tuple) -> None:
-    """With "none" and no first tokens nothing is kept. The question then has the log-probs of the question alone, since
-    under RoPE only distances matter.
+def test_an_answer_without_a_kept_context_equals_the_answer_without_a_context(stories: tuple) -> None:
+    """With the policy "none" and `first: 0` nothing of the context is kept. The answer then has the log-probs of an
+    answer to the question alone, up to 1e-4, since under RoPE only distances matter.
     """
     engine, tokens, question = stories
     (r,) = engine.generate([question], SAMPLING, engine.compact(tokens, PromptCacheConfig(policy="none", first=0)))
@@ -84,8 +85,9 @@ def test_a_context_may_be_dropped_entirely(stories: tuple) -> None:
 
 
 def test_each_compaction_reports_its_own_seconds(stories: tuple) -> None:
-    """Contexts from one reading have the same seconds of reading, and seconds of their own compaction; "full" has
-    none."""
+    """Three contexts are compacted from one reading. They report the same seconds for the reading. "am" and "evict"
+    also report the seconds of their own compaction; "full" does not compact.
+    """
     engine, tokens, _ = stories
     studied = engine.study(tokens, PromptCacheConfig())
     contexts = [studied.compacted(PromptCacheConfig(policy=policy)) for policy in ("am", "evict", "full")]
@@ -112,9 +114,9 @@ def test_reference_queries_of_a_window_are_the_contexts_last_queries(window: int
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
 def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
-    """With `pool: 5`, an entry's score is the mean over itself and two competing entries on each side (fewer at the
-    ends), as in SnapKV. Kept positions, and for am also the fits, equal those computed here. Controls: without pooling
-    other entries are kept, and a NaN score is an error.
+    """With `pool: 5`, the score of an entry is the mean over itself and two competing entries on each side (fewer at
+    the ends), as in SnapKV. The kept positions, and under am the fits, equal those computed here. Controls: without
+    pooling other entries are kept; a NaN score is an error.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, policy=policy, aggregate="mean", queries=["window"], pool=5, first=2, last=3)
@@ -139,8 +141,8 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "evict", "am"])
 def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) -> None:
-    """A context with NaN is refused before the selection: under any method the kept entries would spoil every later
-    answer.
+    """A context with a NaN value is refused before entries are selected, under every policy, because a kept NaN would
+    spoil every answer. Control: the model without the NaN weight is accepted.
     """
     engine, tokens, _ = stories
     model = copy.deepcopy(engine.model)
@@ -154,8 +156,9 @@ def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) ->
 
 
 def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
-    place = torch.arange(tokens)
-    return ((place >= first) & (place < tokens - last)).expand(1, 1, -1)
+    """Return bool [1, 1, tokens]: True for the tokens between the first and the last ones."""
+    position = torch.arange(tokens)
+    return ((position >= first) & (position < tokens - last)).expand(1, 1, -1)
 
 
 # ---- number of entries in each layer and head -----------------------------------------------------------------------
@@ -172,8 +175,8 @@ def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
     ],
 )
 def test_a_pyramid_falls_linearly_over_the_layers(mean: int, most: int, layers: int, ends: tuple[int, int]) -> None:
-    """The numbers of entries have the given mean, lie between 1 and `most`, and are linear from the first to the last
-    layer, up to rounding.
+    """`pyramid` gives the number of entries of each layer. The numbers have the given mean, lie between 1 and `most`,
+    and fall linearly from the first to the last layer, up to rounding.
     """
     result = pyramid(mean, most, layers)
     assert sum(result) == mean * layers
@@ -183,7 +186,7 @@ def test_a_pyramid_falls_linearly_over_the_layers(mean: int, most: int, layers: 
     assert (torch.tensor(result) - expected).abs().max() <= 1
 
 
-def test_every_pyramid_has_its_mean() -> None:
+def test_every_pyramid_has_the_given_mean() -> None:
     for mean in range(1, 30):
         for most in (mean, mean + 1, mean + 7, 60):
             for layers in range(1, 9):
@@ -194,8 +197,8 @@ def test_every_pyramid_has_its_mean() -> None:
 
 
 def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp_path: Path) -> None:
-    """The numbers follow from a pyramid over layers, a file of head budgets, or explicit counts; the first 2 tokens are
-    kept in addition. "full" and "none" ignore budgets.
+    """The numbers of entries come from a pyramid over layers, from a file of head budgets, or from explicit counts. The
+    first 2 tokens are kept in addition. "full" and "none" ignore budgets.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, layers="pyramid", first=2)
@@ -212,7 +215,7 @@ def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp
         assert planned(replace(budgeted, policy=policy), TOKENS, 2, 3) == [[count] * 3] * 2
 
 
-def test_wrong_budgets_are_refused_before_anything_is_read(
+def test_wrong_budgets_are_refused_before_the_context_is_read(
     stories: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, tokens, _ = stories
@@ -245,8 +248,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
 def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
-    """If one chunk holds all 55 tokens between the first and last ones, the entries equal, to the last bit, those
-    without chunks, which are `match` applied to all these entries. Control: a chunk of 54 gives others.
+    """One chunk holds all 55 tokens between the first 2 and the last 3. Its entries equal, to the last bit, those
+    without chunks and those of `match` over all these tokens. Control: a chunk of 54 tokens gives other entries.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
@@ -291,7 +294,8 @@ def test_chunks_are_compacted_independently(changed: dict, stories: tuple) -> No
                     start += count
 
 
-def test_chunks_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
+def test_chunks_that_are_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
+    """60 tokens in chunks of 7 have 9 chunks, and only 3 entries are kept. They are in different chunks."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.05, first=0, chunk=7)  # 3 entries of 9 parts
     positions = engine.compact(tokens, config).layers[0].positions
@@ -300,9 +304,10 @@ def test_chunks_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("changed", [{}, {"chunk": 20, "select": "omp"}], ids=str)
-def test_heads_one_after_the_other_equal_heads_together(
+def test_compacting_one_head_at_a_time_equals_compacting_all_heads_together(
     changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If memory allows only one head at a time (MOST_LOGITS), the entries are the same."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
@@ -320,7 +325,7 @@ def test_heads_one_after_the_other_equal_heads_together(
 def test_eviction_ranks_entries_of_the_whole_context(
     aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain eviction ignores chunks: it ranks the entries of the whole context. Scores computed for 50 queries at a
+    """Plain eviction ignores `chunk`, and ranks the entries of the whole context. Scores computed for 50 queries at a
     time give the same entries.
     """
     engine, tokens, _ = stories
@@ -340,8 +345,8 @@ def test_eviction_ranks_entries_of_the_whole_context(
 
 @pytest.mark.parametrize("chunk", [20, TOKENS])
 def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, stories: tuple) -> None:
-    """With `select: omp`, `evict` keeps the entries that `am` keeps, with their own keys and values and without biases,
-    also in chunks. Controls: `am` changes the values, and `select: attention` keeps other entries.
+    """With `select: omp` (matching pursuit), `evict` keeps the same entries as `am`, with their own keys and values and
+    without biases, also in chunks. Controls: `am` changes the values, and `select: attention` keeps other entries.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, policy="evict", select="omp", first=2, last=3, chunk=chunk)

@@ -41,6 +41,7 @@ def same(ours: Context, theirs: Context) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_context_loads_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Control: the loaded context differs from a context in float64."""
     context = example_context(dtype)
     save_context(tmp_path / "context", context)
     assert same(load_context(tmp_path / "context"), context)
@@ -48,7 +49,7 @@ def test_a_saved_context_loads_unchanged(dtype: torch.dtype, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("policy", ["am", "full", "none"])
-def test_rollouts_continue_equally_from_a_saved_context(
+def test_rollouts_after_a_loaded_context_equal_those_after_the_original(
     policy: str, model_of: Callable, prompts_of: Callable, tmp_path: Path
 ) -> None:
     engine, (tokens, question) = make_engine("hf", model=model_of("qwen2"), policy="full"), prompts_of("qwen2", [40, 5])
@@ -63,17 +64,17 @@ def test_rollouts_continue_equally_from_a_saved_context(
 
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    """A file that is cut anywhere, or in which any one byte is changed, is refused."""
+    """A file is refused if it is cut (at every 37th byte), or if one byte is changed (every 7th byte)."""
     file, broken = tmp_path / "context", tmp_path / "broken"
     save_context(file, example_context())
     content = file.read_bytes()
     for size in range(0, len(content), 37):
         broken.write_bytes(content[:size])
         assert isinstance(in_one_line(lambda: load_context(broken)), str)
-    for place in range(0, len(content), 7):
-        broken.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for at in range(0, len(content), 7):
+        broken.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         line = in_one_line(lambda: load_context(broken))
-        assert isinstance(line, str), place
+        assert isinstance(line, str), at
         assert str(broken) in line
 
 

@@ -99,7 +99,7 @@ def test_a_policys_inputs_equal_the_dense_reference(
     row: int, spy: Spy, model_of: Callable, prompts_of: Callable
 ) -> None:
     """In each compaction of one sequence of a batch, the policy receives the dense reference's keys, values and window
-    of queries at the right positions. Its memory is as it left it, or fresh for new entries.
+    of queries, at the right positions. An entry's memory is as the policy left it; a new entry has fresh memory.
     """
     model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
     engine = make_engine("hf", model=model, policy=spy)
@@ -137,8 +137,8 @@ def test_a_policys_inputs_equal_the_dense_reference(
 
 
 def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """For a single sequence, the policy observes the queries of prompt and completion in order, each once, and they
-    equal the dense reference's.
+    """For a single sequence, `observe` gets each query of prompt and completion once, in order. The queries equal the
+    dense reference's.
     """
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=spy)

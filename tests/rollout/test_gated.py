@@ -1,5 +1,5 @@
-"""DMS in the hf engine. A gate decides, when a token arrives, if the token is evicted as it leaves the window, for each
-kv head. Gates decide in decoding as in training, and replay evicts the same tokens.
+"""DMS in the hf engine. When a token arrives, a gate decides for each kv head if the token will be evicted when it
+leaves the window. Gates decide in decoding as in training, and replay evicts the same tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def gated(scorer: str, **parameters: Any) -> Any:
 def test_decoding_gates_equal_training_gates(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
-    """Recorded evictions equal those of the training view, and those by the definition: a token with an open gate is
-    evicted when it leaves the window. The replay's gap is at most 1e-5; controls: under wrong traces it is far larger.
+    """The recorded evictions equal those of the training view. They also equal the definition: a token with an open
+    gate is evicted when it leaves the window. The replay's gap is at most 1e-5. Control: under wrong traces it is at
+    least 100 times as large.
     """
     policy = gated(scorer, prefill=prefill)
     model = with_scorers(model_of(family), policy)
@@ -90,15 +91,19 @@ class Decided(GatedView):
         return result
 
 
-def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable, prompts_of: Callable) -> None:
-    """Single rows equal the rows of a batch; the storage grows with the longest head, not with the text."""
+def test_rows_do_not_depend_on_the_batch_and_need_less_memory_than_a_full_cache(
+    model_of: Callable, prompts_of: Callable
+) -> None:
+    """Rows sampled alone equal the rows of a batch. The peak memory is below 0.8 of the full cache's, since it grows
+    with the longest head, not with the text.
+    """
     policy = gated("mlp", bias=1.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(120, seed=1, n=2)
     engine = make_engine("hf", model=model, policy=policy)
     together = engine.generate(prompts, sampling)
-    for place, prompt in enumerate(prompts):
-        assert same(engine.generate([prompt], sampling), together[2 * place : 2 * place + 2])
+    for i, prompt in enumerate(prompts):
+        assert same(engine.generate([prompt], sampling), together[2 * i : 2 * i + 2])
     engine.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
     gates, full = engine.peak_cache_bytes, make_engine("hf", model=model, policy="full")
     full.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
@@ -106,8 +111,8 @@ def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable,
 
 
 def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of: Callable) -> None:
-    """The reported entries equal the mean over kv heads, counted in the trace query by query; the longest head holds
-    more than the mean.
+    """The reported number of entries equals the mean over kv heads of their peaks, counted in the trace query by query.
+    The longest head holds more than this mean.
     """
     policy = gated("mlp", bias=1.0)
     model = with_scorers(model_of("qwen3"), policy)
@@ -131,9 +136,9 @@ def test_with_all_gates_closed_dms_equals_a_full_cache(model_of: Callable, promp
 
 
 def test_soft_gates_at_a_low_temperature_equal_hard_gates(model_of: Callable, prompts_of: Callable) -> None:
-    """Training uses soft gates with noise. At a temperature near 0 and without noise, the model's logits equal those
-    with hard gates; at temperature 1 they differ. A recomputed layer has the same noise, and gradients reach every
-    gate.
+    """Training uses soft gates with noise. Without noise and at a temperature near 0, the model's logits equal those
+    with hard gates. Control: at temperature 1 they differ. A layer that is computed again has the same noise, and
+    gradients reach every gate.
     """
     policy = gated("linear").config
     model = with_scorers(model_of("qwen3"), gated("linear"))
@@ -181,8 +186,8 @@ def slow_gates(
 
 
 def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any number of queries at a time (`CHUNK`), outputs and all gradients equal those of the loop over queries.
-    Control: a longer window gives other outputs.
+    """For 4, 7 and 256 queries at a time (`CHUNK`), outputs and all gradients equal those of the loop over queries
+    (`slow_gates`), up to 1e-12. Control: a longer window gives other outputs.
     """
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
@@ -217,7 +222,7 @@ def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.
 
 
 def test_invalid_gated_policies_are_refused(model_of: Callable) -> None:
-    with pytest.raises(UserError, match="scorer: a gate must decide when its token arrives"):
+    with pytest.raises(UserError, match="scorer: a gate must decide as soon as its token arrives"):
         make_policy("dms", scorer="mlstm")
     with pytest.raises(UserError, match="the model has no scorers, which dms needs"):
         make_engine("hf", model=model_of("qwen3"), policy=gated("mlp"))

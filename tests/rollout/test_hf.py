@@ -45,8 +45,8 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 def test_a_stopped_row_equals_the_beginning_of_an_endless_row(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
-    """With stop tokens at which some rows end early, each row equals the beginning of the row that is sampled without
-    stop tokens; so does the shortest row sampled alone.
+    """Stop tokens end some rows early. Each row then equals the beginning of the row that is sampled without stop
+    tokens. The shortest row sampled alone equals it too.
     """
     engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
     endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
@@ -81,8 +81,8 @@ class CountingTova(Tova):
 
 
 def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[list[int]]) -> None:
-    """The number of compacted sequences equals the number that is due by each row's own tokens, although other rows of
-    the batch go on.
+    """Some rows end while other rows of the batch go on. The number of compacted sequences equals the number that the
+    schedule asks for, counted over each row's own tokens.
     """
     policy = CountingTova(TovaConfig(budget=BUDGET, period=3))
     engine = make_engine("hf", model=model, policy=policy)
@@ -100,8 +100,8 @@ def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[l
 
 
 def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
-    """The model's end-of-sequence tokens (one or several) stop a row unless they are ignored or replaced; the stop
-    token is kept.
+    """The model's one or several end-of-sequence tokens stop a row, and the row keeps the stop token. With
+    `ignore_eos`, or with an empty list of stop tokens, rows do not stop.
     """
     model = new_model("llama")
     engine = make_engine("hf", model=model, policy=policy)
@@ -151,7 +151,9 @@ def test_a_completion_is_never_empty(model: PreTrainedModel, policy: Policy, pro
 def test_a_budget_beyond_the_sequence_equals_the_full_cache(
     model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
-    """Control: a small budget gives other rollouts."""
+    """No sequence exceeds a budget of 64, so every policy samples as the full cache does. Control: a budget of 12 gives
+    other rollouts.
+    """
     sampling = SamplingConfig(20, seed=0, ignore_eos=True)
     full = make_engine("hf", model=model, policy="full").generate(prompts, sampling)
     for name in BOUNDED:
@@ -181,7 +183,9 @@ def test_results_do_not_depend_on_max_batch(
 def test_forked_prompts_equal_repeated_prompts(
     model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
 ) -> None:
-    """n samples of a prompt equal sampling the prompt n times; the prompt is prefilled once."""
+    """With n = 3, each prompt is prefilled once, and its samples equal those of a batch that repeats the prompt three
+    times, in any order. At temperature 0 the three samples are equal.
+    """
     engine = make_engine("hf", model=model, policy=policy)
     prefilled: list[int] = []
 
@@ -208,7 +212,9 @@ def test_forked_prompts_equal_repeated_prompts(
 
 
 def test_the_seed_determines_the_rollouts(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """Equal seeds give equal rollouts, other seeds or none others; torch's global random generator is not advanced."""
+    """Equal seeds give equal rollouts. Another seed, or no seed, gives others. torch's global random generator is not
+    advanced.
+    """
     engine = make_engine("hf", model=model, policy=policy)
 
     def run(seed: int | None) -> list[Rollout]:
@@ -220,10 +226,10 @@ def test_the_seed_determines_the_rollouts(model: PreTrainedModel, policy: Policy
         for a, b in zip(run(7), run(another_seed), strict=True):
             assert a.completion_ids != b.completion_ids
     assert not same(run(None), run(None))
-    assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
+    assert torch.equal(state, torch.get_rng_state())
 
 
-def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) -> None:
+def test_no_prompts_give_no_rollouts_and_an_empty_prompt_is_refused(model: PreTrainedModel, policy: Policy) -> None:
     engine = make_engine("hf", model=model, policy=policy)
     assert engine.generate([], SamplingConfig(3)) == []
     with pytest.raises(ValueError, match="prompt 1 is empty"):
@@ -231,10 +237,12 @@ def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) ->
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 17], [9, 3, 30, 5, 12, 7]])
-def test_every_product_has_at_least_the_minimum_number_of_rows(
+def test_every_forward_pass_has_at_least_the_minimum_number_of_rows(
     lengths: list[int], model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """A single prompt or last row is decoded among at least LEAST_ROWS rows: fewer round differently on a CPU."""
+    """A forward pass has at least LEAST_ROWS (4) rows of tokens, also if only one sequence is left, because fewer rows
+    round differently on a CPU.
+    """
     model, shapes = model_of("qwen3"), []
     decoder = model.get_decoder()
     hook = decoder.register_forward_pre_hook(

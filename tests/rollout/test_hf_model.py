@@ -41,8 +41,10 @@ def test_a_model_directory_gives_the_same_samples_as_the_model_in_memory(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_load_weights_replaces_the_model_by_another(tied: bool, new_model: Callable) -> None:
-    """After load_weights the engine samples exactly as the other model does; before, it does not."""
+def test_an_engine_with_loaded_weights_samples_as_the_other_model_does(tied: bool, new_model: Callable) -> None:
+    """Before `load_weights` the engine samples otherwise. If the first weights are loaded again, it samples as at
+    first.
+    """
     model, other_model = (new_model("qwen3", seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = make_engine("hf", model=model, policy=GKV)
     expected = sampled(other_model)
@@ -77,8 +79,8 @@ def test_a_change_of_the_models_weights_takes_effect_immediately(new_model: Call
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> None:
-    """After generate, and after an error, the model is again in train mode (with gradient checkpointing) or eval mode
-    as before; samples are the same in both modes.
+    """`generate` leaves the model in the mode that it had: train mode with gradient checkpointing, or eval mode. This
+    also holds after an error. Samples are the same in both modes.
     """
     model = new_model("qwen3")
     expected = sampled(model)
@@ -97,10 +99,12 @@ def test_the_models_mode_is_restored(training: bool, new_model: Callable) -> Non
     assert all(module.training is training for module in model.modules())
 
 
-def test_in_bfloat16_the_gap_is_finite_but_above_that_of_float32(
+def test_the_gap_in_bfloat16_is_between_1e_5_and_1(
     new_model: Callable, tmp_path: Path, record_property: Callable
 ) -> None:
-    """In bfloat16, the gap between sampler and replay is below 1, but above 1e-5, the bound in float32."""
+    """In bfloat16 the gap between sampler and replay exceeds 1e-5, the bound in float32, but it is finite and
+    below 1.
+    """
     new_model("qwen3").save_pretrained(tmp_path)
     engine = make_engine("hf", model=tmp_path, policy=GKV, dtype="bfloat16", device="cpu")
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}

@@ -1,5 +1,6 @@
-"""A prompt gives the same tokens and evictions alone, in a batch and in another order, except for ties: choices that
-are closer than rounding (tests/ties.py). Also tests that `check_same`, which allows ties, refuses other differences.
+"""A prompt gives the same tokens and evictions alone, in a batch, and in a batch of another order. The only exceptions
+are ties: choices between scores that are equal up to rounding (tests/ties.py). The last tests check that `check_same`
+allows ties alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def test_rows_do_not_depend_on_the_batch(
     prompts_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each prompt is sampled alone, in a batch with the others, and in a batch in another order."""
+    """Each prompt is sampled alone, in a batch with the others, and in a batch of another order. `check_same` compares
+    tokens and evictions.
+    """
     model, prompts = model_of(model_name), prompts_of(model_name, LENGTHS)
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=3)
     sampling = SamplingConfig(max_tokens=TOKENS, temperature=temperature, seed=5, ignore_eos=True)
@@ -73,7 +76,7 @@ def other_token(rollout: Rollout, step: int, token: int) -> Rollout:
 
 
 def swapped_eviction(alone: Rollout, decisions: Decisions, layer: int = 0) -> tuple[Rollout, float]:
-    """Swap the first dropped entry of head 0 with the best kept entry. Return the changed rollout and the margin
+    """Return a rollout in which head 0 keeps its first dropped entry and drops its best kept entry, and the margin
     between their scores.
     """
     seen = min(n for n, _ in decisions.scores)
@@ -95,7 +98,9 @@ def check(recorded: list[tuple[Rollout, Decisions]], others: list[Rollout], temp
 
 
 def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Decisions]) -> None:
-    """A changed token or eviction is refused if its choice was not a tie. Two differing sequences are always refused."""
+    """A changed token or eviction is refused if the scores of its choice are not equal up to rounding. Two sequences
+    with such a difference are refused, too.
+    """
     alone, decisions = recorded
     for step, token in ((0, (alone.completion_ids[0] + 1) % 64), (9, (alone.completion_ids[9] + 7) % 64)):
         with pytest.raises(AssertionError, match="clear"):
@@ -111,9 +116,9 @@ def test_differences_that_are_not_ties_are_refused(recorded: tuple[Rollout, Deci
 
 
 def test_a_difference_at_a_tie_is_accepted(recorded: tuple[Rollout, Decisions]) -> None:
-    """The recorded logits or scores are changed so that a choice becomes a tie (decided by less than 1e-5 relative): of
-    a sampled token, of a greedy token, of an eviction. Then a rollout with the other choice is accepted. A tie in one
-    layer does not excuse a difference in another layer.
+    """The recorded scores of a choice are changed so that they differ by less than 1e-5, relatively: for a sampled
+    token, a greedy token, and an eviction. A rollout with the other choice is then accepted. Control: a tie in layer 0
+    does not excuse a difference in layer 1.
     """
     alone, decisions = recorded
     token = alone.completion_ids[3]

@@ -38,8 +38,9 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
-    """The recorded evictions equal the running top-k of the scores that training computes, except for few ties
-    (`wrong_decisions`), and replay has a gap of at most 1e-5. Controls: under wrong traces the gap is far larger.
+    """The recorded evictions equal the running top-k of the scores that training computes (`wrong_decisions`). At most
+    1 % of the heads may differ, by ties. The replay's gap is at most 1e-5. Control: under wrong traces it is at least
+    100 times as large.
     """
     policy = learned_policy(scorer, BUDGET, prefill=prefill)
     model = with_scorers(model_of(family), policy)
@@ -73,6 +74,9 @@ def test_every_decoded_query_sees_exactly_the_budget(scorer: str, model_of: Call
 
 
 def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of: Callable) -> None:
+    """The scorers' state takes the memory of 6 entries (`state_entries`). Of a budget of 26, the cache therefore holds
+    20 entries.
+    """
     policy = learned_policy("delayed", BUDGET + 6, state_entries=6)
     model = with_scorers(model_of("qwen3"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("qwen3", [30]))
@@ -96,9 +100,9 @@ def test_decoding_applies_the_decay_as_training_does(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Untrained scorers give all tokens the same score, so the 8 tokens in one step of the decay rank alike. The
-    evictions equal those of training without a single tie that falls the other way.
+def test_decoding_breaks_ties_as_training_does(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """Untrained scorers give all tokens the same score, so the 8 tokens in one step of the decay have equal ranks. The
+    evictions equal those of training, without a single tie that is decided otherwise.
     """
     policy = learned_policy(scorer, BUDGET, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)
@@ -111,20 +115,21 @@ def test_among_equal_scores_the_latest_is_evicted(scorer: str, model_of: Callabl
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Three samples of each prompt are equal if the prompt is sampled alone and if it is sampled in a batch whose rows
-    end at different times.
+    """A prompt is sampled three times, alone and in a batch whose rows end at different times. The samples are
+    equal.
     """
     policy = learned_policy(scorer, BUDGET)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at different times
     together = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
     assert len({len(r.completion_ids) for r in together}) > 2
-    for place, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts):
         alone = make_engine("hf", model=model, policy=policy, max_batch=4).generate([prompt], sampling)
-        assert same(alone, together[3 * place : 3 * place + 3])
+        assert same(alone, together[3 * i : 3 * i + 3])
 
 
 def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) -> None:
+    """`simulate`, given the sampled completions, records the same evictions."""
     policy = learned_policy("delayed", BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -137,8 +142,8 @@ def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) ->
 def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
     scorer: str, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """After every step, the positions held by each row, layer and head are those that the next query may see by the
-    record. Row 2 is frozen from step 20 on, and its entries do not change.
+    """After every step, each row, layer and head holds the positions that the next query may see by the record. Row 2
+    is frozen from step 20 on, and its entries do not change.
     """
     policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
@@ -168,6 +173,9 @@ def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
 def test_a_saved_model_directory_is_sampled_with_its_own_policy(
     tmp_path: Any, model_of: Callable, prompts_of: Callable
 ) -> None:
+    """An engine of a saved model directory uses the policy and the scorers of the directory, and samples as the model
+    in memory does. Loading does not advance torch's random generator. With `policy="full"` nothing is evicted.
+    """
     policy = learned_policy("delayed", BUDGET, prefill="masked")
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     save_learned(model, policy, tmp_path)
@@ -184,7 +192,7 @@ def test_a_saved_model_directory_is_sampled_with_its_own_policy(
 @pytest.mark.parametrize("scorer", ["mlp", "recency"])
 def test_oracle_recall_equals_counting_query_by_query(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
     """An oracle keeps the tokens with the most future attention. Recall is the share of these tokens that the cache
-    keeps, here counted for each query. Control: a full cache has recall 1.
+    keeps; here it is counted for each query. Control: a full cache has recall 1.
     """
     policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("quickstart"), policy)
@@ -239,8 +247,8 @@ def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, promp
 
 
 def test_control_a_missing_last_eviction_gives_a_large_gap(model_of: Callable, prompts_of: Callable) -> None:
-    """A learned policy evicts before the last token is sampled. An engine that returned its record too early would lose
-    this eviction; the replay's gap then is at least 1e-3.
+    """A learned policy evicts once more before the last token is sampled. If the engine returned its record too early,
+    this eviction would be missing from the trace. The replay's gap would then be at least 1e-3.
     """
     policy = learned_policy("mlp", BUDGET)
     model = with_scorers(model_of("quickstart"), policy)

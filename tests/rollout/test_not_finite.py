@@ -25,7 +25,7 @@ POISON = 63  # the token whose embedding is not finite
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 SAMPLING = SamplingConfig(6, seed=1, ignore_eos=True)
 STREAMING = {"policy": "streaming", "budget": 8, "sinks": 2}
-PLACES = {  # name -> the weights in which one value is made non-finite
+WEIGHTS = {  # name -> the weights in which one value is made non-finite
     "embedding": lambda model: model.model.embed_tokens.weight[POISON],
     "layer": lambda model: model.model.layers[1].mlp.down_proj.weight[3],
     "norm": lambda model: model.model.norm.weight,
@@ -33,10 +33,10 @@ PLACES = {  # name -> the weights in which one value is made non-finite
 }
 
 
-def spoil(model: PreTrainedModel, place: str, value: float = math.nan) -> PreTrainedModel:
+def spoil(model: PreTrainedModel, weight: str, value: float = math.nan) -> PreTrainedModel:
     """Make one weight of the model non-finite."""
     with torch.no_grad():
-        PLACES[place](model)[2] = value
+        WEIGHTS[weight](model)[2] = value
     return model
 
 
@@ -46,18 +46,20 @@ def outcome(rollouts: list[Rollout]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spoilt_weight", WEIGHTS)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
-def test_weights_that_are_not_finite_are_an_error_of_the_first_step(
-    policy: Any, place: str, dtype: str, new_model: Callable
+def test_a_weight_that_is_not_finite_is_an_error_in_the_first_step(
+    policy: Any, spoilt_weight: str, dtype: str, new_model: Callable
 ) -> None:
-    """For every place of the weight and every sampling setting, the one-line error names prompt, sample and step.
-    Control: the same model samples before its weight is changed.
+    """One weight (WEIGHTS) is made NaN or infinite. Under every sampling setting, the one-line error names prompt,
+    sample and step. Control: the same model samples before its weight is changed.
     """
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
-    failing_prompt = 1 if place == "embedding" else 0  # the embedding of one token spoils only the rows with this token
+    failing_prompt = (
+        1 if spoilt_weight == "embedding" else 0
+    )  # the embedding of one token spoils only the rows with this token
     samplings = {
         "sampled": SAMPLING,
         "greedy": replace(SAMPLING, temperature=0),
@@ -70,13 +72,13 @@ def test_weights_that_are_not_finite_are_an_error_of_the_first_step(
         for p in r.logprobs
     )
     for value in (math.nan, math.inf, -math.inf):
-        spoil(model, place, value)
+        spoil(model, spoilt_weight, value)
         for sampling in samplings.values():
             with pytest.raises(NotFiniteLogprobError) as error:
                 engine.generate(prompts, replace(sampling, n=2))
             result = error.value
             # with an infinite weight, the sign of the activations decides which prompt, sample and step fails first
-            if place == "embedding" or math.isnan(value):
+            if spoilt_weight == "embedding" or math.isnan(value):
                 assert (result.prompt, result.sample, result.step) == (failing_prompt, 0, 0)
         with pytest.raises(
             NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
@@ -87,8 +89,10 @@ def test_weights_that_are_not_finite_are_an_error_of_the_first_step(
     assert ("overflows" in str(result)) == (dtype == "float16")
 
 
-def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: Callable) -> None:
-    """A token with a NaN embedding is still sampled; the next one is not. The error names the sequence in the batch."""
+def test_simulation_stops_at_the_token_after_a_nan_embedding(new_model: Callable) -> None:
+    """The token POISON has a NaN embedding. The log-prob of POISON itself is finite; the log-prob of the next token is
+    not, and the error names its prompt, sample and step. If POISON is the last token, there is no error.
+    """
     model = spoil(new_model("qwen3"), "embedding")
     engine = make_engine("hf", model=model, policy=make_policy("full"))
     completions = [[7, 8, 9, 10, 11], [7, 8, POISON, 10, 11], [7, 8, 9, 10, POISON]]
@@ -99,7 +103,7 @@ def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: C
     assert all(math.isfinite(p) for rollout in finite for p in rollout.logprobs)
 
 
-def test_activations_that_overflow_in_float16_are_an_error(new_model: Callable) -> None:
+def test_an_overflow_in_float16_is_an_error(new_model: Callable) -> None:
     """The weights are finite in float16, but activations overflow. Control: in float32 the model samples."""
     model = new_model("qwen3")
     with torch.no_grad():
@@ -114,10 +118,10 @@ def test_activations_that_overflow_in_float16_are_an_error(new_model: Callable) 
         engine.generate(PROMPTS, SAMPLING)
 
 
-def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Callable) -> None:
-    """Log-probs of -inf are no error outside of top-k and top-p, or for tokens that the model itself rules out. A
-    forced token outside of top-k has a log-prob of -inf and a finite model log-prob. Control: a token that the model
-    rules out cannot be simulated.
+def test_log_probs_of_minus_infinity_are_no_error_at_tokens_that_are_not_sampled(new_model: Callable) -> None:
+    """Tokens outside of top-k and top-p have log-probs of -inf, as have tokens that the model itself rules out; both
+    are no error. A forced token outside of top-k has a log-prob of -inf and a finite model log-prob. Control:
+    simulating a token that the model rules out is an error.
     """
     model = new_model("qwen3")
 
@@ -145,8 +149,8 @@ def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Cal
 
 @pytest.mark.parametrize("token", [0, POISON])
 def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_model: Callable) -> None:
-    """If one token's embedding is NaN, sequences without this token do not change, even if it is the padding token; nor
-    does their replay.
+    """One token's embedding becomes NaN, also that of the padding token 0. Rollouts and replay of sequences without
+    this token do not change by a bit.
     """
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=make_policy("gkv", budget=8, window=2, period=2))

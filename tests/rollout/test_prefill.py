@@ -39,11 +39,14 @@ def contents_of(cache: EvictingCache, row: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "full"])
 def test_a_fork_equals_the_rows_that_it_selects(prefill: Callable, policy_name: str) -> None:
+    """Row i of a fork has the hidden state and the cache contents of row ROWS[i] of the original. Control: different
+    rows have different contents.
+    """
     whole = prefill([0, 1, 2, 3], policy_name)
     fork = whole.fork(ROWS)
     assert torch.equal(fork.hidden, whole.hidden[ROWS])
-    for place, row in enumerate(ROWS):
-        ours, theirs = contents_of(fork.cache, place), contents_of(whole.cache, row)
+    for fork_row, row in enumerate(ROWS):
+        ours, theirs = contents_of(fork.cache, fork_row), contents_of(whole.cache, row)
         assert len(ours) == len(theirs)
         assert all(map(torch.equal, ours, theirs))
     # control: different rows have different contents
@@ -51,7 +54,9 @@ def test_a_fork_equals_the_rows_that_it_selects(prefill: Callable, policy_name: 
 
 
 def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None:
-    """All buffers of several forks are overwritten and decoding begins in them; the original cache does not change."""
+    """Decoding begins in several forks, after all their buffers are overwritten with 0. The contents of the original
+    cache do not change.
+    """
     whole = prefill([0, 1, 2, 3])
     before = [part.clone() for row in range(4) for part in contents_of(whole.cache, row)]
     for cache in [whole.fork(rows).cache for rows in (ROWS, [3, 3], [0, 1, 2, 3])]:
@@ -64,8 +69,8 @@ def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None
 
 
 def test_recorded_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
-    """`queries` returns the queries of a row's last 4 tokens, oldest first, out of a ring buffer; also in a fork. A
-    policy that scores without queries records none.
+    """`queries` returns the queries of a row's last 4 tokens, oldest first, although the cache stores them in a ring
+    buffer; also for a fork. A policy that scores without queries records none.
     """
     whole = prefill([0, 1, 2, 3])
     for layer in range(2):

@@ -1,5 +1,5 @@
-"""On a CPU in float32, a matrix product of few rows rounds differently than the same rows among many. The engines'
-layers pad few rows, so that results do not depend on the number of rows.
+"""On a CPU in float32, a matrix product of few rows rounds differently from the same rows among many. `padded_layers`
+pads few rows, so that results do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ MANY = 208  # a multiple of ROWS
 @pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 40])
 def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
-    """Linear layers and activations of the first rows equal, bit for bit, those rows among 208."""
+    """The outputs of linear layers and activations for the first rows equal, bit for bit, the outputs for these rows
+    among 208 rows.
+    """
     generator = torch.Generator().manual_seed(inner)
     x = torch.randn(MANY, inner, generator=generator)
     weight, bias = torch.randn(96, inner, generator=generator), torch.randn(96, generator=generator)

@@ -52,8 +52,8 @@ def reference(
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_follow_the_distribution(setting: dict) -> None:
     """`sample` maps a uniform number to a token. On an even grid of N uniform numbers, a token of probability p occurs
-    N p times, up to one; the reported log-probs are those of the distribution after and before top-p and top-k.
-    Control: another distribution fails the check.
+    N p times, up to one. `logprobs` are those after top-p and top-k, and `model_logprobs` those before. Control:
+    another distribution fails the check.
     """
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(40), 20_000
@@ -72,7 +72,7 @@ def test_tokens_follow_the_distribution(setting: dict) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_a_sampled_token_has_a_positive_probability(uniform: float) -> None:
-    """A sampled token has a positive probability even if the uniform number is at an end of the unit interval."""
+    """This also holds if the uniform number is at an end of the unit interval: 0, or the largest number below 1."""
     logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
     draw = torch.tensor([uniform], dtype=torch.float64)
     token, logprob, _ = sample(logits, SamplingConfig(max_tokens=1, top_k=2), draw)
@@ -102,6 +102,9 @@ def test_uniforms_depend_only_on_the_seed() -> None:
 
 
 def test_seeds_depend_on_seed_prompt_and_sample() -> None:
+    """The 16 combinations of seed, prompt and sample number have 16 different seeds. Lists and tuples give the same
+    seed.
+    """
     cases = [
         (seed, tuple(prompt), i) for seed in (0, 1) for prompt in ([1, 23], [12, 3], [123], [1, 2, 3]) for i in (0, 1)
     ]
@@ -120,12 +123,12 @@ def test_seeds_depend_on_seed_prompt_and_sample() -> None:
         ({"n": 0}, "^n: expected"),
     ],
 )
-def test_bad_settings_are_refused(setting: dict, message: str) -> None:
+def test_invalid_settings_are_refused(setting: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**{"max_tokens": 4, **setting})
 
 
-def test_the_support_is_truncated_by_top_p_or_top_k_unless_greedy() -> None:
+def test_top_p_or_top_k_truncates_the_support_except_at_temperature_0() -> None:
     assert not SamplingConfig(max_tokens=1).truncated_support
     assert SamplingConfig(max_tokens=1, top_p=0.9).truncated_support
     assert SamplingConfig(max_tokens=1, top_k=4).truncated_support
@@ -136,8 +139,8 @@ def test_the_support_is_truncated_by_top_p_or_top_k_unless_greedy() -> None:
 def test_an_engine_reports_the_distribution_that_it_sampled_from(
     setting: dict, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """`logprobs` are log-probs after temperature, top-k and top-p, and `model_logprobs` those after temperature only;
-    both equal the dense reference's.
+    """`logprobs` are after temperature, top-k and top-p; `model_logprobs` are after temperature alone. Both equal the
+    dense reference's, up to 1e-5. Control: at another temperature the replayed log-probs differ.
     """
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=policy_of("morphkv", budget=12, window=4, period=3))

@@ -1,5 +1,5 @@
-"""The sampler, which sorts only a prefix of the tokens, equals its plain reference bit for bit: tokens, and log-probs
-before and after top-p and top-k.
+"""The sampler sorts only a prefix of the tokens. It still equals its plain reference bit for bit: in tokens, and in
+log-probs before and after top-p and top-k.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def test_top_p_at_the_border_of_a_token_cuts_as_the_reference_does() -> None:
-    """`top_p` is set to a cumulative probability at which a token begins, so that the last bit decides if the token is
-    kept. Control: with the next float, the result differs.
+    """`top_p` is set to the cumulative probability at which a token begins, so the last bit decides if the token is
+    kept. Control: with the next larger float, the result differs.
     """
     for top_k in range(2, 40):
         logprobs = logits_of("random", 1, 200, seed=top_k).log_softmax(-1)
@@ -102,7 +102,9 @@ def test_top_p_at_the_border_of_a_token_cuts_as_the_reference_does() -> None:
 def test_the_ranking_is_that_of_a_stable_sort(
     kind: str, size: int, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among equal log-probs, also 0.0 and -0.0, the earlier token ranks first, in the code for a CPU and for a GPU."""
+    """Among equal log-probs the earlier token ranks first, also between 0.0 and -0.0. The code for a CPU and the code
+    for a GPU are both tested, on a CPU.
+    """
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     logprobs = logits_of(kind, 5, size).log_softmax(-1)
     logprobs[0] = torch.where(torch.arange(size) % 2 == 0, 0.0, -0.0)
@@ -112,8 +114,8 @@ def test_the_ranking_is_that_of_a_stable_sort(
 
 
 def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ties at the border go to the earlier token. Control: a ranking that puts the later of two equal tokens first
-    differs from the reference.
+    """If top-k or top-p can keep only one of several equal tokens, the earlier token is kept, as in the reference.
+    Control: a ranking that puts the later of two equal tokens first differs from the reference.
     """
     logprobs = logits_of("tied", 4, 130).log_softmax(-1)
     assert torch.equal(truncate(logprobs, 0.9, 20), truncate_reference(logprobs, 0.9, 20))

@@ -25,6 +25,9 @@ def sampled(engine: object, prompts: list[list[int]], tokens: int = 40) -> list[
 def test_simulated_evictions_equal_the_sampled_ones(
     name: str, period: int, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
+    """`simulate`, given the sampled completions, records the evictions of the sampling. Log-probs are equal up to 1e-6,
+    because rows leave the batch at other times.
+    """
     policy = policy_of(name, budget=10, window=4, period=period)
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy)
     rollouts = sampled(engine, prompts_of("qwen3", LENGTHS))
@@ -33,12 +36,13 @@ def test_simulated_evictions_equal_the_sampled_ones(
     for ours, theirs in zip(outputs, rollouts, strict=True):
         assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
         assert ours.completion_ids == theirs.completion_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)  # rows leave the batch at other times
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)
 
 
 def test_control_other_completions_have_other_evictions(
     model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
+    """If `simulate` gets other completions than the sampled ones, the evictions differ."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=10, window=4, period=4))
     rollouts = sampled(engine, prompts_of("qwen3", LENGTHS))
     other_completions = [[(token + 7) % 60 + 3 for token in r.completion_ids] for r in rollouts]

@@ -378,5 +378,5 @@ def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> Non
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
-    with pytest.raises(UserError, match=r"teacher: has 80 tokens, but the student has 64"):
+    with pytest.raises(UserError, match=r"teacher: has a vocabulary of 80 tokens, but the student.s has 64"):
         train(recipe(teacher=tiny(vocab_size=80)))

@@ -131,7 +131,7 @@ def test_a_damaged_model_is_refused_before_the_first_step(
         if damaged:
             assert lines == [
                 f"sparse-rl: error: at step 0 {damaged} at the start of training is damaged, {name} is not finite: use "
-                f"another checkpoint of it; {folder} has no checkpoint"
+                f"an undamaged copy of the model; {folder} has no checkpoint"
             ]
             assert not (folder / "model").exists()
             assert not list(folder.glob("checkpoint-*"))

@@ -347,7 +347,7 @@ def test_texts_become_single_or_packed_rows(recipe: Callable) -> None:
         ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
         ({"cache": {**CACHE, "scorer": "mpl"}}, "cache.scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
         ({"cache": {**CACHE, "budget": 6}}, "cache.budget: 6 must exceed window 4 + sinks 2"),
-        ({"lora": {"r": 4}}, "lora: not in kind kvpop: it trains the whole model"),
+        ({"lora": {"r": 4}}, "lora: kind kvpop trains the whole model"),
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),
         ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),

@@ -22,12 +22,12 @@ def test_more_processes_than_places_are_reported(cards: int, places: str, monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)
     maximum = int(places[0])
     assert crowded(LaunchConfig(processes=maximum)) is None
-    assert crowded(LaunchConfig(processes=maximum + 1)) == f"{maximum + 1} processes on {places}; lower it"
+    assert crowded(LaunchConfig(processes=maximum + 1)) == f"{maximum + 1} processes on {places}; lower processes"
     two_machines = {"machines": 2, "main_process_ip": "10.0.0.1"}
     assert crowded(LaunchConfig(processes=2 * maximum, **two_machines)) is None
     assert (
         crowded(LaunchConfig(processes=2 * maximum + 2, **two_machines))
-        == f"{maximum + 1} processes on {places}; lower it"
+        == f"{maximum + 1} processes on {places}; lower processes"
     )
 
 

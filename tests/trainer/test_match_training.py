@@ -106,7 +106,7 @@ def test_unsupported_recipes_are_refused(recipe: Callable) -> None:
         recipe("distill", packing=True)
     with pytest.raises(UserError, match=r"packing: sequences under clustered cannot be packed"):
         recipe("distill", packing=True, cache=PAGED)
-    with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has only .* 18 queries"):
+    with pytest.raises(UserError, match=r"reference_queries: 19 is too many: the first compaction has .* 18 queries"):
         recipe("grpo", cache={**CACHE, "reference_queries": 19})
     with pytest.raises(UserError, match="match_gradient"):
         recipe("grpo", match_gradient="straight")

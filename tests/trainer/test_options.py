@@ -100,7 +100,7 @@ def test_gradient_checkpointing_is_never_reentrant(kind: str, tmp_path: Path) ->
         trainer_args = arguments(kind, tmp_path, gradient_checkpointing_kwargs=options)
         assert trainer_args.gradient_checkpointing_kwargs == {"use_reentrant": False, **options}
     for refused_options, message in (
-        ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: must be among .*, got 'every_n_layers'"),
+        ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: its keys must be among .*, got 'every_n_layers'"),
         ({"use_reentrant": None}, "reentrant gradient checkpointing is not supported"),
         ({"use_reentrant": True}, "reentrant gradient checkpointing is not supported"),
         ('{"use_reentrant": true}', "reentrant gradient checkpointing is not supported"),
@@ -153,8 +153,8 @@ def test_sync_ref_model_needs_a_separate_reference_model(grpo: Callable, tmp_pat
     learned = {"policy": "kvpop", "budget": 8, "window": 2}
     for keys, message in (
         ({}, "sync_ref_model: needs beta above 0"),
-        ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: with lora the reference is the model without the adapter"),
-        ({"beta": 0.1, "cache": learned}, "sync_ref_model: does not work with cache.policy kvpop"),
+        ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: with lora the reference model, which has no adapter"),
+        ({"beta": 0.1, "cache": learned}, "sync_ref_model: cache.policy kvpop has scorers, but the reference"),
     ):
         with pytest.raises(UserError, match=message):
             make_recipe({"kind": "grpo", **RECIPES["grpo"], "sync_ref_model": True, **keys})

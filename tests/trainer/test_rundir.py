@@ -66,13 +66,13 @@ def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")  # killed before its first checkpoint
     refuse_used(recipe.output_dir)
     place = checkpoint(tmp_path, 1)
-    with pytest.raises(UserError, match=r"output_dir.*holds an earlier run; continue it with --resume"):
+    with pytest.raises(UserError, match=r"output_dir.*holds an earlier run; use --resume"):
         refuse_used(recipe.output_dir)
     shutil.rmtree(place)
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match=r"output_dir.*holds the model of an earlier run; choose another"):
         refuse_used(recipe.output_dir)
-    with pytest.raises(UserError, match=r"--resume.*has ended without a checkpoint to resume from"):
+    with pytest.raises(UserError, match=r"--resume.*is finished and has no complete checkpoint"):
         checkpoint_to_resume(recipe, "newest")
 
 
@@ -252,7 +252,7 @@ def test_an_unlisted_file_that_a_library_would_load_is_damage(tmp_path: Path) ->
     (place / "notes.txt").write_text("a user's own")
     assert damage(place) is None
     (place / "scaler.pt").write_bytes(b"x")
-    assert damage(place) == "scaler.pt does not belong to it: manifest.json does not list it"
+    assert damage(place) == "scaler.pt does not belong to the checkpoint: not in manifest.json"
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -173,11 +173,11 @@ def test_a_cache_with_other_settings_is_refused(teacher: Any, rows: list[Example
     write(tmp_path, teacher, rows)
     with pytest.raises(TeacherCacheError, match=r"written with temperature 0.7, but the recipe needs 1.0"):
         TeacherCache(tmp_path, {"temperature": 1.0})
-    with pytest.raises(TeacherCacheError, match="another teacher cache; dtype float32 instead of bfloat16"):
+    with pytest.raises(TeacherCacheError, match="another teacher cache: dtype float32 instead of bfloat16"):
         write(tmp_path, teacher, rows, "bfloat16")
     other = copy.deepcopy(teacher)
     other.lm_head.weight.data[0, 0] += 1
-    with pytest.raises(TeacherCacheError, match="another teacher cache; teacher"):
+    with pytest.raises(TeacherCacheError, match="another teacher cache: teacher"):
         write(tmp_path, other, rows)
     with pytest.raises(TeacherCacheError, match="written with source a teacher, but the recipe needs another"):
         TeacherCache(tmp_path, {"source": "another"})

@@ -99,7 +99,7 @@ def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> N
         (["--prompt-cache", "ratio=0.1"], "--prompt-cache: there is no context to compact; name its file: --context"),
         (["--context", "absent.txt"], "absent.txt"),
         (["--context", "raw.txt"], "--context: raw.txt cannot be read: 'utf-8' codec"),
-        (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, but together with the answer it must fit"),
+        (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, but the model can read only 90"),
         (["--context", "TEXT", "--prompt-cache", "ratio=7"], "--prompt-cache.ratio: expected a number above 0"),
         (
             ["--context", "TEXT", "--prompt-cache", "ration=7"],

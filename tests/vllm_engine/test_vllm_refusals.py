@@ -40,12 +40,12 @@ def test_invalid_requests_are_refused(policy: Policy, open_engine: Callable, ran
     expected = engine.generate(good, SAMPLING)
     for prompts, sampling, message in (
         ([[3], []], SAMPLING, "prompt 1 is empty"),
-        ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, and max_prompt is 100"),
+        ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, but max_prompt is 100"),
         ([[5, 6], ["x"]], SAMPLING, "prompt 1 is not a list of token ids.*'str'"),
         ([[5, 6], [1.5]], SAMPLING, "prompt 1 is not a list of token ids.*'float'"),
         ([[5], 6], SAMPLING, "prompt 1 is not a list of token ids.*'int'"),
-        ([[5], [6, 64]], SAMPLING, "prompt 1 has token 64; the model knows 0 to 63"),
-        ([[5], [-1]], SAMPLING, "prompt 1 has token -1; the model knows 0 to 63"),
+        ([[5], [6, 64]], SAMPLING, "prompt 1 has token 64; the model's token ids are 0 to 63"),
+        ([[5], [-1]], SAMPLING, "prompt 1 has token -1; the model's token ids are 0 to 63"),
         ([[4] * 100], SamplingConfig(157), r"prompt 0 has 100 tokens.*max_tokens 157.*max_model_len 256"),
     ):
         with pytest.raises(ValueError, match=message):

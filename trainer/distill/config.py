@@ -15,17 +15,17 @@ class DistillConfig(Configuration):
 
     The teacher has a full cache, and the student has the cache policy `cache` of the recipe.
 
-    completions : source of the completions. data takes them from the dataset, and an engine simulates the evictions;
-        student samples them from the student, under eviction
-    keep : reward that selects the dataset's completions; completions that score below `keep_from` are dropped
+    completions : source of the completions. `data`: the dataset has them, and an engine simulates the evictions.
+        `student`: the student samples them, under eviction
+    keep : reward that selects completions of the dataset; completions that score below `keep_from` are dropped
     keep_from : minimum score for `keep`
     refresh_every : number of steps after which the model that simulates the evictions gets the student's current
         weights; 0 means that it always has the weights of the starting model
     packing : put several short sequences into one row, without attention between the sequences
     max_length : maximum number of tokens in prompt and completion; null means the limit of the model and the engine
     max_completion_length : maximum number of tokens in the completion
-    overlong : treatment of sequences that exceed a limit. truncate shortens the completion, as in G-KV section 7.4;
-        drop leaves the sequence out
+    overlong : treatment of sequences that exceed a limit. `truncate` shortens the completion, as in G-KV section 7.4;
+        `drop` leaves the sequence out
     """
 
     max_completion_length: PositiveInt = 4096

@@ -41,7 +41,7 @@ class DistillTrainer(TaughtTrainer):
 
     It takes the parameters of TaughtTrainer (model, teacher, args, examples, validation), and:
 
-    engine : engine that records the evictions; the student is trained under its policy
+    engine : engine that records the evictions; the student is trained under the engine's policy
     sleep : True frees the engine's memory while the student is trained, if the engine supports this
     """
 
@@ -81,7 +81,7 @@ class DistillTrainer(TaughtTrainer):
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Return the completion tokens of all processes, and add the retention to the logged sums."""
+        """Return the number of completion tokens of all processes. Add retention and sequences to the logged sums."""
         tokens = sum(len(example.completion) for example in examples)
         retention = sum(example.trace.retention() for example in examples if example.trace is not None)
         local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
@@ -93,10 +93,10 @@ class DistillTrainer(TaughtTrainer):
 
     @contextmanager
     def _engine_weights(self) -> Iterator[Engine]:
-        """Yield the engine with up-to-date weights.
+        """Yield the engine with the weights that are due.
 
-        These are the student's current weights if the engine shares the student's module or if the student samples.
-        Otherwise they are the starting model's until the first refresh, and then the student's at the last refresh.
+        These are the student's current weights if the engine shares the student's module or samples completions.
+        Otherwise they are the starting model's weights, and after a refresh the student's weights at the last refresh.
         """
         every = 1 if self._sampling is not None else self.args.distill.refresh_every
         with ExitStack() as stack:

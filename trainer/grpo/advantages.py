@@ -28,7 +28,7 @@ def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int,
     """Return a rank's advantages, float [rows], set to exactly 0 in groups without reward variance.
 
     varied : result of `varied_groups`, for the groups of all ranks
-    drop : True also excludes the groups without reward variance from the loss's mean over rows
+    drop : True also excludes these groups from the loss's mean over rows
     """
     start = rank * len(advantages)
     rows = varied.repeat_interleave(size)[start : start + len(advantages)]

@@ -38,7 +38,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 def grpo_arguments(
     sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> SparseGRPOArguments:
-    """Return the arguments of a SparseGRPOTrainer, with TRL's fields set to the values of `sparse`.
+    """Return the arguments of a SparseGRPOTrainer. Fields that TRL and `sparse` share get the values of `sparse`.
 
     options : options of TRL and transformers (trainer.arguments.training_options), and fields of SparseGRPOArguments
 
@@ -58,14 +58,14 @@ def check_given(given: Mapping[str, Any]) -> None:
         raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
-            raise UserError("a trace covers one completion, which our engine samples in one call; remove it", name)
+            raise UserError(f"a trace covers one completion, sampled in one call of our engine; remove {name}", name)
     check_adapters(given["model"], given.get("peft_config"))
 
 
 def check_made(trainer: Any) -> None:
     """Raise UserError if TRL has enabled an unsupported feature because of the model or the launch."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; use a lower stage"
+        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; lower zero_stage"
         raise UserError(wrong)
     if trainer.aux_loss_enabled:
-        raise UserError("experts' auxiliary loss is not supported under evictions; set it to 0", "router_aux_loss_coef")
+        raise UserError("experts' auxiliary loss is not supported here; set this key to 0", "router_aux_loss_coef")

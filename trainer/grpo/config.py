@@ -17,10 +17,10 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 class GuardConfig(Configuration):
     """Settings of the replay guard, which stops a run whose trainer and sampler disagree on log-probs.
 
-    The guard stops the run if the mean |Δlogp| of a batch exceeds both `floor` and `factor` times the mean |Δlogp| of
-    the probe, a comparison on texts without evictions.
+    The guard limits the mean gap |log p_trainer - log p_sampler| of a batch. The limit is `floor`, or `factor` times
+    the mean gap of the probe (texts that are sampled without evictions) if that is larger.
 
-    factor : multiple of the probe's mean |Δlogp|; None means 10 in float32 and 3 in half precision
+    factor : multiple of the probe's mean gap; None means 10 in float32 and 3 in half precision
     floor : minimum of the limit; None means 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
     """
 
@@ -33,10 +33,10 @@ class GuardConfig(Configuration):
 class SparseGRPOConfig(Configuration):
     """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
 
-    train_attention : replay applies the recorded evictions in training; full attends to all tokens, a mismatch with the
-        sampler that is meant for comparison
+    train_attention : `replay` applies the recorded evictions in training. `full` attends to all tokens, as the sampler
+        did not; it is meant for comparison
     importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
-        token or per sequence. none does not use the ratio: the old log-probs are the trainer's own
+        token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own
     importance_clip : value above which importance_correction truncates or masks the ratio
     zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
@@ -66,11 +66,11 @@ class SparseGRPOConfig(Configuration):
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
-            mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
+            mend = "drop needs beta 0, and loss_type grpo or sapo, which average over responses"
             raise UserError(mend, "uniform_groups")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise UserError if an option of TRL contradicts these settings. options : options of TRL, name -> value"""
+        """Raise UserError if an option of TRL (name -> value) contradicts these settings."""
         if options.get("sync_ref_model") and not self.beta:
             raise UserError("needs beta above 0, without which there is no reference model", "sync_ref_model")
         if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":

@@ -1,4 +1,4 @@
-"""Runs the forward pass of policy and reference model in GRPO, with TRL's fused head and each row under its trace."""
+"""Runs GRPO's forward pass of the trained or the reference model: TRL's fused head, and each row under its trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReplayedForward:
     def __call__(
         self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """Return the model's output, and the auxiliary losses or None.
+        """Return the model's output and the auxiliary losses. The losses are None if nothing besides GRPO learns.
 
         The output holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens.
 
@@ -62,7 +62,7 @@ class ReplayedForward:
             out = self._forward(student.forward, *inputs)
             return out, torch.stack(list(view.losses.values()))
 
-        # DDP and DeepSpeed track the outputs of their forward: a loss that is not among them would get no gradient.
+        # DDP and DeepSpeed track the outputs of their forward: a loss outside these outputs would get no gradient.
         out, losses = self.redirect(model, student, with_losses, ids, positions, labels, view)
         if scorers_learn:
             back = (columns[:-1] - starts).clamp(min=0)

@@ -19,8 +19,8 @@ from trainer.grpo.rows import Learned
 class Measures:
     """Records metrics for a trainer, in the trainer's current mode (train or eval), and applies the replay guard.
 
-    gaps : mode -> one tensor for each batch since the last log, float [2, tokens]: `gap` and `ratio` of
-        panel.replay_panel
+    gaps : mode -> a tensor for each batch since the last log, float [2, tokens], with the arguments `gap` and `ratio`
+        of panel.replay_panel
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -28,7 +28,9 @@ class Measures:
         self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
 
     def batch(self, batch: dict[str, Any], scored: Tensor) -> None:
-        """Add a batch to the mismatch panel and apply the replay guard, before the first weight update after sampling.
+        """Add a batch to the mismatch panel, and apply the replay guard to it.
+
+        Call this before the weights are updated for the first time since the batch was sampled.
 
         batch : TRL's batch
         scored : the trainer's log-probs of the completion tokens, float [rows, completion width]
@@ -68,7 +70,7 @@ class Measures:
             self._note(name, value)
 
     def learned(self, learned: Learned) -> None:
-        """Record the loss of the scorers or of the method, and the recall.
+        """Record the scorers' boundary loss (or the loss of another method) and the recall.
 
         The recall is the kept share of the tokens that the training target of the scorers would keep.
         """

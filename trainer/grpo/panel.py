@@ -27,7 +27,7 @@ from trainer.scored.loss import decisions_agree
 
 
 class Tolerance(NamedTuple):
-    """The numbers from which the replay guard computes its limit on the mean |d| of a batch (d: see the module).
+    """The numbers from which the replay guard computes its limit on the mean |d| of a batch (d as defined above).
 
     floor : minimum of the limit; in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
     factor : multiple of the mean |d| of the probe, which measures floating-point noise
@@ -110,7 +110,7 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the panels of all processes into one panel.
 
-    A metric is combined by its mean, or by its maximum if its name ends in `_max`. NaN in a value makes the result NaN.
+    The result is the mean over processes, or the maximum if the name ends in `_max`. A NaN makes the result NaN.
     """
     names = dict.fromkeys(name for panel in panels for name in panel)
     gathered = {name: [panel[name] for panel in panels if name in panel] for name in names}
@@ -119,9 +119,9 @@ def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
-    """Return the peak number of cache entries of each sequence, as a mean over layers and kv heads.
+    """Return the peak number of cache entries of each sequence, as a mean over layers and kv heads, rounded up.
 
-    During prefill the cache holds the whole prompt.
+    The peak is at least the length of the prompt, because the cache holds the whole prompt during prefill.
     """
     if policy.schedule.counts_vary:
         peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
@@ -130,8 +130,8 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
 
 
 def cache_sums(rollouts: Sequence[Rollout], policy: Policy) -> list[float]:
-    """Return five sums over the rollouts: final retention, peak number of cache entries, tokens fed to the model,
-    rollouts, and sampled tokens.
+    """Return sums over the rollouts, in this order: the final retention, the peak number of cache entries, the tokens
+    fed to the model, 1 (the number of rollouts), and the sampled tokens.
     """
     fed = sum(len(r.trace) - 1 for r in rollouts)
     sampled = sum(len(r.completion_ids) for r in rollouts)
@@ -149,7 +149,7 @@ def _check_finite(what: str, mean: float) -> None:
 
 
 def check_gap(gap: Tensor, limit: float) -> None:
-    """Raise ReplayGapError, with likely causes, if the mean |gap| is above `limit`; NotFiniteError if it is not finite.
+    """Raise ReplayGapError if the mean |gap| is above `limit`, and NotFiniteError if the mean is not finite.
 
     gap : log p_trainer - log p_sampler of each token, float [N]
     """
@@ -165,7 +165,7 @@ def check_gap(gap: Tensor, limit: float) -> None:
 
 
 def check_sync(gap: float, limit: float) -> None:
-    """Raise ReplayGapError if the gap after a weight sync is above `limit`, and NotFiniteError if it is not finite.
+    """Raise ReplayGapError if `gap` is above `limit` after a weight sync, and NotFiniteError if `gap` is not finite.
 
     gap : mean |log p_trainer - log p_engine| on the probe
     """

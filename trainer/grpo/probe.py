@@ -16,8 +16,8 @@ from sparse_rl.models.base import base_of
 from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
 from trainer.weights import give_weights, live_weights
 
-PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # number of prompts from the data, and of tokens sampled after each
-SHORTEST = 8  # minimum number of tokens to which a prompt is shortened if the cache is small
+PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # number of prompts from the data; maximum number of tokens sampled per prompt
+SHORTEST = 8  # a small cache shortens the prompts, but not below this number of tokens
 DROPPED = 2  # sleep level at which an engine discards its weights instead of moving them to host memory
 
 
@@ -25,8 +25,8 @@ class ProbedEngine:
     """An engine that samples with the trainer's weights, from the live module or from a copy updated after each step.
 
     sleep : True frees the engine's memory while it does not sample, if the engine supports this
-    limit : limit on the mean |log p_trainer - log p_sampler| of a batch and of a probe; None before the first probe,
-        which sets the limit
+    limit : limit on the mean |log p_trainer - log p_sampler| of a batch and of a probe. The first probe sets the limit;
+        before this probe it is None
     synced : step whose weights the engine's copy has; None if the engine has no copy, or before the first sync
     probed : step at which the weights were last probed
     """
@@ -61,9 +61,9 @@ class ProbedEngine:
             self.sleeper.sleep(DROPPED)
 
     def _wake_with_weights(self, due: bool) -> None:
-        """Wake the engine, and update its weights if `due` is True or if the engine has slept.
+        """Wake the engine. Update its weights if `due` is True or if the engine has slept.
 
-        The cache needs more memory than the weights, so its memory is allocated last.
+        The cache needs more memory than the weights, so the memory of the cache is allocated after the update.
         """
         if self.sleeper is not None:
             self.sleeper.wake_up(["weights"])
@@ -94,7 +94,7 @@ class ProbedEngine:
         local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
         gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
         if self.probed != trainer.state.global_step:  # else a run resumed after a validation would log the gap twice
-            trainer._metrics["train"]["sync/probe_gap"].append(gap)  # a validation's probe counts for the next step
+            trainer._metrics["train"]["sync/probe_gap"].append(gap)  # logged with the next step
         self.probed = trainer.state.global_step
         if self.guard.enabled:
             check_sync(
@@ -104,9 +104,9 @@ class ProbedEngine:
             self.limit = tolerance.limit(gap)
 
     def _probe_prompts(self) -> tuple[list[list[int]], int]:
-        """Return the probe's prompts, and the number of tokens that can be sampled after each without an eviction.
+        """Return the probe's prompts, and the number of tokens that can be sampled per prompt without an eviction.
 
-        A long prompt keeps its end, so that the sampled tokens are similar to the tokens of training.
+        Of a long prompt only the end is used, so that the sampled tokens are similar to the tokens of training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)

@@ -1,4 +1,4 @@
-"""Keeps the data of a batch's rows that TRL does not pass on, such as traces, from sampling to the loss."""
+"""Keeps data of a batch's rows, such as traces, from sampling to the loss, because TRL does not pass these data on."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class Learned(NamedTuple):
 class Rows:
     """The rows that TRL currently works on, with the data that TRL's methods do not pass to one another.
 
-    TRL's methods for sampling, scoring and rewards take and return only tokens; TRL then makes the batch, a dict, from
-    their results. This object keeps the other data until the batch exists, and while a loss is computed. Every
-    generation and every loss makes a new object. In the batch, traces are a list, which TRL shuffles and splits like
-    tensors.
+    Every generation and every loss makes a new object. TRL's methods for sampling, scoring and rewards take and return
+    only tokens; this object keeps the other data until TRL has made the batch, a dict. In the batch, traces are a list,
+    which TRL shuffles and splits like tensors.
 
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     logprobs : the trainer's log-probs from the last forward pass, float [rows, completion width], detached
-    learned : auxiliary losses from the last forward pass; a loss needs only one pass, so they cover all rows
+    learned : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
     """
 
     traces: Sequence[EvictionTrace]

@@ -16,7 +16,7 @@ KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
 
 
 def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
-    """Replace the advantages that TRL has written for the last rows by `advantages` of all processes."""
+    """Overwrite the advantages that TRL has written for the last rows. advantages : of all processes"""
     column = logs["advantages"]
     before = list(column)[: -len(advantages)]
     column.clear()
@@ -24,7 +24,7 @@ def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
-    """Convert the values that a reward function logs in a column to plain data, or raise UserError."""
+    """Convert values that a reward function logs in `column` to plain data. Raise UserError if that is impossible."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):

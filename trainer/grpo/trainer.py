@@ -5,9 +5,9 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - rollouts come from our engine, with an eviction trace per sequence; the engine samples from the live module, or has
   its own copy of the weights, which is synced after each update and then probed (probe.py);
 - a trace stays with its row from sampling to the loss, and in checkpoints (rows.py);
-- with `train_attention: replay`, every forward pass of policy and reference model replays the trace (forward.py); with
-  `train_attention: full`, the traces are ignored, which is the mismatched control. RL-Full is neither of these, but
-  training with the cache policy `full`;
+- with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace
+  (forward.py); with `train_attention: full`, the traces are ignored, which is the mismatched control. RL-Full is
+  another setting: the cache policy `full`;
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
 - truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline (advantages.py);
 - our setting importance_correction selects TRL's importance correction (with `none`, the old log-probs are the
@@ -79,14 +79,14 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
         # use_vllm is TRL's only switch for its importance correction. In the arguments, True would start a vLLM engine.
-        # Set here, after construction, use_vllm has no other effect: this class overrides all other code that reads
-        # it, or that code runs only with rollout_func or tools.
+        # Here, after construction, it has no other effect: TRL's other code that reads use_vllm is overridden by this
+        # class, or runs only with rollout_func or tools.
         self.use_vllm = self.args.sparse.importance_correction != "none"
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
-            raise UserError("the reference model lacks the scorers that the policy has; remove it", "sync_ref_model")
+            raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
         self.measures, self.rows = Measures(self), Rows([])
@@ -136,7 +136,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             except BaseException as error:  # a user's function may even call sys.exit
                 names = ", ".join(self.reward_func_names)
                 what = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RewardError(f"a reward function raised (of: {names}): {what}") from error
+                raise RewardError(f"a reward function (one of: {names}) raised {what}") from error
 
     def _log_completion_extra(self, column: str, values: list) -> None:
         super()._log_completion_extra(column, plain_values(column, values))
@@ -166,12 +166,12 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
         if rows.learned is not None:
             loss = loss + self._own_loss(rows.learned)
-        if "old_per_token_logps" not in inputs:  # then there was no update since the rollout
+        if "old_per_token_logps" not in inputs:  # then no update has followed the rollout yet
             self.measures.batch(inputs, rows.logprobs)
         return loss
 
     def _own_loss(self, learned: Learned) -> Tensor:
-        """Return the boundary loss of the scorers, or the loss of a method, scaled in the same way as TRL's loss."""
+        """Return the scorers' boundary loss (or the loss of another method), scaled in the same way as TRL's loss."""
         self.measures.learned(learned)
         weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
         return weight * learned.losses.mean() / self.current_gradient_accumulation_steps
@@ -212,7 +212,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate, and restore the random state afterwards.
 
-        The data loader of the evaluation draws from the random state, which also shuffles the next training buffer.
+        The data loader of the evaluation draws from this state, and TRL shuffles the next training buffer with it.
         """
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)

@@ -40,7 +40,8 @@ class KVpopLossConfig(DistillationLossConfig):
 class GatesConfig(Configuration):
     """Settings for the training of DMS's gates (trainer/kvpop/gates.py). KVpop's papers do not give these values.
 
-    NVIDIA's published code has the temperature 0.1 and the weight 1, and raises the compression over all steps.
+    NVIDIA's published code has the temperature 0.1 and the weight 1, and raises the compression over all steps, or over
+    a given number of them.
 
     temperature : temperature of the Gumbel-sigmoid (tau)
     weight : weight of the loss that is added if too few gates are open
@@ -65,7 +66,7 @@ class KVpopConfig(Configuration):
     target : training target of the scorers, a measure of the future attention to each token
     boundary : settings of the scorers' loss
     boundary_weight : weight of the scorers' loss
-    gates : settings for the gates of policy dms, for which target and boundary have no effect
+    gates : settings for the gates of policy dms; under dms, target and boundary have no effect
     scorer_learning_rate : maximum learning rate of the scorers; learning_rate and lr_scheduler_type apply to the model
     scorer_final_learning_rate : final learning rate of the scorers, after a cosine decay
     scorer_warmup_steps : number of steps in which the scorers' learning rate rises to its maximum

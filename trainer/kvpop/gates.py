@@ -8,8 +8,8 @@ and a target share sets the number of evicted tokens. The loss of a micro-batch 
 
 where tau is the temperature of the distillation, CE the cross-entropy, and alpha in [0, 1] the value of a gate; an open
 gate (1) evicts its token. The mean of alpha is over all tokens, layers and kv heads. The target compression ratio CR
-rises linearly from 1 to `compression` over `anneal_steps`. The last term is 0 if more gates are open than the target
-asks for; only KL and CE limit these additional open gates. Validation uses hard gates, as decoding does.
+rises linearly from 1 to `compression` over `anneal_steps` steps. If more gates are open than the target asks for, the
+last term is 0, and only KL and CE close gates. Validation uses hard gates, as decoding does.
 """
 
 from __future__ import annotations

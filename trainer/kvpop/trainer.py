@@ -103,7 +103,7 @@ class KVpopTrainer(TaughtTrainer):
         return self.scorer_loss.view(student, *batch.sizes(), width, kernel=kernel, learn=learns, measure=measure)
 
     def _own_loss(self, view: Any, count: Tensor) -> tuple[Tensor, ...]:
-        """Return the weighted loss of the scorers times the number of tokens, and then the values for `summed`."""
+        """Return the weighted boundary loss of all tokens, and the sums `boundary`, `held` and `of` (see `summed`)."""
         losses = torch.stack(list(view.losses.values())) if view.losses else count.new_zeros(1)
         boundary = losses.mean() * count
         held, total = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
@@ -133,7 +133,7 @@ class KVpopTrainer(TaughtTrainer):
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:
-    """Return the learning rate as a share of the peak rate: linear up to step `warmup`, then a cosine down to `low`."""
+    """Return the learning rate as a share of its maximum: linear up to step `warmup`, then a cosine down to `low`."""
     if step < warmup:
         return step / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -19,7 +19,7 @@ class DistillationLossConfig(Configuration):
     jsd_beta : weight of the teacher in the generalised Jensen-Shannon divergence
     top_k : number of the teacher's most probable tokens that the divergence distinguishes; all other tokens count as
         one outcome. None means the whole vocabulary
-    renormalise : leave the other tokens out, and renormalise the distributions over the top_k tokens
+    renormalise : leave all other tokens out, and renormalise both distributions over the top_k tokens
     kl_weight : weight of the divergence, which is also multiplied by tau^2
     ce_weight : weight of the cross-entropy of the completion tokens
     chunk : number of positions whose logits are in memory at a time

@@ -10,9 +10,8 @@ the setting `jsd_beta`. The divergence per token is one of
 The loss is kl_weight * tau^2 times the divergence, plus ce_weight times the cross-entropy of the completion tokens at
 temperature 1. The factor tau^2 keeps the gradient from shrinking as tau grows (G-KV appendix C; Hinton et al. 2015).
 
-If only the teacher's k most probable tokens are available, the last of k + 1 outcomes is "any other token". The KL over
-these outcomes is a lower bound of the KL over the vocabulary. With `renormalise`, the other tokens are left out
-instead.
+If only the teacher's k most probable tokens are available, the divergence is over k + 1 outcomes: these tokens, and
+"any other token". This KL is a lower bound of the KL over the vocabulary. `renormalise` leaves other tokens out.
 
 A float32 tensor of shape [tokens, vocabulary] never exists in memory: the student's head runs over `chunk` positions at
 a time, and runs again in the backward pass.
@@ -136,7 +135,7 @@ class DistillationLoss:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) of log-probs p, q [N, K] at each position, [N]. An outcome of probability 0 under p adds 0."""
+    """Return KL(p || q) [N] of log-probs p, q [N, K] at each position. An outcome of probability 0 under p adds 0."""
     impossible = p == float("-inf")
     difference = (p - q).masked_fill(impossible, 0.0)
     return (p.exp() * difference).sum(-1)

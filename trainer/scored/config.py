@@ -11,9 +11,9 @@ from sparse_rl.methods.kvpop.config import BoundaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ScorersConfig(Configuration):
-    """Settings for training the scorers of a learned policy further, by adding their boundary loss to the loss.
+    """Settings for training the scorers of a learned policy further. Without this block they are not trained.
 
-    Without this block the scorers are not trained.
+    The scorers' boundary loss is added to the loss of the model.
 
     weight : weight of the boundary loss
     learning_rate : maximum learning rate of the scorers, which follows the schedule of the model's learning rate

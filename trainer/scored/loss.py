@@ -1,4 +1,4 @@
-"""Computes the boundary loss of the scorers during a forward pass, whose output may serve other losses too."""
+"""Computes the boundary loss of the scorers during a forward pass of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ScorerLoss:
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
-        """Return the attention view of one forward pass, which computes the scorers' loss during that pass.
+        """Return the attention view for one forward pass. The view computes the scorers' loss during the pass.
 
         student : model that carries the scorers
         lengths : number of tokens of each row, int64 [rows]; rows are right-padded to `width`
@@ -69,9 +69,8 @@ class ScorerLoss:
 def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float | None:
     """Return the share of evictions, from 0 to 1, on which an engine and the model's own scorers agree.
 
-    The scorers decide again on the tokens of the rollouts. They agree with the engine on a token of a layer and kv head
-    if both evict it at the same step (evict_at). The share is relative to all tokens that the engine or the scorers
-    evict; None means that neither evicts a token.
+    The scorers decide again on the tokens of the rollouts. In each layer and kv head, a token counts if the engine or
+    the scorers evict it; they agree on the token if its evict_at is equal. None means that no token is evicted.
     """
     same = either = 0
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""Base of all trainers: saves a learned policy's scorers with the model, trains them, and checks the engine's copy.
+"""Base of all trainers: saves a learned policy's scorers with the model, trains them, and checks the engine's scorers.
 
 transformers cannot save scorers, so they are written beside each saved model. The engine's scorers are compared with
 the trainer's, because the replay gap does not reveal stale scorers: recorded evictions are replayed in any case.
@@ -36,7 +36,7 @@ class Scored(Trainer):
     scorer_loss: ScorerLoss | None = None
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Save the scorers of the engine's policy, if any, with the model; also train them if `learn` is given."""
+        """Save the scorers with the model if the engine's policy has scorers; also train them if `learn` is given."""
         self.learned_policy = policy if policy.layered_parameters else None
         if learn is not None:
             self.scorer_learning_rate = learn.learning_rate
@@ -44,7 +44,7 @@ class Scored(Trainer):
             base_of(self.model).cache_scorers.requires_grad_(True)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Create the optimizer, in which trained scorers form groups with their own learning rate."""
+        """Create the optimizer. Scorers that are trained form parameter groups with their own learning rate."""
         if self.scorer_learning_rate is None:
             return super().create_optimizer(*([] if model is None else [model]))
         if self.optimizer is None:

@@ -20,9 +20,8 @@ class SFTTrainingConfig(TrainingConfig):
 class SFTConfig(Configuration):
     """Settings of supervised fine-tuning with a full cache.
 
-    It is used for cold starts, uptraining, and the first stage of the quickstart. TRL packs the rows: with `packing:
-    true`, a token sees only its own document; with `packing_strategy: wrapped`, it also sees the documents before it in
-    the row.
+    With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
+    `packing_strategy: wrapped`, a token also sees the documents before its own in the row.
 
     from_scratch : initialise new weights from the recipe's seed; only configuration and tokenizer come from the model
     stop_at_accuracy : accuracy on newly generated problems, with a full cache, at which the training stops

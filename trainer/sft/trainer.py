@@ -70,7 +70,7 @@ class StopAtAccuracy(TrainerCallback):
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # In a resumed run, the first check would already have switched the model's attention.
+        # Before the checkpoint of a resumed run, a check of the accuracy had switched the model to our attention.
         if state.global_step >= self.every:
             adopt(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
@@ -85,7 +85,7 @@ class StopAtAccuracy(TrainerCallback):
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
         correct = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
         accuracy = sum(correct) / len(correct)
-        due = control.should_log  # `log` resets should_log, and the loss of this step would then not be logged
+        due = control.should_log  # `log` resets should_log, which would suppress the log of this step's loss
         self.trainer.log({"accuracy_full": accuracy})
         control.should_log = due
         if accuracy >= self.target:

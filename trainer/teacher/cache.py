@@ -3,7 +3,7 @@
 The cache holds, for each completion token, the K most probable tokens at one temperature. It is a folder with these
 files:
 
-    teacher.json             the TeacherFacts, and for each shard: size, checksum, and the key and length of each row
+    teacher.json             the TeacherFacts, and for each shard: size, checksum, and its rows (key, number of tokens)
     shard-00000.safetensors  ids int32 [N, K], logprobs [N, K], tail float32 [N] for the N completion tokens of its rows
 
 A shard is either complete or absent, and an interrupted run continues after the last complete shard. Training looks
@@ -41,7 +41,7 @@ INDEX, FORMAT = "teacher.json", 1
 
 
 class TeacherCacheError(UserError):
-    """Raised if a teacher cache cannot be used. The message names the file and the problem."""
+    """Raised if a teacher cache cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class TeacherFacts:
 
     source : directory or Hub name from which the teacher was loaded
     teacher : fingerprint of the teacher's weights
+    dtype : dtype of the stored log-probs
     """
 
     source: str
@@ -106,7 +107,7 @@ class TeacherCache:
             if not file.is_file():
                 raise TeacherCacheError(f"{file} is missing; run sparse-rl teacher again")
             if (size := file.stat().st_size) != shard.size:
-                wrong = f"{file} has {size} bytes instead of {shard.size}; delete it and write it again"
+                wrong = f"{file} has {size} bytes instead of {shard.size}; delete it and run sparse-rl teacher"
                 raise TeacherCacheError(wrong)
             for key, count in shard.rows:
                 self.places[key] = name, start, start + count
@@ -122,7 +123,7 @@ class TeacherCache:
         for example in examples:
             place = self.places.get(row_key(example))
             if place is None:
-                raise TeacherCacheError(f"{self.folder} lacks a row of the dataset; write it for this dataset")
+                raise TeacherCacheError(f"{self.folder} lacks a row of the dataset; run sparse-rl teacher")
             name, start, end = place
             parts.append([self._open(name).get_slice(part)[start:end] for part in ("ids", "logprobs", "tail")])
         ids, logprobs, tail = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
@@ -132,7 +133,7 @@ class TeacherCache:
         if name not in self.opened:
             file = self.folder / name
             if sha256(file) != self.shards[name].sha256:
-                raise TeacherCacheError(f"{file} was altered: its checksum differs; delete it and write it again")
+                raise TeacherCacheError(f"the checksum of {file} differs; delete it and run sparse-rl teacher")
             self.opened[name] = safe_open(file, "pt")
         return self.opened[name]
 
@@ -150,7 +151,7 @@ def write_teacher_cache(
 ) -> int:
     """Write the teacher's most probable tokens for the examples to a teacher cache.
 
-    Returns the number of complete shards that already existed, and were kept. Raises TeacherCacheError if the folder
+    Returns the number of complete shards that already existed and were kept. Raises TeacherCacheError if the folder
     holds a cache with other facts.
     """
     folder = Path(folder)
@@ -163,7 +164,7 @@ def write_teacher_cache(
         if differences := [
             f"{name} {stored[name]} instead of {current[name]}" for name in current if stored[name] != current[name]
         ]:
-            raise TeacherCacheError(f"{folder} holds another teacher cache; {', '.join(differences)}")
+            raise TeacherCacheError(f"{folder} is another teacher cache: {', '.join(differences)}; use another folder")
         done = content["shards"]
     shards: dict[str, _Shard] = {}
     whole = 0
@@ -214,7 +215,7 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], rows: list[tuple[str, i
         partial.unlink(missing_ok=True)
         if not full:
             raise
-        raise OSError(ENOSPC, f"{file} was not written; run sparse-rl teacher again to continue there") from error
+        raise OSError(ENOSPC, f"{file} was not written; run sparse-rl teacher again to continue") from error
     os.replace(partial, file)
     return _shard(file, rows)
 

@@ -86,7 +86,7 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return one update's micro-batches as lists of examples, and the completion tokens of all processes."""
+        """Return an update's micro-batches as lists of examples, and the count of all processes' completion tokens."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -132,7 +132,7 @@ class TaughtTrainer(Resumable):
 
     @torch.no_grad()
     def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
-        """Return a function from a slice of the completion tokens to the teacher's logits or top k."""
+        """Return a function from a slice of the completion tokens to the teacher's logits, or to its top k as TopK."""
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
@@ -156,7 +156,7 @@ class TaughtTrainer(Resumable):
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure KL and cross-entropy per token on the held-out examples, with the same attention as in training."""
+        """Measure KL and cross-entropy per token on the validation examples, with the same attention as in training."""
         before, self._sums = self._sums, defaultdict(float)
         model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training

@@ -6,7 +6,7 @@ finite.py     failure of a request whose log-probs are not finite
 seeds.py      sampling of a server's requests that have a seed, as in a rollout
 refusals.py   errors for vLLM settings that would break eviction or its record
 paged.py      memory layout of a layer's cache, and other data that a worker reads from vLLM
-processes.py  ends the processes that vLLM starts when the process that started them ends
+processes.py  ends vLLM's processes when the process that started them ends
 server.py     vLLM's OpenAI server;  clients.py  requests that the server refuses;  access.py  clients that may use it
 
 Tested on vLLM's CPU build; the CUDA parts were written from the source of vLLM 0.31, and have not been run.

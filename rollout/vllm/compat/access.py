@@ -25,7 +25,7 @@ READS = "solve_dependencies"  # FastAPI's function that makes a route's argument
 
 
 class Guard:
-    """Refuses a request, or passes it to vLLM's app, whose `state.args` has the keys, hosts and origins."""
+    """Refuses a request, or passes it to vLLM's app. `state.args` of the app has the keys, hosts and origins."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

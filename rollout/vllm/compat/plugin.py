@@ -41,7 +41,7 @@ def register() -> None:
     draw_seeded_requests()
     refuse_input_sessions()
     give_out_clean_blocks()
-    KVCacheSpecRegistry._ensure_registered()  # if ours were registered first, the built-in ones would be missing
+    KVCacheSpecRegistry._ensure_registered()  # if our specifications came first, the built-in ones would be missing
     managers = (CleanSpec, FullAttentionManager), (EvictingSpec, EvictingManager), (ContextSpec, ContextManager)
     for spec, manager in managers:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
@@ -79,7 +79,7 @@ def keep_weights_in_place() -> None:
 
 
 def run_uncompiled() -> None:
-    """Do not compile the ranking of sampled tokens on a CPU: this takes 20 seconds, and the ranks are not used."""
+    """Do not compile the ranking of sampled tokens on a CPU: compiling takes 20 seconds, and the ranks are not used."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than
@@ -97,9 +97,9 @@ def undisturbed(had_group: bool) -> Iterator[None]:
 
     had_group : True if there was a process group before the engine was started
 
-    vLLM seeds every random generator, disables torch.set_num_threads on a CPU, and destroys the caller's process group
-    when it closes, but not its own group when it fails to start. It starts processes that inspect models; without
-    PYTHONSAFEPATH, they would import our plugin from the working directory.
+    vLLM seeds every random generator, and disables torch.set_num_threads on a CPU. When vLLM closes, it destroys the
+    caller's process group; when it fails to start, it leaves its own group behind. vLLM inspects models in separate
+    processes; without PYTHONSAFEPATH, these processes would import our plugin from the working directory.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

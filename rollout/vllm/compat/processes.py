@@ -1,4 +1,4 @@
-"""Ends the processes that vLLM starts when the process that started them ends, even if it is killed."""
+"""Ends vLLM's processes when the process that started them ends, even if that process is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end_with_parent() -> None:
 def watch_from_the_start() -> None:
     """Make an engine process watch its parent before it does anything else.
 
-    vLLM loads plugins there only after the handshake with the server, which may take up to 5 minutes.
+    The engine process loads plugins only after its handshake with the server, which may take up to 5 minutes.
     """
     global _run_engine_core
     from vllm.v1.engine.core import EngineCoreProc

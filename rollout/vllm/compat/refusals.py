@@ -57,28 +57,28 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
     graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
     wrong = {
         "on this platform: NVIDIA GPUs and CPUs only": not (current_platform.is_cuda() or current_platform.is_cpu()),
-        "without its connector (kv_connector EvictionConnector)": connector not in dict(CONNECTORS),
-        "with prefix caching (--no-enable-prefix-caching)": cache.enable_prefix_caching,
-        "with speculative decoding": vllm_config.speculative_config is not None,
-        "with asynchronous scheduling (--no-async-scheduling)": scheduler.async_scheduling,
-        "without --scheduler-reserve-full-isl": not scheduler.scheduler_reserve_full_isl,
-        "with pipeline parallelism (pipeline_parallel_size 1)": parallel.pipeline_parallel_size > 1,
-        "with context parallelism": context_parallel > 1,
-        "with micro-batches (dual batch overlap)": parallel.use_ubatching,
+        "without its connector; set kv_connector to EvictionConnector": connector not in dict(CONNECTORS),
+        "with prefix caching; set --no-enable-prefix-caching": cache.enable_prefix_caching,
+        "with speculative decoding; turn it off": vllm_config.speculative_config is not None,
+        "with asynchronous scheduling; set --no-async-scheduling": scheduler.async_scheduling,
+        "without --scheduler-reserve-full-isl; set this flag": not scheduler.scheduler_reserve_full_isl,
+        "with pipeline parallelism; set pipeline_parallel_size to 1": parallel.pipeline_parallel_size > 1,
+        "with context parallelism; turn it off": context_parallel > 1,
+        "with micro-batches; turn dual batch overlap off": parallel.use_ubatching,
         "with more tensor-parallel ranks than kv heads, or heads that do not divide among them": (
             model.get_total_num_kv_heads() % parallel.tensor_parallel_size != 0
         ),
         "with latent (MLA), hybrid or encoder-decoder attention": (
             model.use_mla or model.is_hybrid or model.is_encoder_decoder
         ),
-        "with a quantized cache (--kv-cache-dtype auto)": is_quantized_kv_cache(cache.cache_dtype),
-        "with CUDA graphs of whole forwards (cudagraph_mode PIECEWISE)": (
+        "with a quantized cache; set --kv-cache-dtype auto": is_quantized_kv_cache(cache.cache_dtype),
+        "with CUDA graphs of whole forwards; set cudagraph_mode to PIECEWISE": (
             graphs and compilation.cudagraph_mode.has_full_cudagraphs() and not full_graphs
         ),
-        "with the K/V write inside CUDA graphs (leave splitting_ops and use_inductor_graph_partition alone)": (
+        "with the K/V write inside CUDA graphs; leave splitting_ops and use_inductor_graph_partition alone": (
             graphs and "vllm::unified_kv_cache_update" not in (compilation.splitting_ops or ())
         ),
-        "with breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=0)": graphs and envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
+        "with breakable CUDA graphs; set VLLM_USE_BREAKABLE_CUDAGRAPH=0": graphs and envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
     for feature, is_set in wrong.items():
         if is_set:

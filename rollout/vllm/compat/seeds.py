@@ -2,8 +2,8 @@
 
 As for rollouts (rollout/requests.py), a sequence's seed is computed from the request's seed, the prompt and the sample
 index. Only the server's process has all three. It puts the sequence's seed into `extra_args`, and removes the request's
-seed, from which vLLM would otherwise make a generator for sample i, seeded with the request's seed + i. On a CPU, such
-a generator would also crash the engine: vLLM resets its offset between two chunks of a prompt, but it has none.
+seed. Otherwise vLLM would make a generator for sample i, seeded with the request's seed + i. That generator would also
+crash the engine on a CPU: vLLM resets a generator's offset between two chunks of a prompt, and a CPU's has no offset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that compute attention under evict_at, one file each; masked.py calls a kernel by its name.
+"""The kernels that compute attention under evict_at; masked.py calls a kernel by its name.
 
 gather        dense calls for chunks of queries, over the keys that any query of a chunk sees (gather.py)
 sdpa          SDPA under masks of tokens x tokens, one layer at a time (masked.py, sdpa.py)

@@ -2,8 +2,8 @@
 
 The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence. Tile lists are
 made once for all query heads of a kv head, and a row's mask reads only the row's evict_at. Lengths are padded to a few
-sizes, and data that differ between layers and steps are arguments. So one compiled graph serves all calls with the same
-padded size and number of rows; a second graph serves calls without gradients.
+sizes, and data that differ between layers and steps are arguments of the compiled graph. So one graph serves all calls
+with the same padded size and number of rows; a second graph serves such calls without gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.attention.kernels.tiles import TILE, make_tiles, segment_of
 
-# Beyond these limits, torch runs uncompiled, or, with fullgraph=True, raises an error. The default limits are too
-# small.
+# Numbers of compiled graphs beyond which torch raises an error (under fullgraph=True). The defaults are too small.
 LIMITS = {"recompile_limit": 4096, "accumulated_recompile_limit": 4096}
 # Request Triton's kernels by name: by default torch may choose a backend whose gradients were found wrong on Hopper
 # (flash-attention #2623). Fully masked rows are safe in Triton's kernels only while ROWS_GUARANTEED_SAFE is not set.
@@ -29,7 +28,8 @@ KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__
 def padded(length: int) -> int:
     """Return the padded size of a length: a multiple of 128, with at most one size between consecutive powers of two.
 
-    Tiles of padding are not visited. Padding enlarges the inputs' copies at most 1.5 times, and tile lists 2.25 times.
+    Tiles of padding are not visited. From 257 tokens on, padding enlarges the copies of the inputs at most 1.5 times,
+    and the tile lists at most 2.25 times.
     """
     step = max(TILE, 1 << max(0, (length - 1).bit_length() - 2))
     return -(-length // step) * step
@@ -48,15 +48,15 @@ def flex_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
-    evict_at : int32 [B, Hkv, S], the first query that does not see each of S tokens
+    evict_at : int32 [B, Hkv, S], for each of S tokens, the first query that no longer sees the token
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
     in_segments : True sorts keys by evict_at in segments; False keeps the natural order
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
         compiled operator has neither a backward pass nor the log-sum-exp
 
-    Returns the output [B, Hq, S, E] and, if `want_lse`, the log-sum-exp of each query's scaled scores, [B, Hq, S]. Both
-    are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees no token
-    (padding), the output is 0 and the log-sum-exp is -inf.
+    Returns the output [B, Hq, S, E], and the log-sum-exp of each query's scaled scores, [B, Hq, S] (None without
+    `want_lse`). Both are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees
+    no token (padding), the output is 0 and the log-sum-exp is -inf.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)
@@ -97,9 +97,7 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """Return the BlockMask of tile lists (see `Tiles`) for `size` padded tokens; `visible` is the mask in partial
-    tiles.
-    """
+    """Return the BlockMask of the lists (see `Tiles`) for `size` padded tokens; `visible` masks the partial tiles."""
     options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
     return BlockMask.from_kv_blocks(*lists, **options)
 

@@ -1,9 +1,9 @@
-"""Attention under evict_at over gathered keys: each chunk of queries gets only the keys that some query of it sees.
+"""Attention under evict_at over gathered keys: a chunk of queries gets only the keys that any of its queries sees.
 
-An evicted token never comes back. So an earlier token that a chunk sees was seen by the previous chunk, or belongs to
-that chunk. Under a budget, the number of these keys is about the budget, for any length of the sequence. A chunk of C
-queries is one dense attention call over budget + C keys with a small mask. A sequence of S tokens costs O(S (budget +
-C)), forward and backward. The kernel consists of ordinary torch operators, so its gradients are exact on every device.
+An evicted token never comes back. So a chunk sees its own tokens, and some of the keys of the previous chunk. Under a
+budget, the latter are about `budget` keys, for any length of the sequence. A chunk of C queries is one dense attention
+call over about budget + C keys, with a small mask. A sequence of S tokens costs O(S (budget + C)), forward and
+backward. The kernel consists of ordinary torch operators, so its gradients are exact on every device.
 
 A row is one kv head of one sequence. Rows that see fewer keys than the fullest row are filled up with evicted tokens,
 which the mask hides.
@@ -28,7 +28,7 @@ HELD = 2**26  # bytes that a layer may keep for the backward pass; above this, t
 class QueryChunk:
     """The queries from `first` to `last` - 1 of R rows, and the K keys that they attend to.
 
-    columns : int64 [R, K], position of each key; the last positions are the positions of the queries
+    columns : int64 [R, K], position of each key; the last ones are the positions of the queries themselves
     until : int32 [R, K], evict_at of each key
     """
 
@@ -66,7 +66,7 @@ def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
 
 
 def _chunk_size(evict_at: Tensor) -> int:
-    """Return a power of two, about a quarter of the mean number of keys that a query of the fullest row sees."""
+    """Return the queries per chunk: a power of two, about 1/4 of the mean number of keys seen in the fullest row."""
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
     seen = int((evict_at.clamp(max=width) - position).clamp(min=0).sum(-1).amax()) // width
@@ -86,7 +86,7 @@ def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tens
     """Compute attention under evict_at, [B, Hq, S, D], with one SDPA call for each chunk of queries.
 
     evict_at : int32 [B, Hkv, S]
-    query, key, value : [B, Hq, S, D] and twice [B, Hkv, S, D]
+    query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
     """
     chunks = make_chunks(evict_at.flatten(0, 1))
     attend = partial(_attend, chunks)
@@ -118,7 +118,7 @@ def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int
     """Return the bytes that attention over gathered keys keeps for the backward pass.
 
     `rows` is sequences x kv heads. Queries after the prompt see `seen` entries; prompt queries see all tokens before
-    them. If one layer exceeds `HELD` bytes, only one layer is kept at a time, and the result is for one layer.
+    them. If a layer would keep more than `HELD` bytes, only one layer is kept at a time; the result is for that layer.
     """
     evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
     layer_bytes = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)

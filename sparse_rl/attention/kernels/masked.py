@@ -24,8 +24,8 @@ def masked_attention(
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
         backward pass
-    query, key, value : [B, Hq, S, D] and twice [B, Hkv, S, D]
-    kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and has no gradients
+    query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
+    kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and refuses gradients
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
@@ -44,7 +44,7 @@ def _by_sdpa(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, sca
     batch, q_heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
-    # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves the group without being repeated.
+    # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves all query heads of a group.
     mask = visible_mask(evict_at()).view(batch * kv_heads, 1, width, width)
     grouped = query.reshape(batch * kv_heads, group, width, dim)
     key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
@@ -60,7 +60,7 @@ def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor
 def visible_mask(evict_at: Tensor) -> Tensor:
     """Return the mask of evict_at, int32 [B, Hkv, S], as bool [B, Hkv, S queries, S tokens].
 
-    Query q sees token t if t <= q < evict_at[t]. It also sees its own token, so that padding has no empty softmax.
+    Query q sees token t if t <= q < evict_at[t]. It always sees its own token, so that padding has no empty softmax.
     """
     position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
     mask = position[:, None] < evict_at[:, :, None, :]
@@ -70,10 +70,10 @@ def visible_mask(evict_at: Tensor) -> Tensor:
 
 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
-    """Return the bytes of boolean masks of length x length for each sequence, kv head and layer."""
+    """Return the bytes of all masks: bool [length, length] for each sequence, kv head and layer."""
     return sequences * layers * kv_heads * length * length
 
 
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """Return the bytes of one layer's boolean mask, and of the float bias that SDPA makes from it."""
+    """Return the bytes of one layer's boolean masks, and of the float masks that SDPA makes from them."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)

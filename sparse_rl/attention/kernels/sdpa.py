@@ -10,10 +10,9 @@ _exact = True
 
 
 def compute_exactly(exact: bool) -> None:
-    """Set whether this process computes float32 attention on a CPU in float64, which is the default
-    (`computing_dtype`).
+    """Set whether this process computes float32 attention on a CPU in float64, which is the default.
 
-    Attention in float32 is about twice as fast.
+    Attention in float32 is about twice as fast; `computing_dtype` gives the reason for float64.
     """
     global _exact
     _exact = exact
@@ -26,7 +25,7 @@ def sdpa(
 
     query : [B, Hq, T, D], T queries
     key, value : [B, Hkv, N, D], N keys and values
-    mask : bool, False if the query does not see the key; or floats, which are added to the logits
+    mask : broadcasts to [B, Hq, T, N]; bool, False if the query does not see the key; or floats, added to the logits
     causal : True if each query sees only the keys up to its own index
     """
     dtype = value.dtype
@@ -44,8 +43,8 @@ def computing_dtype(query: Tensor, value: Tensor) -> torch.dtype:
     """Return the dtype in which attention is computed: the dtype of the values, with two exceptions.
 
     Under autocast, it is autocast's dtype, because RoPE leaves queries and keys in float32. For float32 on a CPU, it is
-    float64, unless `compute_exactly(False)` was called. The engine sums over a compacted cache, the trainer over a
-    masked row, and a trained model can amplify the difference between two summation orders a hundredfold.
+    float64, unless `compute_exactly(False)` was called: the engine sums over a compacted cache, the trainer over a
+    masked row, and a trained model can amplify the difference between these two orders of summation a hundredfold.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -1,15 +1,15 @@
-"""The 128 x 128 tiles of a replayed attention that are not empty, computed from evict_at without an S x S tensor.
+"""The 128 x 128 tiles that are not empty in a replayed attention, found from evict_at without an S x S tensor.
 
 A row is one kv head of one sequence, with S tokens. The key in slot j of the row's key order is visible to the queries
-position[j] <= q < evict_at[j]. So a tile with the queries q_lo to q_hi and some 128 keys is
+position[j] <= q < evict_at[j]. So a tile of the queries q_lo to q_hi and 128 keys, over which min and max are taken, is
 
     not empty   if  min position <= q_hi  and  max evict_at > q_lo
     full        if  max position <= q_lo  and  min evict_at > q_hi
 
 In natural order of the keys, both tests are exact. But evictions are scattered, so almost every tile has some visible
 key. Softmax does not depend on the order of keys, so keys may be sorted by evict_at within segments. Then the keys that
-are still visible later are a prefix of every past segment, and the tiles after that prefix are empty. With sorted keys,
-the first test may find an empty tile not empty, but only if queries and keys belong to the same segment.
+a later query sees are a prefix of each past segment, and the tiles after the prefix are empty. With sorted keys, the
+first test may fail to recognise an empty tile, but only if its queries and keys belong to the same segment.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ FAR = 2**31 - 1  # larger than any position
 
 @dataclass
 class Tiles:
-    """The tiles to visit for R rows of N queries and N keys, n x n tiles with n = N / 128. FlexAttention reads the
-    lists.
+    """The tiles to visit for R rows of N queries and N keys, n x n tiles with n = N / 128. FlexAttention reads them.
 
     position, evict_at : int32 [R, N], of the key in each slot; evict_at <= position means that no query sees the key
     order : int64 [R, N], the key in each slot; None means natural order
-    partial_count, full_count : int32 [R, 1, n], number of key tiles that each query tile visits with, and without, a
-        mask
+    partial_count, full_count : int32 [R, 1, n], for each query tile, the number of key tiles that are partly visible
+        (visited with a mask), and of those that are fully visible (visited without)
     partial, full : int32 [R, 1, n, n], indices of these key tiles; only the first partial_count or full_count are valid
     """
 
@@ -65,7 +64,7 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
     """Return the tiles to visit under evict_at, int32 [R, S].
 
     width : N, the padded number of tokens, a multiple of 128
-    segment : number of tokens whose keys are sorted by evict_at in descending order; None means natural order
+    segment : number of tokens of a segment, in which keys are sorted by evict_at, largest first; None: natural order
     """
     rows, length = evict_at.shape
     assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
@@ -86,9 +85,9 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each query tile and key tile, as bool [R, n, n] each, if the tile is not empty, and if it is full.
+    """Return two masks of the n x n tiles, bool [R, n, n]: tiles that are not empty, and tiles that are full.
 
-    `position` and `evict_at` are int32 [R, N], N a multiple of 128, and n = N / 128.
+    `position` and `evict_at` are int32 [R, N], with N a multiple of 128 and n = N / 128.
     """
     rows, count = len(position), position.shape[-1] // TILE
     first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # first query of each tile
@@ -112,7 +111,7 @@ def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_share(evict_at: Tensor) -> float:
-    """Return the visible share of query-key pairs under evict_at, int32 [R, S]: at most the share of visited tiles."""
+    """Return the share of query-key pairs that are visible under evict_at, int32 [R, S]; more pairs are visited."""
     length = evict_at.shape[-1]
     position = torch.arange(length, device=evict_at.device)
     return float((evict_at.clamp(max=length) - position).clamp(min=0).sum() / (evict_at.numel() * length))

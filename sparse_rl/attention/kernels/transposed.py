@@ -2,8 +2,8 @@
 
 FlexAttention is called with keys in the place of queries, and queries in the place of keys. The log-sum-exp of a query
 is subtracted from the query's scores, which makes the scores log-probabilities. The log-sum-exp that FlexAttention then
-returns for a key is the log of the attention that the key receives. No tensor of tokens x tokens is made, and data that
-differ between layers and steps are arguments of one compiled graph. attention/future.py is the plain implementation.
+returns for a key is the log of the attention that the key receives. No tensor of tokens x tokens is made. One compiled
+graph serves all layers and steps: the data that differ are its arguments. attention/future.py has a plain form.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mass_by_flex(
     < last[t], where lse_d is the log-sum-exp of query d.
 
     query, key : [B, Hq, S, D] and [B, Hkv, S, D]
-    log_sum_exp, first, last : float32 [B, Hq, S], and twice int64 [B, S]
+    log_sum_exp, first, last : float32 [B, Hq, S], int64 [B, S] and int64 [B, S]
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores
 
     Returns float32 [B, Hq, S] (the plain operator returns float64 for float64 input); -inf if no query counts.
@@ -58,9 +58,9 @@ def mass_by_flex(
 
 
 def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Return the lists of the query tiles that count for each tile of keys, partly and fully, as made by `listed`.
+    """Return two pairs made by `listed`: for each tile of keys, the query tiles that count in part, and in full.
 
-    `first` and `last` are int32 [B, N], the interval of queries that count for each key.
+    `first` and `last` are int32 [B, N]: for key t, the queries first[t] <= d < last[t] count.
     """
     # made contiguous, because the kernels ignore the strides of a list
     some, full = (tiles.transpose(1, 2).contiguous() for tiles in tile_tests(first, last))
@@ -68,7 +68,7 @@ def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def transposed_options(log_sum_exp: Tensor, first: Tensor, last: Tensor, *rest: Any) -> dict[str, Any]:
-    """Return the options of the FlexAttention call; `rest` has the lists of `transposed_tiles`, scaling and largest."""
+    """Return the options of the FlexAttention call; `rest` is the two pairs of tile lists, scaling, and largest."""
     *lists, scaling, largest = rest
 
     def counts(row: Tensor, _: Tensor, t: Tensor, d: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
 """Views: objects that a forward pass carries, so that attention can replay a sampler's decisions.
 
-Cache methods that need a view of their own have it in their own folder (sparse_rl/methods).
+A cache method that needs another view has this view in its own folder in sparse_rl/methods.
 """

@@ -14,11 +14,11 @@ from sparse_rl.trace import EvictionTrace
 
 
 class DenseView:
-    """A `kv_view` that replays the trace of one unpadded sequence with dense masks, which it holds for all layers.
+    """A `kv_view` that replays the trace of one unpadded sequence. It keeps a dense mask for each layer.
 
-    When a compaction refits a token (Attention Matching), the fitted entry is added to the entries. Queries see the
-    original token until its first fit, and each fitted entry from its compaction until the next one. All entries are in
-    one attention call with a mask.
+    Under Attention Matching, each compaction makes a new fitted entry for every token that it fits. Queries see the
+    token's own entry until the token's first fit, and each fitted entry until the next compaction. One masked attention
+    call covers all these entries.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})

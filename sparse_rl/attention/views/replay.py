@@ -43,7 +43,7 @@ class ReplayView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """On a GPU, `auto` is assumed to choose FlexAttention."""
+        """See `TraceView.holds`. On a GPU, the kernel `auto` is assumed to be FlexAttention."""
         rows, kv_heads, length, kernel = replayed.rows, replayed.kv_heads, replayed.length, replayed.kernel
         itemsize = 8 if kernel == "dense" else replayed.itemsize
         if kernel.startswith("flex") or (kernel == "auto" and replayed.cuda):
@@ -53,7 +53,7 @@ class ReplayView(TraceView):
             seen, prompt = config.schedule.most_decoding(replayed.prompt, length), min(replayed.prompt, length)
             size = gathered_bytes(rows * kv_heads, prompt, length, seen, replayed.head_dim, itemsize, replayed.layers)
             return [("gathered keys", size, "replay attention: keys, values and masks, at most")]
-        note = f"replay attention, one layer at a time: 1 byte, and {itemsize} as SDPA converts it"
+        note = f"replay attention, one layer at a time: {1 + itemsize} bytes for each kv head, query and token"
         return [("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, itemsize), note)]
 
     def layer(self, index: int) -> Tensor:
@@ -74,7 +74,7 @@ class ReplayView(TraceView):
         return self._fetched[index]
 
     def _fetch(self, index: int) -> Tensor:
-        """Copy one layer's evict_at to the device; on a GPU, on a side stream, so that no layer waits for the copy."""
+        """Copy one layer's evict_at to the device; on a GPU, a side stream copies it while other work runs."""
         if self._stream is None:
             return self.evict_at[index].to(self.device, copy=True)
         with torch.cuda.stream(self._stream):
@@ -90,7 +90,7 @@ class ReplayView(TraceView):
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
-    """Compute causal attention of rows that start at the columns `starts`; roll left padding to the end of its row."""
+    """Compute causal attention of rows whose first tokens are in the columns `starts`, by rolling these to column 0."""
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
@@ -102,5 +102,5 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: l
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's side stream, which all views share: torch's allocator reserves memory for each used stream."""
+    """Return the side stream that all views on a device share: torch's allocator reserves memory for every stream."""
     return torch.cuda.Stream(device)

@@ -15,8 +15,8 @@ from sparse_rl.policies.config import PolicyConfig
 class AMConfig(EvictingConfig):
     """Attention Matching: kept entries get biases and new values that preserve the attention over all entries.
 
-    period : number of entries that are added between two compactions; None means the budget
-    reference_queries : number of last tokens whose queries choose and fit the entries; None means 128, or budget +
+    period : number of entries that are added between two compactions; null means the budget
+    reference_queries : number of last tokens whose queries choose and fit the entries; null means 128, or budget +
         period if that is less
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass
@@ -50,7 +50,7 @@ class AMConfig(EvictingConfig):
         super().__post_init__()
         if self.reference_queries > first:
             message = (
-                f"{self.reference_queries}: the first compaction has only budget + period = {first} queries; lower it"
+                f"{self.reference_queries} is too many: the first compaction has budget + period = {first} queries"
             )
             raise UserError(message, "reference_queries")
 

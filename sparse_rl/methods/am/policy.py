@@ -3,11 +3,11 @@
 The policy applies section 3 of "Fast KV compaction via attention matching" (AM) at every compaction. Among the
 competing entries, it keeps the keys that receive the most attention, or that orthogonal matching pursuit chooses. Each
 kept entry gets a new value, and a bias that attention adds to its logits. The biases are fitted to preserve the
-attention mass, the values to preserve the attention output. A new bias is added to the bias of an earlier compaction.
+attention mass, and the values to preserve the attention output. A new bias adds to the bias of an earlier compaction.
 
-A departure from appendix F.3: the reference queries are the sampler's own queries of the last tokens; the paper repeats
-the context to get them. The trace records only the evictions and their times. From these, a trainer recomputes biases
-and values, with gradients (view.py).
+A departure from appendix F.3, where the model repeats the context to get reference queries: here these are the
+sampler's own queries of the last tokens. The trace records only the evictions, and the times and settings of the
+compactions. From these, a trainer recomputes biases and values, with gradients (view.py).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class AM(Policy):
         queries = self.config.conditions(group)
         fitted = min(rows, rows_at_once(kv_heads * queries * entries))
         fits = fit_bytes(fitted, kv_heads, queries, entries, self.config.refitted, head_dim)
-        return {"fits": (fits, f"{fitted} at once, in float64")}
+        return {"fits": (fits, f"{fitted} rows at a time, in float64")}
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         times, seen = [], self.schedule.first(prompt)

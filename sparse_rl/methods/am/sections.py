@@ -14,8 +14,8 @@ SETTINGS = 7  # length of refit_with
 def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Check the times of the compactions, `refit_at`; return an error message, or None if they are valid.
 
-    The times must ascend, from the end of the prompt to the last query. Tokens may be evicted only at these times, and
-    each compaction must keep the sinks, the window and `refitted` other entries of `refit_with`.
+    The times must ascend, from the end of the prompt to the last query. Tokens may be evicted only at these times.
+    Each compaction must keep the sinks, the window, and as many other entries as `refit_with` says.
     """
     evict_at, last, shown = sections["evict_at"], last_query(sections), times.tolist()[:20]
     if bool((times.diff() <= 0).any()) or bool(((times < 1) | (times > last)).any()):
@@ -28,7 +28,7 @@ def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str
         return f"a token is evicted at {int(evict_at[stray][0])}, but refit_at {shown} has no compaction there"
     sinks, window, refitted, queries = (int(number) for number in sections["refit_with"][:4])
     if len(times) and int(times[0]) < queries:
-        return f"refit_at {shown} has a compaction before there are the {queries} reference queries of refit_with"
+        return f"refit_at {shown} has a compaction before token {queries}; refit_with has {queries} reference queries"
     if bool(evicted[..., :sinks].any()):
         return f"one of the {sinks} sinks of refit_with is evicted"
     age = evict_at - torch.arange(evict_at.shape[-1], dtype=torch.int32)

@@ -2,8 +2,8 @@
 
 Compactions divide a sequence into *segments*, whose queries all see the same kept entries. In each segment, one dense
 attention call covers the entries that the previous compaction left, with their biases, and, causally, the segment's own
-tokens. Between segments, the sampler's function (sparse_rl/matching) recomputes biases and values. Its gradients teach
-the model to represent tokens well even after their eviction. No mask of sequence length x sequence length is made.
+tokens. Between segments, the sampler's function (sparse_rl/matching) recomputes biases and values. The gradients of
+this function teach the model to represent tokens well even after their eviction. No mask of S x S is made.
 
 Rows differ in length and in their number of compactions. All rows that have a c-th compaction run it in one call.
 
@@ -48,8 +48,9 @@ class Segment:
 
 @dataclass
 class Held:
-    """The entries that a compaction left, K per kv head: columns (int64 [R, H, K], ascending), biases (float32 [R, H,
-    K]) and values ([R, H, K, D]).
+    """The K entries per kv head that a compaction left.
+
+    index, bias, values : int64 [R, H, K], columns of the entries, ascending; float32 [R, H, K]; and [R, H, K, D]
     """
 
     index: Tensor
@@ -58,7 +59,7 @@ class Held:
 
 
 class MatchedView(TraceView):
-    """Replays the traces of Attention Matching, which record evictions and fits.
+    """Replays the traces of Attention Matching, which record evictions, and the times and settings of fits.
 
     Trace sections: evict_at int32 [L, B, Hkv, S]; refit_at int32 [B, C], the times of up to C compactions of each row;
     refit_with float64 [7], the settings of the fits. `kernel` is ignored. If `through` is False, no gradient flows
@@ -70,9 +71,8 @@ class MatchedView(TraceView):
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
         self.evict_at = batch["evict_at"]
-        self.residuals: list[tuple[float, float, float]] | None = (
-            None  # if set to a list, each compaction appends: residual of mass, residual of output, largest |bias|
-        )
+        # If this is set to a list, each compaction appends: residual of mass, residual of output, largest |bias|.
+        self.residuals: list[tuple[float, float, float]] | None = None
         self.record = Record.read(batch["refit_with"])
         self.segments = self._segments(batch["refit_at"])
 
@@ -88,7 +88,7 @@ class MatchedView(TraceView):
 
     def _segments(self, refit_at: Tensor) -> list[Segment]:
         """Return the segments, the same for every layer; refit_at, int32 [B, C], holds the times of the compactions."""
-        real = self.evict_at[0, :, 0] > 0  # no query sees a pad key
+        real = self.evict_at[0, :, 0] > 0  # False for padding
         width = real.shape[1]
         start = real.int().argmax(1)
         end = start + real.sum(1)

@@ -15,12 +15,12 @@ from sparse_rl.policies.schedule import GatesDecide, Schedule
 class DMSConfig(LearnedConfig):
     """DMS: when a token arrives, a gate decides whether the token is dropped when it leaves the window.
 
-    Gates that read a token's key and value, and sinks, are our form of it. NVIDIA's published code has no sinks, and
-    its gates read a channel of the next token's query, or the next token's hidden state.
+    Our gates read the token's key and value, and there are sinks. NVIDIA's published code has no sinks, and its gates
+    read a channel of the next token's query, or the next token's hidden state.
 
     compression : number of tokens per entry held, averaged over layers and kv heads; the gates are trained to reach it
-    bias : added to the score of every gate; a negative bias means that gates start nearly closed (KVpop's papers give
-        no value; NVIDIA's published model has -5, too)
+    bias : added to the score of every gate; with a negative bias, gates start nearly closed (KVpop's papers give no
+        value; the default is that of NVIDIA's published model)
     """
 
     name: ClassVar[str] = "dms"
@@ -34,7 +34,8 @@ class DMSConfig(LearnedConfig):
         super().__post_init__()
         if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
             raise UserError(
-                "a gate must decide when its token arrives: use linear, mlp, or mlstm with readout immediate", "scorer"
+                "a gate must decide as soon as its token arrives: use linear, mlp, or mlstm with readout immediate",
+                "scorer",
             )
 
     @property

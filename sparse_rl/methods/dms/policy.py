@@ -1,4 +1,4 @@
-"""DMS (dynamic memory sparsification), KVpop's baseline: a gate decides when a token arrives whether to drop it later.
+"""DMS (dynamic memory sparsification), KVpop's baseline: when a token arrives, a gate decides whether to drop it later.
 
 The gate of token t is open if score + bias > 0. A token with an open gate is dropped when query t + w arrives, before
 that query attends (evict_at = t + w); w is the window. So the number of entries that a kv head holds depends on its

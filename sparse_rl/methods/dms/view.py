@@ -37,8 +37,9 @@ class GatedView:
     scorers : one function per layer, called with (keys, values, window); it returns the scores, float32 [B, Hkv, S],
         and the logarithm of each kv head's decay gamma, [Hkv]
     policy : settings; only sinks, window and bias are used
-    lengths, prompts : int64 [B], number of tokens of each row and of its prompt, to whose queries no gate applies. No
-        prompts (None) means that gates apply from the first query
+    lengths : int64 [B], number of tokens of each row
+    prompts : int64 [B], number of tokens of each row's prompt. No gate applies to queries of the prompt; None means
+        that gates apply from the first query
     temperature : tau; None means hard gates
     kernel : one of ATTENTION_KERNELS, used with hard gates
 
@@ -118,9 +119,7 @@ class GatedView:
         return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
     def evict_at(self, logits: Tensor, may_go: Tensor, goes_at: Tensor) -> Tensor:
-        """Return evict_at under hard gates, int32 [B, Hkv, S]. A gate is open if its logit, score + bias, is positive;
-        it applies from query `goes_at` [B, S] on.
-        """
+        """Return evict_at of hard gates, int32 [B, Hkv, S]: `goes_at` [B, S] if the logit is positive, else NEVER."""
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
     def share(self) -> Tensor:
@@ -129,7 +128,7 @@ class GatedView:
 
     @torch.no_grad()
     def _logistic(self, layer: int, like: Tensor) -> Tensor:
-        """Return the logistic noise of a layer. Gradient checkpointing calls again and gets the same noise."""
+        """Return the logistic noise of a layer. It is the same when gradient checkpointing repeats the layer."""
         if layer not in self._noise:
             uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
             self._noise[layer] = uniform.log() - (-uniform).log1p()

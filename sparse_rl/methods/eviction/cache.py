@@ -5,7 +5,7 @@ and values to the cache. The cache stores keys and values, attends, lets the pol
 This module depends on tensors and a policy, not on models or sampling.
 
 The entries of row b fill the first lengths[b] slots of every buffer, in every kv head. They are in order of position,
-unless the policy decides before a query attends. An entry that a compaction drops after query q is recorded as
+unless the policy evicts before a query attends. An entry that a compaction drops after query q is recorded as
 evict_at = q + 1; an entry that is dropped when query q arrives is recorded as evict_at = q.
 
 Sizes in shapes: B rows (sequences), L layers, Hkv kv heads, Hq query heads, C slots, N slots that queries attend to,
@@ -103,7 +103,7 @@ class EvictingCache:
                 layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
 
     def _plan(self, held: list[int], device: torch.device) -> None:
-        """Prepare a forward pass for all layers. Each row holds `held` entries while its queries attend."""
+        """Prepare a forward pass for all layers, in which row b holds held[b] entries while its queries attend."""
         self._held = held
         self._held_tensor = torch.tensor(held, device=device)
         self._seen_tensor = torch.tensor(self.seen, device=device)
@@ -220,7 +220,7 @@ class EvictingCache:
             return None
         back = torch.arange(window, device=query.device)
         last = self._held_tensor[:, None] - 1
-        # the latest position that belongs to each slot; a slot stays empty if the prompt is shorter than the window
+        # the latest position that belongs to each slot; in a prompt of fewer than W tokens, some slots have no meaning
         positions = (last - (last - back) % window).clamp(min=0)
         index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, index)
@@ -312,7 +312,7 @@ class EvictingCache:
         """Return the entries of some rows, as a policy reads them.
 
         rows : with a slice, the result holds views of the buffers; with an index tensor, copies
-        lengths : int64 [B], number of entries of each row; None means the entries that the row attends to
+        lengths : int64 [B], number of entries of each row; None means the number that the row attends to
         """
         queries = None
         if layer.queries is not None:

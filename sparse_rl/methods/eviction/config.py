@@ -53,7 +53,7 @@ class StreamingConfig(EvictingConfig):
 class H2OConfig(EvictingConfig):
     """The score of a token is the attention that it has received so far.
 
-    window : number of most recent tokens, never evicted; None means half of the budget
+    window : number of most recent tokens, never evicted; null means half of the budget
     """
 
     name: ClassVar[str] = "h2o"
@@ -69,11 +69,11 @@ class H2OConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinedConfig(PolicyConfig):
-    """Keeps a fraction of the tokens besides sinks and window, by H2O's scores (LuKA sections 3.1 and 4.2).
+    """Keeps sinks, window, and a fraction of the other tokens, chosen by H2O's scores (LuKA sections 3.1 and 4.2).
 
     compression : one of every `compression` tokens is kept
-    of : basis of the fraction: with seen, all tokens seen except sinks and window, so that the cache grows; with
-        prompt, the prompt's tokens
+    of : tokens of which this fraction is taken: with seen, all tokens seen except sinks and window, so that the cache
+        grows; with prompt, the prompt's tokens
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     period : number of tokens between two compactions

@@ -7,7 +7,7 @@ With a prompt of P tokens and n tokens seen, a compaction leaves this number of 
     of: seen      left(P, n) = sinks + window + floor(max(0, n - sinks - window) / compression)
     of: prompt    left(P, n) = sinks + window + floor(P / compression)
 
-Departures: at each step, the paper selects again among all past tokens. Here a compaction runs every `period` tokens
+A departure: at each step, the paper selects again among all past tokens. Here a compaction runs every `period` tokens
 (8 by default), and an evicted token never comes back, as under every other policy.
 """
 

@@ -11,11 +11,11 @@ the window. Scores are computed for competing entries j, which are neither sinks
          = a F'_j + S^_j                                   "sum"                  G-KV eq. 5
     R_j  = softmax_j mean_i sim(i, j)                      redundancy             R-KV eqs. 4-6
 
-F'_j is the global score of entry j from the previous compaction. An entry without F' (every token that was in the
-window then, or came later) has F = S^. F is stored before pooling and redundancy. sim(i, j) is the cosine of the keys
-of entries i and j. It is set to 0 if i = j, if the cosine is under 0.5, and, for each i, for the most recent of the
-entries similar to i, which represents the others. R-KV, its code and G-KV's code average over i; G-KV's appendix writes
-a sum, which would multiply the argument of the softmax by the number of entries.
+F'_j is the global score of entry j from the previous compaction. An entry that was in the window at that compaction, or
+came later, has no F'_j; for it, F = S^. F is stored before pooling and redundancy. sim(i, j) is the cosine of the keys
+of entries i and j. It is set to 0 in three cases: if i = j; if the cosine is under 0.5; and if j is the most recent of
+the entries similar to i, which represents the others. R-KV's paper, R-KV's code and G-KV's code average over i. G-KV's
+appendix writes a sum, which would multiply the argument of the softmax by the number of entries.
 
 In the scores of the policies, l is `lam`, a is `alpha`, and Var_w is the variance over the window:
 

@@ -19,9 +19,9 @@ class LearnedConfig(PolicyConfig):
 
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
-    scorer : a scorer, {name: ..., its parameters} or the name alone
+    scorer : the scorer: {name: ..., its parameters}, or the name alone
     prefill : with dense, each prompt token sees all tokens before it, and evictions begin at the end of the prompt;
-        with masked, evictions begin within the prompt, as in the paper's appendix C (hf only)
+        with masked, evictions begin within the prompt, as in the paper's appendix C (hf engine only)
     """
 
     in_parts: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
         super().__post_init__()
         if self.k < 1:
             raise UserError(
-                f"{self.budget} leaves no entry besides sinks, window and state_entries; raise it", "budget"
+                f"{self.budget} leaves no entry besides sinks, window and state_entries; raise the budget", "budget"
             )
 
     @property
@@ -70,16 +70,16 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryConfig(Configuration):
-    """Settings of the scorers' boundary loss, whose equations are in sparse_rl/methods/kvpop/loss.py.
+    """Settings of the scorers' boundary loss over pairs of tokens; sparse_rl/methods/kvpop/loss.py has its equations.
 
-    temperature : tau, divides the score difference of a pair
+    temperature : tau, divides the difference between the scores of a pair
     margin : true weights pairs by the margin between the training target's scores of the two tokens
     margin_floor : omega_min, the minimum of the margin weight
     margin_temperature : tau_omega, divides the margin in the margin weight
-    balance_min, balance_max : c_min and c_max, bounds of the balance weight of kept or of dropped pairs; without
-        bounds, that weight is 1 / (2 x the share of such pairs)
-    queries : number of queries sampled at random per row; None means all
-    late : share of the queries that is sampled with a bias towards the row's end
+    balance_min, balance_max : c_min and c_max, bounds of the weight 1 / (2 x the share of pairs of the same kind), by
+        which kept and dropped pairs are balanced
+    queries : number of queries sampled at random per row; null means all
+    late : share of these queries that is drawn with a density that grows towards the row's end
     """
 
     temperature: Positive = 1.0

@@ -40,11 +40,11 @@ class BoundaryLoss:
         omega = beta / E[beta] (omega_min + (1 - omega_min) sigmoid(D / tau_omega))                  appendix B.5
         beta = min(max(1 / (2 rho), c_min), c_max),  D = y (r*_new(q) - r*_bnd(q))
 
-    rho is the share of pairs with the same label (kept or dropped) in the pair's kv head. The balance beta is
-    normalised to a mean of 1 before it is multiplied by the margin weight, so that a layer with small margins has a
-    small loss. If the new token is itself the worst of the k, there is no pair. Decayed scores are compared, as in the
-    full paper's equation 7 and the workshop paper's equation 2, so that gamma is trained too. (The full paper adds that
-    the decay is the same for both tokens, so that raw scores could be compared; but it depends on the token's age.)
+    rho is, among the pairs of the kv head, the share with the same label (kept or dropped) as this pair. The balance
+    beta is normalised to a mean of 1 before it is multiplied by the margin weight, so that a layer with small margins
+    has a small loss. If the new token is itself the worst of the k, there is no pair. Decayed scores are compared, as
+    in equation 7 of the full paper and equation 2 of the workshop paper, so that gamma is trained too. (The full paper
+    says that the decay is the same for both tokens, so that raw scores could be compared. But it depends on their age.)
     The workshop paper has no balance; balance_min and balance_max of 1 turn it off. Our choices: the values of
     omega_min, tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
 
@@ -75,7 +75,7 @@ class BoundaryLoss:
     def pairs(self, target: LayerTarget, log_decay: Tensor, queries: Tensor, *, window: int, decay_every: int) -> Pairs:
         """Return the pairs of one layer at the sampled queries, with their labels and weights.
 
-        target : the layer's target scores r*, and the tokens that a cache would hold that ranks by r*
+        target : the layer's target scores r*, and the tokens that a cache holds if it ranks tokens by r*
         log_decay : log gamma, float32 [Hkv]
         queries : int64 [B, N], from `draw`; -1 means no query
         """
@@ -109,6 +109,6 @@ class BoundaryLoss:
 
 
 def _lead(scores: Tensor, log_decay: Tensor, decay_every: int, new: Tensor, boundary: Tensor) -> Tensor:
-    """Return r_new(q) - r_bnd(q), float32 [B, Hkv, N], which does not depend on q."""
+    """Return r_new(q) - r_bnd(q), float32 [B, Hkv, N]. This difference is the same for every q."""
     younger = boundary // decay_every - new // decay_every  # <= 0
     return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

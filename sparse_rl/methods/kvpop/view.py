@@ -1,7 +1,7 @@
 """Attention in training under the evictions that scorers decide; each layer decides by its own keys and values.
 
-The evictions of a forward pass are decided once. Gradient checkpointing recomputes the forward pass with the same
-evictions, because a kernel that sums in another order could otherwise evict another token.
+The evictions of a forward pass are decided once. If gradient checkpointing repeats the forward pass, it uses the same
+evictions, because scores that are summed in another order could give other evictions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LayerTarget:
 
 @dataclass
 class _Decided:
-    """A layer's decisions: evict_at, int32 [B, Hkv, S]; True if any token is evicted; the third input of the loss."""
+    """A layer's decisions: evict_at, int32 [B, Hkv, S]; True if any token is evicted; `known`, an input of the loss."""
 
     evict_at: Tensor
     evicts: bool
@@ -62,8 +62,8 @@ class LearnedView:
         and the logarithm of each kv head's decay gamma, [Hkv]
     policy : settings; only sinks, window, k and decay_every are used
     lengths : int64 [B], number of tokens of each row
-    prompts : int64 [B], number of tokens of each prompt; evictions that fall within a prompt happen at its end, so that
-        prompt queries see all prompt tokens before them. None means that evictions apply from the first query
+    prompts : int64 [B], number of tokens of each prompt; evictions within a prompt are moved to the prompt's end, so
+        that prompt queries see all prompt tokens before them. None means that evictions apply from the first query
     target : computes the training target of the scorers; None means that the view only attends
     prepare : function, (training target, log gamma) -> the third input of `loss`; called once per layer, without
         gradients

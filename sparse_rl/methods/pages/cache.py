@@ -26,10 +26,8 @@ from sparse_rl.policies.base import Policy
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: summaries [B, Hkv, M, D], rounded to the cache's dtype
 OPENED = "opened"  # in a layer's memory: the pages that each query opened, int16 [B, Hkv, S, K]
-RECEIVED, WEIGHTS = (
-    "received",
-    "pi",
-)  # in a layer's state, [B, Hkv, C]: attention that a token received so far; weight of a token in its page's summary
+# in a layer's state, [B, Hkv, C]: attention that a token received so far; weight of a token in its page's summary
+RECEIVED, WEIGHTS = "received", "pi"
 MOST_PAGES = torch.iinfo(torch.int16).max
 CHUNK = 256  # prompt queries whose attention is summed at a time
 ROOM = 64  # pages for which memory is added at a time

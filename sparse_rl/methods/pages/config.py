@@ -26,9 +26,9 @@ class ClusteredConfig(PolicyConfig):
         threshold or fraction is given
     bias : with log_n, a summary weighs as much in the softmax as its n tokens; with none, as much as one token
     values : with kept, summaries have keys and values; with zero, their values are zero (for comparison)
-    compressor : weights of a page's tokens in its summary: mean weights all tokens equally; attention uses a softmax
-        over the attention that each token received until the page closed; random uses one random token as the summary
-    threshold : only pages whose summary has a larger share of the attention than this are opened; for evaluation only
+    compressor : weights of a page's tokens in the page's summary: mean weights all tokens equally; attention uses a
+        softmax over the attention that each token received until the page closed; random uses one random token
+    threshold : only pages whose summary has more than this share of the attention are opened; for evaluation only
     fraction : share of the closed pages that is opened, rounded up; for evaluation only
     softmax : joint uses one softmax over all entries that are read; with nested, the tokens of an opened page share the
         weight of the page's summary (the paper's equation 3), for evaluation only
@@ -67,7 +67,7 @@ class ClusteredConfig(PolicyConfig):
     def check_trainable(self) -> None:
         for key in ("threshold", "fraction"):
             if getattr(self, key) is not None:
-                raise UserError("is for evaluation only; in training, queries open up to open_pages pages", key)
+                raise UserError(f"remove {key}, which is only for evaluation; training uses open_pages alone", key)
         if self.softmax == "nested":
             raise UserError("nested cannot be replayed in training; use joint", "softmax")
 
@@ -106,8 +106,8 @@ def mixed() -> list[PartConfig]:
 class LayeredConfig(PolicyConfig):
     """A separate policy for each range of layers (LuKA section 3.3).
 
-    parts : ranges of layers in order, from the first layer on; null means 8 layers with lined, 20 with clustered and 8
-        with lined, the layers of LuKA's mixed attention, but with our default parameters
+    parts : ranges of layers in order, from the first layer on; null means LuKA's mixed attention with our default
+        parameters: 8 layers with lined, 20 with clustered, and 8 with lined
     """
 
     name: ClassVar[str] = "layered"

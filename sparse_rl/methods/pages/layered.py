@@ -40,6 +40,6 @@ class Layered(Policy):
         return list(zip(self.parts, self.config.spans(layers), strict=True))
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """Return the maximum number of entries that a decoding query reads, the mean over layers, rounded up."""
+        """Return the mean over layers of the maximum number of entries that a decoding query reads, rounded up."""
         read = [part.most_read(prompt, fed) * span for part, span in zip(self.parts, self.spans, strict=True)]
         return math.ceil(sum(read) / sum(self.spans))

@@ -58,7 +58,7 @@ class LayeredCache:
     def trace(self, row: int, length: int) -> EvictionTrace:
         """Return the trace of one row, of `length` tokens.
 
-        Sections with values for all layers get filler values in layers without pages. If there are pages, the section
+        Sections with values for each layer get filler values for layers without pages. If there are pages, the section
         paged_layers names the layers that have them.
         """
         evict_at = torch.cat([cache.evict_at(row, length) for _, cache in self.parts])

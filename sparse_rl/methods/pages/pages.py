@@ -18,7 +18,7 @@ from sparse_rl.kernels.ranked import ranked
 
 @dataclass(frozen=True)
 class Pages:
-    """The division of tokens into pages, as numbers that a trace holds; sparse_rl/methods/pages defines pages.
+    """The division of tokens into pages (sparse_rl/methods/pages/__init__.py), as numbers that a trace holds.
 
     size : n, number of tokens of a page
     window : minimum number of tokens between a page's end and its closing
@@ -70,7 +70,7 @@ class Pages:
         return math.log(self.size) if self.weighed else 0.0
 
     def closed(self, prompt: Any, query: Any) -> Any:
-        """Return the number of closed pages for a query, always the first pages.
+        """Return the number of pages that are closed for a query. The closed pages are always the first ones.
 
         The prompt's length and the query's position are ints or int64 tensors of one shape.
         """
@@ -80,7 +80,7 @@ class Pages:
     def closing(self, prompt: int, length: int) -> Tensor:
         """Return the trace section closed_at, int32: for each page that closes, the first query that sees its summary.
 
-        The last token of the sequence of `length` tokens is not a query.
+        The sequence has `length` tokens; the last one is never fed, so it is not a query.
         """
         numbers = torch.arange(int(self.closed(prompt, length - 2)))
         return (self.sinks + (numbers + 1) * self.size + self.window).clamp(min=prompt).to(torch.int32)
@@ -135,8 +135,8 @@ def choose(
 ) -> Tensor:
     """Choose the pages to open for one query per row: those with the largest attention mass.
 
-    The softmax runs over the cover; the mass of a page is the maximum over the query heads of a group. Among masses
-    that are equal in float32, the earlier page is chosen.
+    The softmax runs over the cover. The mass of a page is its summary's share, the maximum over the query heads of a
+    group. Among masses that are equal in float32, the earlier page is chosen.
 
     logits : [B, Hkv, G, raw + M], logits of the cover for G query heads per kv head: first the raw entries, then the
         summaries of M pages; -inf marks entries that are not seen

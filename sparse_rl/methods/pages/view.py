@@ -63,7 +63,7 @@ class PagedView(TraceView):
         self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
         if not self.pages.joint:
             raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
-        real = batch["evict_at"][0, :, 0] > 0  # no query sees a pad key
+        real = batch["evict_at"][0, :, 0] > 0  # False for padding
         start, width = real.int().argmax(1), real.shape[1]
         closes = batch["closed_at"]  # [B, P]
         columns = (start[:, None, None] + self.pages.tokens(torch.arange(closes.shape[1]))).clamp(max=width - 1)

@@ -1,7 +1,7 @@
 """Base classes of all kinds of recipe.
 
-A fact that differs between kinds is a method here; a fact that one caller needs is read from the kind's own class. A
-command that needs a recipe of a certain class calls `expect`, which rejects others with a one-line error.
+A fact that callers need for every kind is a method here, which the kinds override. A command that needs a recipe of a
+certain class calls `expect`, which rejects other recipes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ R = TypeVar("R", bound="Recipe")
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Configuration):
     """Validation on held-out problems at regular intervals. GRPO measures the rewards and the entropy of sampled
-    completions. Distillation and KVpop measure KL and cross-entropy, including once before the first step, and do not
-    use `samples`.
+    completions. Distillation and KVpop measure KL and cross-entropy, also once before the first step. They do not use
+    `samples`.
 
     every : number of training steps between two validations
     problems : maximum number of held-out problems
@@ -65,7 +65,7 @@ class Recipe(Configuration):
     seed: Seed = 42
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
-    """Options of TRL's and transformers' trainers (passed_through.py), which are flat keys in the YAML."""
+    """Options of TRL's and transformers' trainers (passed_through.py), which are top-level keys in the YAML."""
     warnings: list[str] = field(default_factory=list, init=False)
     """Warnings about valid but unwise settings, one line each."""
 
@@ -78,7 +78,7 @@ class Recipe(Configuration):
         return dump_yaml(self.resolved())
 
     def models(self) -> list[str]:
-        """Return the names of the models that are used in turn."""
+        """Return the names of the models that the recipe uses one after another."""
         return [self.model]
 
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
@@ -92,7 +92,7 @@ class Recipe(Configuration):
         return self
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Return an eval recipe, as a mapping, for the model of the run in the folder `run`; None without problems."""
+        """Return an eval recipe, as a mapping, for the run in the folder `run`. None if this recipe has no problems."""
         return None
 
     # ---- sampling -----------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Recipe(Configuration):
         """Raise UserError if `rollout.max_model_len` is too small for a prompt and a completion."""
         need = max(bound or 1 for bound in self.prompt_bounds()) + self.sampling().max_tokens
         if self.rollout is not None and (self.rollout.max_model_len or need) < need:
-            wrong = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove it"
+            wrong = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove this key"
             raise UserError(wrong, "rollout.max_model_len")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -115,11 +115,11 @@ class Recipe(Configuration):
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
-        """Return the cache policies that the engine uses in turn; None means the policy saved with the model."""
+        """Return the cache policies that the engine uses one after another; None is the policy saved with the model."""
         return []
 
     def prompt_caches(self) -> list[PromptCacheConfig]:
-        """Return the settings, used one after another, for compacting contexts; empty if none are compacted."""
+        """Return the settings, used one after another, for compacting contexts; empty if no context is compacted."""
         return []
 
     def prompt_sources(self) -> dict[str, DataConfig]:
@@ -147,7 +147,7 @@ class TrainRecipe(Recipe):
         options = self.trainer_options.get("gradient_checkpointing_kwargs")
         options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
         if isinstance(options, dict) and options.get("use_reentrant"):
-            wrong = "the eviction trace does not survive reentrant checkpointing; set it to false or remove it"
+            wrong = "the eviction trace does not survive reentrant checkpointing; remove use_reentrant"
             raise UserError(wrong, "gradient_checkpointing_kwargs.use_reentrant")
         if self.lora is not None and self.launch.zero_stage == 3:
             wrong = "LoRA under ZeRO-3 requires reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
@@ -167,7 +167,7 @@ class TrainRecipe(Recipe):
         return ("prompt", "completion")
 
     def named_rewards(self) -> tuple[str, list[Any]]:
-        """Return (the key that names rewards, its list of rewards)."""
+        """Return (the key under which the recipe names rewards, the list of these rewards)."""
         return "rewards", []
 
     # ---- batches ------------------------------------------------------------------------------------------------
@@ -202,7 +202,5 @@ class TrainRecipe(Recipe):
         return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
 
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
-        """Return (name, note) of each further copy of the model, besides the engine's own (`own_engine`: if it has
-        one).
-        """
+        """Return (name, note) of each further copy of the model. `own_engine` is True if the engine has one too."""
         return []

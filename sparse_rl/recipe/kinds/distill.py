@@ -23,15 +23,15 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scorers is not None and self.distill.packing:
-            raise UserError("scorers read each sequence from its start; set it to false", "packing")
+            raise UserError("scorers read each sequence from its start; set packing: false", "packing")
         if self.distill.packing and not self.cache.packs:
-            raise UserError(f"sequences under {self.cache.name} cannot be packed; set it to false", "packing")
+            raise UserError(f"sequences under {self.cache.name} cannot be packed; set packing: false", "packing")
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
-            wrong = "it covers only the dataset's completions, but the student samples new ones; remove it"
+            wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
             raise UserError(wrong, "teacher_cache")
         if self.distill.refresh_every and self.training.save_steps % self.distill.refresh_every:
             every = self.training.save_steps
-            wrong = f"must divide save_steps ({every}): a resumed run takes the weights of its checkpoint"
+            wrong = f"must divide save_steps ({every}), because resuming sends the checkpoint's weights to the engine"
             raise UserError(wrong, "refresh_every")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -49,7 +49,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         return "keep", [] if self.distill.keep is None else [self.distill.keep]
 
     def attending_models(self) -> list[str]:
-        """Return the models that use the attention kernel; with packing, also the teacher, whose rows it separates."""
+        """Return the models that use the attention kernel. With packing, a teacher uses it too, for its packed rows."""
         teacher = self.taught_by.teacher
         return [self.model, *([teacher] if self.distill.packing and teacher is not None else [])]
 

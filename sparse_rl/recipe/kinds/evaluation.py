@@ -1,4 +1,4 @@
-"""kind: eval, pass@1 over tasks × policies × budgets."""
+"""kind: eval, pass@1 over tasks × models × cache policies."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class PromptCacheSweep(PromptCacheConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecipe(SweptRecipe):
-    """Evaluation of pass@1 over tasks × policies × budgets.
+    """Evaluation of pass@1 over tasks × models × cache policies.
 
-    tasks : names of tasks in recipes/tasks, such as [aime24, gsm8k], or name -> dataset; a block under such a name
-        takes the keys that it does not set from the task
+    tasks : names of tasks in recipes/tasks, such as [aime24, gsm8k]; or a mapping, name -> dataset. A dataset with the
+        name of a task in recipes/tasks takes all keys that it does not set from that task
     samples : number of completions per problem
     temperature : sampling temperature; 0 takes the most likely token
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability
     top_k : sampling is restricted to the top_k most likely tokens; null means all
     max_completion_length : maximum number of tokens of a completion
-    accuracy : reward that decides if an answer is correct
-    further_accuracy : name -> further reward that decides if an answer is correct, computed on the same completions
+    accuracy : reward that decides whether an answer is correct
+    further_accuracy : name -> further reward that decides whether an answer is correct, for the same completions
     forced_answer : answer forced on completions that come near the length limit; null means that these completions are
         truncated
     prompt_cache : settings for compacting each context once for all its questions: a block, or a list of blocks, each
@@ -85,7 +85,7 @@ class EvalRecipe(SweptRecipe):
         super().__post_init__()
         if not self.tasks:
             raise UserError(
-                "name at least one, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}", "tasks"
+                "name at least one task, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}", "tasks"
             )
         self._check_prompt_cache()
         self.check_model_len()
@@ -96,11 +96,11 @@ class EvalRecipe(SweptRecipe):
         if self.prompt_cache is None:
             return
         if not self.prompt_caches():
-            raise UserError("name at least one, for example {policy: am, ratio: 0.05}, or remove this", "prompt_cache")
+            raise UserError("name at least one ratio, as in {policy: am, ratio: 0.05}, or set null", "prompt_cache")
         for key, is_set in (("cache", self.cache is not None), ("sweep", bool(self.sweep.policy or self.sweep.cache))):
             if is_set:
                 raise UserError(
-                    "nothing is evicted after a context that prompt_cache compacts; remove one of them", key
+                    f"nothing is evicted after a context that prompt_cache compacts; remove {key} or prompt_cache", key
                 )
         for name, data in self.tasks.items():
             if not data.has_context:
@@ -126,21 +126,21 @@ class EvalRecipe(SweptRecipe):
         )
 
     def forcing(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-        """Return the `SamplingConfig` fields for a forced answer, if any; `encode` must add no special tokens."""
+        """Return the fields of `SamplingConfig` for a forced answer, if any; `encode` must add no special tokens."""
         if self.forced_answer is None:
             return {}
         forced = encode(self.forced_answer.text)
         start = self.max_completion_length - self.forced_answer.tokens - len(forced)
         if start < 1:
-            parts = f"its text has {len(forced)} tokens, with {self.forced_answer.tokens} after it"
-            raise UserError(f"{parts}: nothing is left of {self.max_completion_length}; lower tokens", "forced_answer")
+            parts = f"the text and the {self.forced_answer.tokens} tokens after it fill max_completion_length"
+            raise UserError(f"{parts} ({self.max_completion_length}); lower forced_answer.tokens", "forced_answer")
         return {"forced": tuple(forced), "forced_from": start}
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {f"tasks.{name}": data for name, data in self.tasks.items()}
 
     def accuracies(self) -> dict[str, str | dict[str, Any]]:
-        """Return the rewards that decide if a completion is correct, `accuracy` first: dotted key -> reward."""
+        """Return the rewards that decide whether a completion is correct, `accuracy` first: dotted key -> reward."""
         further = {f"further_accuracy.{name}": reward for name, reward in self.further_accuracy.items()}
         return {"accuracy": self.accuracy, **further}
 

@@ -44,18 +44,18 @@ class GRPORecipe(SampledRecipe):
             raise UserError("must equal data.thinking", "validation.data.thinking")
         if self.grpo.top_p < 1 or self.grpo.top_k is not None:
             self.warnings.append(
-                "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
-                "train with top_p: 1.0 and top_k: null, and use them in evaluation"
+                "top_p < 1 or top_k truncates the sampler's support, which biases the importance ratio; "
+                "train with top_p: 1.0 and top_k: null, and truncate only in evaluation"
             )
 
     def _check_sync_ref_model(self) -> None:
         """Raise UserError for settings that do not work with a reference model that follows the trained model."""
         if self.lora is not None:
-            wrong = "with lora the reference is the model without the adapter, which never changes; remove one of them"
+            wrong = "with lora the reference model, which has no adapter, never changes; remove lora or sync_ref_model"
             raise UserError(wrong, "sync_ref_model")
         if isinstance(self.cache, LearnedConfig):
             raise UserError(
-                f"does not work with cache.policy {self.cache.name}: the reference model has no scorers",
+                f"cache.policy {self.cache.name} has scorers, but the reference model has none; remove sync_ref_model",
                 "sync_ref_model",
             )
 
@@ -70,7 +70,7 @@ class GRPORecipe(SampledRecipe):
         return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:
-        """Return the prompts per generation. Raises UserError if `count` is smaller: TRL would train on nothing."""
+        """Return the number of prompts in a generation. Raises UserError if the dataset's `count` prompts are fewer."""
         need = self.completions_per_generation // self.grpo.num_generations
         if count < need:
             raise UserError(

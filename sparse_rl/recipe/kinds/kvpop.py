@@ -1,4 +1,4 @@
-"""kind: kvpop, the retrofit of the learned policy `kvpop`."""
+"""kind: kvpop, the retrofit of a learned policy, `kvpop` or `dms`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConf
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopRecipe(TaughtRecipe):
-    """Retrofit of the learned policy `kvpop`, whose scorers are trained together with the model.
+    """Retrofit of a learned policy, `kvpop` or `dms`, whose scorers are trained together with the model.
 
-    cache : {policy: kvpop, its parameters}
+    cache : {policy: kvpop or dms, parameters of the policy}
     """
 
     kind: ClassVar[str] = "kvpop"
@@ -31,11 +31,11 @@ class KVpopRecipe(TaughtRecipe):
             raise UserError("recipes of kind kvpop train kvpop or dms", "cache.policy")
         if self.lora is not None:
             raise UserError(
-                "not in kind kvpop: it trains the whole model, or with train_base: false only the scorers", "lora"
+                "kind kvpop trains the whole model, or with train_base: false only the scorers; remove lora", "lora"
             )
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
-            raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
+            raise UserError("the scorer recency has no parameters to train; set train_base: true", "train_base")
         self.refuse_own_groups()
         if self.kvpop.max_length < policy.schedule.first(1):
             self.warnings.append(

@@ -1,4 +1,4 @@
-"""kind: perplexity, the perplexity of a text under one cache policy or a sweep of policies."""
+"""kind: perplexity, the perplexity of a text over models × cache policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_rl.recipe.kinds.swept import SweptRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityRecipe(SweptRecipe):
-    """Perplexity of a text, decoded token by token under policies × budgets.
+    """Perplexity of a text, decoded token by token, over models × cache policies.
 
     text : UTF-8 file, which is cut into pieces of prompt_tokens + completion_tokens tokens
     prompt_tokens : number of tokens of a piece that are prefilled with full attention and not counted

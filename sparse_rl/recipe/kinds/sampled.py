@@ -39,7 +39,7 @@ class ReplayedRecipe(TrainRecipe):
         """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
         if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
             raise UserError(
-                "groups parameters itself, so model and scorers cannot have separate learning rates; use another",
+                "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
                 "optim",
             )
 
@@ -69,23 +69,23 @@ class SampledRecipe(ReplayedRecipe):
         except UserError as error:
             raise UserError(error.message, f"cache.{error.key}") from None
         if self.rollout.tensor_parallel > 1:
-            wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
+            wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
             raise UserError(wrong, "rollout.tensor_parallel")
         self.check_model_len()
 
     def _check_learned(self) -> None:
         """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
         if isinstance(self.cache, LearnedConfig) and self.lora is not None:
-            raise UserError(f"does not work with cache.policy {self.cache.name}; remove one of them", "lora")
+            raise UserError(f"does not work with cache.policy {self.cache.name}; remove lora", "lora")
         if self.scorers is None:
             return
         if not isinstance(self.cache, KVpopPolicyConfig):
             raise UserError(
-                f"{self.cache.name} has no scorers to train; remove this, or set cache.policy to kvpop", "scorers"
+                f"{self.cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
             )
         if self.cache.scorer.name == "recency":
             raise UserError(
-                "the scorer recency has no parameters, so there is nothing to learn; remove this", "scorers"
+                "the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers"
             )
         self.refuse_own_groups()
 

@@ -23,9 +23,9 @@ class SFTRecipe(TrainRecipe):
         super().__post_init__()
         if self.sft.stop_at_accuracy is not None:
             if self.data.synthetic is None:
-                raise UserError("needs fresh problems: use a data.synthetic dataset, or remove it", "stop_at_accuracy")
+                raise UserError("needs fresh problems: use data.synthetic, or remove this key", "stop_at_accuracy")
             if self.data.synthetic.task != "running_sum":
-                raise UserError("can only grade answers to the task running_sum; remove it", "stop_at_accuracy")
+                raise UserError("can only grade answers to the task running_sum; remove this key", "stop_at_accuracy")
         if self.sft.from_scratch and self.lora is not None:
             raise UserError("adapters on random weights learn nothing useful; remove from_scratch or lora", "lora")
 

@@ -1,4 +1,4 @@
-"""Base of the recipes that evaluate under one cache policy or a sweep of policies and budgets."""
+"""Base of the recipes that evaluate models under one cache policy, or under each policy of a sweep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rollout.config import EvalRolloutConfig
-from sparse_rl.config import Configuration, PathText, Source, Text
+from sparse_rl.config import Configuration, PathText, Source, Text, yaml_fields
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.recipe.kinds.base import Recipe
@@ -17,13 +17,13 @@ from sparse_rl.recipe.kinds.base import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(Configuration):
-    """Sweep that evaluates every model under every policy at every combination of parameters; an empty list keeps the
-    recipe's own value.
+    """Sweep: every model is evaluated under every policy, with every combination of the policy's swept parameters. An
+    empty `model` or `policy` changes nothing.
 
-    model : models, instead of `model`
-    policy : names, or mappings {policy: name, parameters of the policy}, instead of `cache.policy`
-    cache : parameter of a policy -> its values, for example {budget: [512, 1024], alpha: [0, 0.8]}. A policy is swept
-        over the parameters that it has, except those that its mapping under `policy` sets
+    model : models, which replace the recipe's `model`
+    policy : names, or mappings {policy: name, parameters of the policy}, which replace `cache.policy`
+    cache : parameter -> its values, for example {budget: [512, 1024], alpha: [0, 0.8]}. A policy ignores parameters
+        that it does not have, and parameters that its own mapping under `policy` sets
     """
 
     model: list[PathText] = field(default_factory=list)
@@ -34,15 +34,35 @@ class SweepConfig(Configuration):
         super().__post_init__()
         for key, values in self.cache.items():
             if not values:
-                raise UserError("name at least one value, or remove this", f"cache.{key}")
+                raise UserError(f"name at least one value, or remove {key}", f"cache.{key}")
+
+
+def nested_sweep(mapping: dict[str, Any], source: Source) -> dict[str, Any]:
+    """Return a recipe's mapping in which `sweep: {cache.alpha: [...]}` is written as `sweep: {cache: {alpha: [...]}}`.
+
+    Raises UserError for a parameter of a policy directly under `sweep`.
+    """
+    sweep = mapping.get("sweep")
+    if not isinstance(sweep, dict) or not isinstance(sweep.get("cache", {}), dict):
+        return mapping
+    axes = dict(sweep.get("cache", {}))
+    rest: dict[Any, Any] = {}
+    for key, values in sweep.items():
+        if isinstance(key, str) and key.startswith("cache."):
+            axes[key.removeprefix("cache.")] = values
+        elif key not in yaml_fields(SweepConfig) and any(key in accepted_parameters(name) for name in CONFIGS):
+            raise source.error(f"sweep.{key}", f"unknown key; did you mean sweep.cache.{key}?")
+        elif key != "cache":
+            rest[key] = values
+    return {**mapping, "sweep": {**rest, "cache": axes}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRecipe(Recipe):
-    """Recipe that is evaluated under one cache policy, or under each policy and budget of a sweep.
+    """Recipe that evaluates models under one cache policy, or under each policy of a sweep.
 
     cache : cache policy. In a sweep, the parameters in this block are defaults for each swept policy that has them, and
-        `policy` may be left out. Without cache and sweep, the cache_policy.json saved with the model is used, if any
+        `policy` may be left out. Without `cache` and `sweep`, the policy saved with the model is used, or else `full`
     """
 
     cache: Text | dict[str, Any] | None = None
@@ -50,7 +70,7 @@ class SweptRecipe(Recipe):
     rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
 
     points: list[PolicyConfig | None] = field(default_factory=list, init=False, compare=False)
-    """Cache policy of each point of the sweep."""
+    """Cache policy of each point of the sweep; None is the policy saved with the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,14 +98,14 @@ class SweptRecipe(Recipe):
         return dataclasses.replace(super().with_models(directory_of), sweep=swept)
 
     def count_points(self) -> int:
-        """Return the number of rows of the results."""
+        """Return the number of rows in the results."""
         return len(self.models()) * len(self.points)
 
     def read_points(self) -> list[PolicyConfig | None]:
         """Return the cache policy of every point of the sweep; [None] means the policy saved with the model.
 
-        A parameter of the cache block is a default for each swept policy that has the parameter. Raises UserError for a
-        parameter that no swept policy has.
+        A parameter of the block `cache` is a default for each swept policy that has the parameter. Raises UserError for
+        a parameter that no swept policy has.
         """
         sweep = self.sweep
         if not sweep.policy and not sweep.cache:
@@ -98,7 +118,7 @@ class SweptRecipe(Recipe):
             PolicyConfig.from_block({"policy": own_policy}, "cache", Source())  # raises, even if it is not swept
         swept = sweep.policy or ([own_policy] if own_policy is not None else [])
         if not swept:
-            raise UserError("name the policies too, as sweep.policy or cache.policy", "sweep.cache")
+            raise UserError("name the swept policies too, under sweep.policy or cache.policy", "sweep.cache")
         points: list[PolicyConfig | None] = []
         users: dict[str, list[str]] = {key: [] for key in (*base, *sweep.cache)}  # parameter -> policies that use it
         blocks = [{"policy": entry} if isinstance(entry, str) else entry for entry in swept]
@@ -121,7 +141,8 @@ class SweptRecipe(Recipe):
         for key, policies in users.items():
             where = f"sweep.cache.{key}" if key in sweep.cache else f"cache.{key}"
             if not policies:
-                raise UserError(f"none of the policies {', '.join(names)} has this parameter; remove it", where)
-            if others := [name for name in names if name not in policies and name != "full"]:
-                self.warnings.append(f"{where} does not apply to {', '.join(others)}, without this parameter")
+                raise UserError(f"none of the policies {', '.join(names)} has this parameter; remove {where}", where)
+            others = [name for name in names if name not in policies and name != "full"]
+            if others and key not in sweep.cache:
+                self.warnings.append(f"{where} does not apply to {', '.join(others)}, which lack this parameter")
         return points

@@ -1,6 +1,6 @@
 """KVpop's scorers, small networks that score the tokens of each kv head. Scores computed in chunks equal those of the
-recurrence and of the paper's equations; a score depends on no later token than its use; untrained scorers rank by
-recency.
+recurrence and of the paper's equations. A score depends on no token that comes after the score's use. Untrained
+scorers rank by recency.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ ALL_SCORERS = [{"name": name} for name in SCORERS if name != "mlstm"] + [
 @torch.no_grad()
 @pytest.mark.parametrize("options", ALL_SCORERS, ids=str)
 @pytest.mark.parametrize("chunks", [[60], [25, 35], [1, 1, 1, 57], [30, 1, 29], [1] * 60], ids=str)
-def test_scoring_a_text_chunk_by_chunk_equals_scoring_the_whole(options: dict, chunks: list[int]) -> None:
+def test_scores_of_a_text_in_chunks_equal_those_of_the_whole_text(options: dict, chunks: list[int]) -> None:
     """`follow`, which decoding uses, scores a text in chunks of any lengths with a memory in between. Its scores equal
     those of the whole text; with a delayed readout, tokens in the last window have no score yet."""
     model, window = scorer(**({"chunk": 16} if options["name"] == "mlstm" else {}), **options), 7
@@ -182,7 +182,8 @@ def test_the_softcap_bounds_the_gates() -> None:
 @pytest.mark.parametrize("softcap", [15.0, None])
 def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
     """Scores and gradients are finite, and scores equal the recurrent ones, even if the memory forgets everything at
-    once or nothing over 3,000 tokens, for gate inputs of e^-15 to e^15 (with the softcap) or of any size (without it).
+    once or nothing over 3,000 tokens. With the softcap, gate inputs are between e^-15 and e^15; without it they have
+    any size.
     """
     model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
@@ -209,11 +210,14 @@ def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
         assert (first - second)[..., used < changed].abs().max() <= 1e-6
         if name == "mlstm":
             delayed = options.get("readout") != "immediate"
-            between = (first - second)[..., changed - window : changed].abs().max()  # scored before it, used after it
+            between = (
+                (first - second)[..., changed - window : changed].abs().max()
+            )  # scored before the changed token, used after it
             assert between > 1e-4 if delayed else between <= 1e-6
 
 
-def test_control_the_delayed_readout_differs_from_the_immediate() -> None:
+def test_control_the_delayed_readout_differs_from_the_immediate_one() -> None:
+    """With the same weights, the two readouts give scores that differ by more than 1e-2."""
     key, value = tokens(40)
     delayed, immediate = scorer(name="mlstm"), scorer(name="mlstm", readout="immediate")
     assert all(torch.equal(a, b) for a, b in zip(delayed.parameters(), immediate.parameters(), strict=True))
@@ -232,7 +236,7 @@ def test_untrained_scorers_keep_the_most_recent_entries(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_no_gradient_reaches_keys_and_values_and_all_parameters_get_one(name: str) -> None:
+def test_gradients_reach_all_parameters_but_neither_keys_nor_values(name: str) -> None:
     model = scorer(name=name)
     key, value = (x.requires_grad_() for x in tokens(30))
     scores, log_decay = model(key, value, 4)
@@ -298,8 +302,9 @@ def test_invalid_scorers_are_refused(scorer: Any, message: str) -> None:
 
 
 def test_building_the_policy_uses_no_random_numbers() -> None:
-    """Building a KVpop policy does not advance torch's random generator. Its parameters rebuild the same policy; k is
-    the budget without sinks, window and `state_entries`."""
+    """Building a KVpop policy does not advance torch's random generator. The policy's parameters rebuild the same
+    policy.
+    The number k of kept tokens is the budget without sinks, window and `state_entries`."""
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
     assert policy.config.k == 2016

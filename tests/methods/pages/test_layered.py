@@ -77,8 +77,9 @@ def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable
 
 @pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
 def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
-    """Simulating the sampled completions gives the same log-probs and traces, bit for bit; also if they are cut so that
-    rows end at different times."""
+    """Simulating the sampled completions gives the same log-probs and traces, bit for bit. If the completions are cut
+    so
+    that rows end at different times, the log-probs are still the same."""
     model, rollouts = sampled("quickstart", cache)
     engine = make_engine("hf", model=model, policy=cache)
     simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
@@ -87,7 +88,7 @@ def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
         for name, values in theirs.trace.sections.items():
             assert torch.equal(ours.trace.sections[name], values)
     # rows that have ended leave the batch, and the others go on
-    ends = [5 + 9 * place for place in range(len(rollouts))]
+    ends = [5 + 9 * row for row in range(len(rollouts))]
     parts = [r.completion_ids[:end] for r, end in zip(rollouts, ends, strict=True)]
     for ours, theirs in zip(engine.simulate([r.prompt_ids for r in rollouts], parts), rollouts, strict=True):
         assert ours.model_logprobs == theirs.model_logprobs[: len(ours.completion_ids)]
@@ -109,7 +110,9 @@ def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> 
             assert gap(replay_logprobs(model, traces), rollouts) > 0.1, control
 
 
-@pytest.mark.parametrize("cache", [PAGES, {**PAGES, "compressor": "attention"}, block("layers as in the paper")], ids=str)
+@pytest.mark.parametrize(
+    "cache", [PAGES, {**PAGES, "compressor": "attention"}, block("layers as in the paper")], ids=str
+)
 def test_checkpointing_changes_no_bit_of_a_gradient(
     cache: dict, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,15 +177,17 @@ def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_o
 def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
     model, rollouts = sampled("quickstart", block("weighed"))
     engine = make_engine("hf", model=model, policy=block("weighed"))
-    for place in (0, 3, 5):
-        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
-        assert alone.completion_ids == rollouts[place].completion_ids
-        assert alone.logprobs == rollouts[place].logprobs
+    for row in (0, 3, 5):
+        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[row : row + 1], SAMPLING)
+        assert alone.completion_ids == rollouts[row].completion_ids
+        assert alone.logprobs == rollouts[row].logprobs
         for name, values in alone.trace.sections.items():
-            assert torch.equal(values, rollouts[place].trace.sections[name])
+            assert torch.equal(values, rollouts[row].trace.sections[name])
 
 
 def test_a_layer_keeps_the_queries_that_its_part_needs(model_of: Callable, prompts_of: Callable) -> None:
+    """Layer 1, under gkv, keeps queries. Layer 0, under clustered attention, keeps none, and asking for them is an
+    error."""
     engine = make_engine("hf", model=model_of("quickstart"), policy=block("weighed"))
     prefilled = engine.prefill(prompts_of("quickstart", [9, 20])).fork([1, 0, 1])
     assert prefilled.queries(1).shape[:1] == (3,)
@@ -206,7 +211,7 @@ def test_layers_are_divided_in_proportion_to_the_parts(shares: list[int], layers
     assert spans(shares, layers) == expected
 
 
-def test_a_remark_gives_the_layers_if_they_differ_from_the_recipe() -> None:
+def test_a_remark_gives_the_layers_of_a_model_that_differs_from_the_recipe() -> None:
     config = make_policy("layered").config
     assert config.remark(2, 36) is None
     assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
@@ -258,6 +263,7 @@ def test_wrong_parts_are_refused(parts: list, message: str) -> None:
 
 
 def test_settings_for_evaluation_are_refused_in_training() -> None:
+    """`threshold`, which only evaluations may set, is refused in a part too. Control: without it the recipe loads."""
     cache = {"policy": "layered", "parts": [{"layers": 1, "cache": "full"}, {"layers": 1, "cache": PAGES}]}
     assert load_recipe("quickstart/grpo", [f"cache={json.dumps(cache)}"]).caches()[0].name == "layered"
     cache["parts"][1]["cache"] = {**PAGES, "threshold": 0.1}
@@ -271,7 +277,7 @@ def test_vllm_refuses_the_policy_layered() -> None:
         make_engine("vllm", model="nowhere", policy="layered")
 
 
-def test_a_record_of_layers_that_are_not_there_is_refused(sampled: Callable) -> None:
+def test_a_record_that_names_missing_layers_is_refused(sampled: Callable) -> None:
     _, rollouts = sampled("qwen3", block("weighed"))
     trace = rollouts[2].trace
     assert isinstance(make_view([trace], [0], len(trace), "cpu"), LayeredView)

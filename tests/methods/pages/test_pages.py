@@ -195,7 +195,7 @@ def test_a_random_summary_is_one_token_of_its_page() -> None:
     assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), weights_of_layer[1][:, [7, 30]])
 
 
-def test_among_equal_pages_the_earlier_is_opened() -> None:
+def test_the_earlier_of_equal_pages_is_opened() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 2.0, float("-inf")]).view(1, 1, 1, 6)
     assert choose(logits, 1, 2)[0, 0].tolist() == [1, 3]
     assert choose(logits, 1, 3)[0, 0].tolist() == [1, 3, 0]
@@ -203,7 +203,7 @@ def test_among_equal_pages_the_earlier_is_opened() -> None:
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
-def test_the_reported_number_of_read_entries_is_that_of_the_attention(
+def test_the_reported_number_of_read_entries_equals_that_of_the_attention(
     changed: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of entries that the policy reports as read in each step equals the number of unmasked logits in the
@@ -250,7 +250,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
 def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
-    """The gap between sampler and replay is at most 1e-5, in batches of any size."""
+    """The gap between sampler and replay is at most 1e-5, in one batch and in batches of 3."""
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
         replay_gap = gap(replay_logprobs(model, rollouts), rollouts)
@@ -265,8 +265,8 @@ def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Cal
 def test_replay_of_long_stories_is_exact(
     changed: dict, threads: int, model_of: Callable, record_property: Callable
 ) -> None:
-    """The replay of 500 tokens, near the trained model's maximum length, is exact; its gap is larger than on short
-    texts. Control: if pages close one query late, the gap is far larger."""
+    """The replay of 500 tokens, near the trained model's maximum length, has a gap of at most 1e-5. Control: if pages
+    close one query late, the gap is at least 1e-2."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -321,11 +321,12 @@ def test_control_wrong_opened_pages_give_a_large_gap(name: str, sampled: Callabl
         assert gap(replay_logprobs(model, closing_late(rollouts)), rollouts) >= 1e-2
 
 
-def test_choices_that_rounding_would_change_are_replayed(
+def test_pages_opened_after_noise_are_replayed(
     model_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noise of 1e-3 on the logits that choose pages, as in half precision, makes the engine open other pages. The
-    replay opens the pages that were recorded, and its gap stays the same."""
+    replay opens the recorded pages, and its gap is at most 1e-5. Control: with the pages that would be opened without
+    noise, the gap is above 1e-3."""
     generator = torch.Generator().manual_seed(0)
 
     def noisy(logits: torch.Tensor, *how: object) -> torch.Tensor:
@@ -341,13 +342,14 @@ def test_choices_that_rounding_would_change_are_replayed(
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
         with_clean_traces = [replace(r, trace=c.trace) for r, c in zip(rollouts, clean, strict=True)]
-        # control: with the pages that the trainer would choose itself
+        # control
         assert gap(replay_logprobs(model, with_clean_traces), rollouts) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
 def test_opening_all_pages_equals_full_attention(name: str, sampled: Callable, prompts_of: Callable) -> None:
-    """Control: with the nested softmax (equation 3) it does not, since opened pages keep the summaries' masses."""
+    """If all pages are opened, tokens and log-probs equal those of a full cache. Control: with the nested softmax
+    (equation 3) they differ, since opened pages keep their summaries' masses."""
     model, rollouts = sampled(name, open_pages=100)
     full = make_engine("hf", model=model, policy="full").generate(prompts_of(name, LENGTHS), SAMPLING)
     for ours, theirs in zip(rollouts, full, strict=True):
@@ -361,12 +363,12 @@ def test_opening_all_pages_equals_full_attention(name: str, sampled: Callable, p
 def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
     model, rollouts = sampled("quickstart")
     engine = make_engine("hf", model=model, policy=CACHE)
-    for place in (0, 3, 6):
-        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
-        assert alone.completion_ids == rollouts[place].completion_ids
-        assert alone.logprobs == rollouts[place].logprobs
+    for row in (0, 3, 6):
+        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[row : row + 1], SAMPLING)
+        assert alone.completion_ids == rollouts[row].completion_ids
+        assert alone.logprobs == rollouts[row].logprobs
         for name, values in alone.trace.sections.items():
-            assert torch.equal(values, rollouts[place].trace.sections[name])
+            assert torch.equal(values, rollouts[row].trace.sections[name])
 
 
 @pytest.mark.parametrize("side", ["left", "both"])
@@ -466,9 +468,10 @@ def test_gathered_attention_equals_masked_attention(
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def test_records_of_pages_survive_a_file_and_wrong_ones_are_refused(sampled: Callable, tmp_path) -> None:
-    """Traces with pages load as saved and are replayed by PagedView; ReplayView, which would ignore the pages, and
-    packing refuse them. Wrong values, and batches with different settings, are refused."""
+def test_page_records_survive_a_file_and_wrong_records_are_refused(sampled: Callable, tmp_path) -> None:
+    """Traces with pages load as saved, and PagedView replays them. ReplayView, which would ignore the pages, refuses
+    them,
+    and so does packing. Wrong values, and batches with different settings, are refused."""
     _, rollouts = sampled("qwen3")
     traces = [r.trace for r in rollouts]
     save_traces(tmp_path / "t.safetensors", traces)
@@ -513,7 +516,7 @@ def test_weights_are_recorded_if_and_only_if_summaries_are_weighted(sampled: Cal
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
 def test_replay_uses_the_recorded_weights(name: str, sampled: Callable) -> None:
-    """Control: with the weights of the other kv head the gap is large."""
+    """The gap is at most 1e-5. Control: with the weights of the other kv head it is above 1e-2."""
     model, rollouts = sampled(name, compressor="attention")
 
     def heads_swapped(trace: EvictionTrace) -> EvictionTrace:
@@ -551,6 +554,7 @@ def test_wrong_settings_are_refused(changed: dict, message: str) -> None:
 
 
 def test_the_number_of_opened_pages_is_a_fraction_rounded_up() -> None:
+    """The fraction 0.07 of the closed pages is rounded up, and limited to `open_pages`, 90."""
     policy = make_policy("clustered", fraction=0.07, open_pages=90)
     assert [policy.most_opened(closed) for closed in (0, 1, 14, 15, 100, 101, 2000)] == [0, 1, 1, 2, 7, 8, 90]
 

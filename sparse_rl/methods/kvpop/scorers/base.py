@@ -34,7 +34,7 @@ class Scorer(nn.Module):
     config : the scorer's settings (config.py)
     heads : number of kv heads
     dim : dimensions of a key, and of a value
-    delayed : True if a token's score is known only when the token leaves the window, not when it is inserted
+    delayed : True if a token's score is known only when the token leaves the window, not when it arrives
     """
 
     delayed: bool = False
@@ -127,7 +127,7 @@ class Recency(Scorer):
 
 
 def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return, by name, one digest for each kv head of the parameters `weights`, which have the shape [Hkv, ...].
+    """Return the digests of named parameters of shape [Hkv, ...]: name -> one digest for each kv head.
 
     Two digests are equal only if all bits of the heads' parameters are equal in float32.
     """
@@ -141,7 +141,7 @@ def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
-    """Return a parameter of this shape, which starts with Hkv: normal random numbers times `scale`, or zeros."""
+    """Return a parameter of shape [Hkv, ...]: normal random numbers times `scale`; zeros if `scale` is 0."""
     return nn.Parameter(torch.randn(*shape) * scale if scale else torch.zeros(*shape))
 
 

@@ -36,7 +36,7 @@ class RecencyConfig(ScorerConfig):
 class DecayingConfig(ScorerConfig):
     """Settings of scorers whose scores decay with age.
 
-    gamma : initial value of the decay, between 0.999 and 0.999999; None means that log gamma starts half way between
+    gamma : initial value of the decay, between 0.999 and 0.999999; null means that log gamma starts half way between
         the logarithms of these bounds (our choice, the papers give no value)
     """
 
@@ -54,7 +54,7 @@ class LinearConfig(DecayingConfig):
 class MLPConfig(DecayingConfig):
     """The score is computed from a token's key and value by a network with one hidden layer.
 
-    hidden : number of hidden units per kv head; None means twice the dimensions of a key (our choice)
+    hidden : number of hidden units per kv head; null means twice the dimensions of a key (our choice)
     """
 
     name: ClassVar[str] = "mlp"
@@ -65,14 +65,14 @@ class MLPConfig(DecayingConfig):
 class MLSTMConfig(DecayingConfig):
     """The score is read from a matrix-valued LSTM over keys and values when a token leaves the window.
 
-    features : feature map of queries and keys, which gives d features for keys of d dimensions: hedgehog, from a
-        projection to d / 2 numbers, or softmax, from a projection to d numbers
-    value : width of the values that the memory stores: half or full, a projection to d / 2 or d numbers; cached stores
-        the token's value in the KV cache itself. Half has the projections of both papers, full the d x d memory of the
-        workshop paper's section 2
+    features : feature map of the memory's queries and keys, which gives d features for keys of d dimensions: hedgehog,
+        from a projection to d / 2 numbers, or softmax, from a projection to d numbers
+    value : what the memory stores of a token: half or full, a projection of its key and value to d / 2 or d numbers;
+        cached, its value as in the KV cache. The projections of both papers are half; the d x d memory of the workshop
+        paper's section 2 is full
     readout : delayed scores a token when it leaves the window; immediate scores it when it arrives (ablation)
-    norm : true adds an RMS norm to the readout of each kv head, the optional norm of the full paper's equation 42; its
-        equation 11 and the workshop paper's appendix F have none
+    norm : true adds an RMS norm to the readout of each kv head, which is optional in equation 42 of the full paper;
+        equation 11 of that paper and appendix F of the workshop paper have none
     softcap : bound of the absolute value of both gates before their exp or sigmoid; null means no bound
     skip : true adds a linear function of the token's key and value to the readout
     chunk : number of tokens that training and prefill process together

@@ -14,10 +14,10 @@ stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m
 therefore this module contains its own chunkwise form. There is no output gate. r has no additive constant, because a
 constant would cancel in every comparison.
 
-Two settings are off by default: `norm`, an RMS norm of h_u per kv head, which is optional in the full paper's equation
-42 and left out in its equation 11 and in the workshop paper's appendix F; and `skip`, which adds W_s x_u to h_u, with
-W_s = 0 at the start. W_v has D / 2 columns, as in both papers, so C has D / 2 values a feature; the workshop paper's
-section 2 also writes a D x D memory, which `value: full` gives.
+Two settings are off by default. `norm` is an RMS norm of h_u per kv head; it is optional in equation 42 of the full
+paper, and absent from equation 11 of that paper and from appendix F of the workshop paper. `skip` adds W_s x_u to h_u,
+with W_s = 0 at the start. W_v has D / 2 columns, as in both papers, so C has D / 2 values per feature. Section 2 of
+the workshop paper also writes a D x D memory, which `value: full` gives.
 
 Our choices, because the papers do not give them: initially, W_q and W_k copy the first numbers of the key, and W_v the
 first numbers of the value, with noise of 0.02; a = 0; log i = 0 (a constant cancels); the forget gate's bias goes from
@@ -86,7 +86,7 @@ class MLSTM(Scorer):
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
-            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # for gradients
+            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # gradients
         query = F.pad(self.asks(x[:, :, : length - delay]), (0, 0, delay, 0))  # index q holds the query of u = q - w
         empty = State.empty(x.shape[:2], self.dim, self.width, x.device)
         read, _ = chunkwise(empty, query, self.parts(x), self.chunk)

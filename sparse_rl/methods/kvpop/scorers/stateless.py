@@ -1,4 +1,4 @@
-"""Scorers whose score r_t = f([k_t; v_t]) depends only on the token's own key and value, so that arrival suffices."""
+"""Scorers whose score r_t = f([k_t; v_t]) depends only on a token's own key and value, so it is known on arrival."""
 
 from __future__ import annotations
 
