@@ -19,6 +19,7 @@ from sparse_rl.commands.plan import Item, Plan
 from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
+from sparse_rl.data.retrieval import Retrieval
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.known import load_shape
@@ -319,6 +320,8 @@ def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
 
 def prompt_tokens(data: DataConfig) -> int:
     """Return the number of tokens of the longest prompt, or ASSUMED_PROMPT if prompts are not bounded."""
-    if data.synthetic is not None:
-        return 2 * data.synthetic.n + 2
+    if (task := data.synthetic) is not None and task.task == "retrieval":
+        return Retrieval(task.facts, task.restated, task.filler).document_tokens + 2
+    if task is not None:
+        return 2 * task.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT

@@ -22,7 +22,11 @@ from sparse_rl.attention.kernels.masked import mask_bytes, sdpa_mask_bytes, visi
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
 from sparse_rl.commands.plan import verdict, verdicts
+from sparse_rl.data import retrieval, running_sum
+from sparse_rl.data.config import DataConfig, SyntheticConfig
+from sparse_rl.data.problems import load_data
 from sparse_rl.data.running_sum import build_model
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.kernels.choice import Choice
 from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.matching import Block, Fit, match
@@ -607,3 +611,11 @@ def test_a_distillation_counts_its_teacher_and_its_simulating_model(tmp_path):
     assert held(teacher_cache="t", top_k=8) == {"simulating model": parameters * 4}
     shards = {"processes": 2, "zero_stage": 3}
     assert held(launch=shards) == {"teacher": parameters * 2, "simulating model": parameters * 4}
+
+
+@pytest.mark.parametrize(("task", "keys"), [("running_sum", {"n": 5}), ("retrieval", {"facts": 9, "restated": 2})])
+def test_prompts_of_a_synthetic_task_have_the_planned_length(task: str, keys: dict[str, int]) -> None:
+    data = DataConfig(synthetic=SyntheticConfig(task=task, size=4, **keys))
+    tokenizer = (retrieval if task == "retrieval" else running_sum).build_tokenizer()
+    lengths = {len(prompt_ids(row["prompt"], tokenizer)) for row in load_data(data, tokenizer)}
+    assert lengths == {memory.prompt_tokens(data)}
