@@ -119,7 +119,5 @@ def check_same(
         for sampled in (wanted[i], others[i]):
             if not same_decisions(judge, sampled):
                 margin = first_difference(judge, sampled, decisions, temperature)
-                assert margin <= TIE, (
-                    f"{what}: sequence {i} differs, and its choice was clear: the scores differ by {margin:.1e}"
-                )
+                assert margin <= TIE, f"{what}: sequence {i} differs where the choice was clear by {margin:.1e}"
     return len(differing)

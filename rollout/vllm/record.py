@@ -66,7 +66,7 @@ class RunRecord:
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
         """Record the log-probs of the tokens that one step has sampled.
 
-        places : the engine's place of each request
+        places : index of each request in the engine's list of requests
         steps : index of each token in its completion; a token sampled before the prefill's end is sampled again
         logprobs : float32 [B, 2], log-probs of the tokens as in `Result`
         """

@@ -144,7 +144,9 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Return lines about attention kernels: the choice on a CPU, checks of all kernels and of the target on a GPU."""
+    """Return lines about attention kernels. On a CPU: the chosen kernel. On a GPU: the checks of all kernels, and of
+    the
+    scorers' target."""
     import torch
 
     from sparse_rl.attention import choice

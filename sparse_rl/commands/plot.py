@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
             raise UserError("only evaluations have an axis to choose; remove --axis", "--axis")
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
-        raise UserError("draw one file at a time, or only run directories", str(files[0]))
+        raise UserError("give a single file, or any number of run directories and no file", str(files[0]))
     if options.metric is not None:
         raise UserError(f"{files[0]} has no metrics, only runs have; remove --metric", "--metric")
     out = out or files[0].with_suffix(".png")

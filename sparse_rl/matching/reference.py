@@ -62,7 +62,9 @@ def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000)
 
 
 def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
-    """Return the result of `fit_values` for one head, [t, D], as one stacked least-squares problem. `x` is [n, t]."""
+    """Return the new values of `fit_values` for one head, [t, D]: the solution of one least-squares problem, whose
+    rows are
+    those of `x` [n, t] and, below them, those of the ridge term."""
     root = math.sqrt(ridge * float(sum(row @ row for row in x)) / len(x))
     stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
     wanted = torch.cat([y - x @ values, torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)])

@@ -2,8 +2,9 @@
 queries and keys exchanged ("transposed"). The result equals the loop of future.py, and the lists of tiles to visit
 equal torch's.
 
-As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles. Compiled for a CPU, the operator
-honours the lists but has no log-sum-exp, so the compiled test compares attention outputs under the same options.
+As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles. Compiled for a CPU, the
+operator honours the lists but has no log-sum-exp, so the compiled test compares attention outputs under the same
+options.
 """
 
 from __future__ import annotations

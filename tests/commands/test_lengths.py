@@ -1,5 +1,5 @@
-"""Every command refuses a prompt plus completion longer than the model's maximum length (its "window"), here 1,024
-tokens, before it loads the model.
+"""Every command refuses a prompt plus completion longer than the model's maximum length (its "context length"), here
+1,024 tokens, before it loads the model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def no_model_may_be_loaded(workdir: Path, model: Path, monkeypatch: pytest.Monke
     ],
     ids=lambda words: words if isinstance(words, str) else " ".join(words),
 )
-def test_a_completion_as_long_as_the_models_window_is_refused(
+def test_a_completion_as_long_as_the_models_context_length_is_refused(
     words: list[str], key: str, engine: str, workdir: Path, capsys: pytest.CaptureFixture
 ) -> None:
     output = error_of(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
@@ -92,7 +92,7 @@ def test_long_completions_of_a_dataset_are_accepted_by_hf_only(workdir: Path, ca
     assert "1,024 tokens, after a prompt of up to 24" in error_of(capsys, *words, "rollout.engine=vllm")
 
 
-def test_max_model_len_is_limited_by_the_models_window(workdir: Path, capsys: pytest.CaptureFixture) -> None:
+def test_max_model_len_is_limited_by_the_models_context_length(workdir: Path, capsys: pytest.CaptureFixture) -> None:
     output = error_of(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
     assert "rollout.max_model_len: 1,025 exceeds the model's context length of 1,024 tokens" in output
 

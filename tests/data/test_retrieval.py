@@ -51,7 +51,7 @@ def test_facts_stand_in_random_order_among_words():
     assert len({words[0] for words in documents}) > 30
     stated = documents[0][::3]
     rounds = [set(stated[start : start + 50]) for start in range(0, len(stated), 50)]
-    assert max(map(len, rounds)) < 46, "facts do not come in turns"
+    assert max(map(len, rounds)) < 46, "each fact was stated once per round, in turns"
     digits = Counter(word[-1] for words in documents for word in set(words) if "=" in word)
     assert set(digits) == set("0123456789")
     assert max(digits.values()) < 1.4 * min(digits.values())
@@ -70,7 +70,7 @@ def test_splits_have_no_common_problem_for_any_seed():
             seen.update(result)
     assert not problems_of["train"] & (problems_of["calibration"] | problems_of["evaluation"])
     assert not problems_of["calibration"] & problems_of["evaluation"]
-    # control: on a task this small, two draws with different seeds have common problems
+    # control: common problems are detected: the task below is so small that two seeds of one split share some
     assert set(islice(problems("train", 0, Retrieval(1)), 500)) & set(islice(problems("train", 1, Retrieval(1)), 500))
 
 

@@ -98,7 +98,7 @@ def test_splits_have_no_common_problem_for_any_seed():
     assert not problems_of["train"] & problems_of["calibration"]
     assert not problems_of["train"] & problems_of["evaluation"]
     assert not problems_of["calibration"] & problems_of["evaluation"]
-    # control: on a task this small, two draws with different seeds have common problems
+    # control: common problems are detected: the task below is so small that two seeds of one split share some
     small = RunningSum(n=5)
     assert set(generate_problems(500, 0, task=small)) & set(generate_problems(500, 1, task=small))
 

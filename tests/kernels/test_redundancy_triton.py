@@ -158,8 +158,7 @@ def test_the_check_detects_a_wrong_threshold_of_similarity(under: float, monkeyp
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_no_cosine_in_the_check_is_near_the_threshold(dim: int) -> None:
     """No cosine of two keys in the check is within 0.005 of the threshold 0.5, so that rounding cannot change which
-    keys
-    are similar. The only exception is a cosine of exactly 0.5, which occurs often in the first row.
+    keys are similar. The only exception is a cosine of exactly 0.5, which occurs often in the first row.
     """
     keys, _, lengths = drawn_entries(torch.bfloat16, dim)
     for row, length in enumerate(lengths.tolist()):

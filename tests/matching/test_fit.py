@@ -120,9 +120,8 @@ def test_pursuit_chooses_the_entries_and_weights_of_the_papers_algorithm(gram: b
 @pytest.mark.parametrize(("count", "queries"), [(8, 10), (10, 12), (11, 12)])
 def test_pruned_entries_are_replaced_by_other_entries(count: int, queries: int, gram: bool, tally: Callable) -> None:
     """Entries whose weight w has log w < -7 are discarded, and the pursuit chooses other entries, until all weights
-    pass,
-    as in the plain reference (appendix C.2 of the paper). If 11 of 12 entries are chosen, some rows have fewer other
-    entries than they would need.
+    pass, as in the plain reference (appendix C.2 of the paper). If 11 of 12 entries are chosen, some rows have fewer
+    other entries than they would need.
     """
     generator = torch.Generator().manual_seed(2)
     phi = torch.randn(300, queries, 12, generator=generator, dtype=torch.float64).exp()
@@ -145,8 +144,7 @@ def test_pruned_entries_are_replaced_by_other_entries(count: int, queries: int, 
 
 def test_pruning_continues_until_all_weights_pass() -> None:
     """Pruning does not stop after a fixed number of rounds: all weights are at least exp(-7), although some of these
-    rows
-    need more than three rounds.
+    rows need more than three rounds.
     """
     generator = torch.Generator().manual_seed(5)
     phi = torch.randn(64, 14, 60, generator=generator, dtype=torch.float64).exp()
@@ -159,8 +157,7 @@ def test_pruning_continues_until_all_weights_pass() -> None:
 @pytest.mark.parametrize("name", FITS)
 def test_rows_and_heads_are_fitted_independently(name: str) -> None:
     """Each row and head of a batch has the same result alone. Entries that do not compete are never kept, and their
-    keys
-    and values have no influence.
+    keys and values have no influence.
     """
     block = block_of()
     index, bias, values = match(block, 20, FITS[name])

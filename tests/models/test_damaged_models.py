@@ -150,8 +150,7 @@ def test_a_damaged_model_is_usable_or_refused_in_one_line_in_1000_cases(
 @pytest.mark.parametrize("place", ["vocab", "added"])
 def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Path) -> None:
     """A token id of 2^31 is refused, since the tokenizers library would make a list of that many tokens, which takes
-    many
-    gigabytes."""
+    many gigabytes."""
     file = damaged / "tokenizer.json"
     content = json.loads(file.read_text())
     if place == "vocab":

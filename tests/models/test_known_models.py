@@ -54,8 +54,7 @@ def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
 
 def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:
     """Without a network, `doctor` counts the memory of a model from the table. For another model it says that the
-    memory
-    is unknown. An invalid name is an error."""
+    memory is unknown. An invalid name is an error."""
     assert main(["doctor", "qwen2.5-1.5b/grpo"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "1,543,714,304 parameters" in out

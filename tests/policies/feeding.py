@@ -60,8 +60,7 @@ def ragged_batch(seed: int, prompts: Sequence[int], totals: Sequence[int], *, ti
 
 def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
     """Return (prompts, totals): the prompt lengths and total lengths of rows that end below, at and beyond the budget,
-    the
-    first compaction and the third compaction."""
+    the first compaction and the third compaction."""
     first = budget + period
     prompts = [3, budget, first - 1, first, first + period + 5, 5]
     totals = [3 + first + period + 4, first + 2 * period + 3, first + 6, first + period, first + 2 * period + 9, budget]

@@ -69,8 +69,7 @@ def test_redundancy_in_tiles_equals_the_plain_computation_bit_for_bit(
 
 def test_control_a_float32_sum_depends_on_its_order() -> None:
     """A float32 sum depends on the order of its terms. A float64 sum of these terms, rounded to float32, does not. So
-    the
-    code sums in float64."""
+    the code sums in float64."""
     values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
     assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
     assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())

@@ -1,4 +1,4 @@
-"""For any text, a recipe or override gives, within seconds, either a recipe that can be saved or an error of one short
+"""A recipe or override of any text gives a result within seconds: a recipe that can be saved, or an error of one short
 line.
 
 Random cases put hostile YAML in every place where YAML is read, and absurd values into every key.
@@ -198,7 +198,7 @@ def test_an_error_does_not_repeat_a_long_value(size: int) -> None:
         ("sft", "learning_rate=1" + "0" * 39, "learning_rate: expected a number below"),
     ],
 )
-def test_values_that_training_would_fail_on_are_refused_by_the_recipe(kind: str, override: str, message: str) -> None:
+def test_a_recipe_refuses_values_at_which_training_would_fail(kind: str, override: str, message: str) -> None:
     line = recipe_or_error(TEXTS[kind], [override])
     assert isinstance(line, str), line
     assert message in line, line
@@ -206,7 +206,7 @@ def test_values_that_training_would_fail_on_are_refused_by_the_recipe(kind: str,
 
 
 @pytest.mark.parametrize("name", [".", "/", "", "..", "a" * 300, "a\0b", "\ud800", "a/" * 3000])
-def test_names_of_missing_recipes_are_refused(name: str) -> None:
+def test_names_that_no_recipe_can_have_are_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(name)
     assert str(caught.value).isprintable()

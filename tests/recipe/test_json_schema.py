@@ -260,7 +260,9 @@ def test_schema_and_loader_refuse_a_missing_required_key(kind: str) -> None:
 
 
 def test_a_schema_error_refers_to_the_key_and_the_named_policy() -> None:
-    """With a wrong parameter of gkv, the validator reports gkv's parameters, not those of all policies."""
+    """For a wrong parameter of gkv the validator reports gkv's parameters alone, not those of all policies. For a wrong
+    value it reports the key.
+    """
     (error,) = VALIDATOR.iter_errors(recipe_with("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
     messages = [inner.message for inner in error.context]
     assert any("'budge' was unexpected" in message for message in messages)
@@ -328,7 +330,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_schema_accepts_what_the_loader_accepts_for_each_key(kind: str) -> None:
+def test_the_schema_agrees_with_the_loader_for_each_key(kind: str) -> None:
     """Each key gets several values, and each block an unknown key. The schema accepts all recipes that the loader
     accepts, and refuses those that the loader refuses for their shape."""
     accepted = refused = 0
@@ -349,7 +351,7 @@ def test_the_schema_accepts_what_the_loader_accepts_for_each_key(kind: str) -> N
     assert refused > 2
 
 
-def test_a_recipe_with_the_line_for_editors_is_read() -> None:
+def test_a_recipe_that_begins_with_the_line_for_editors_is_read() -> None:
     """A recipe may begin with the line from docs/recipes.md that names the schema for an editor. The loader reads this
     line as a comment."""
     text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(recipe_with("sft"))

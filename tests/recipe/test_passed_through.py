@@ -85,8 +85,9 @@ def test_the_listed_options_match_the_installed_versions(kind):
 
 
 def test_control_of_fits_with_types_that_fit_and_types_that_do_not():
-    """`fits`, which the test above uses, accepts equal types, and choices where the library accepts any text; it
-    refuses others."""
+    """`fits` decides in the test above if our type of an option fits the library's. It accepts equal types, and a list
+    of choices where the library accepts any text. It refuses all other pairs.
+    """
     text = typing.Literal["a", "b"]
     assert fits(int, int)
     assert fits(text | None, str | None)
@@ -99,7 +100,7 @@ def test_control_of_fits_with_types_that_fit_and_types_that_do_not():
 
 
 @pytest.mark.parametrize("kind", TRAINING_KINDS)
-def test_listed_choices_are_named_by_the_library(kind):
+def test_the_library_names_the_choices_that_we_list(kind):
     """For some options our list has choices and the library's type is any text. The library's help or metadata must
     name these choices."""
     for f in dataclasses.fields(configuration(kind)):
@@ -114,8 +115,9 @@ def test_listed_choices_are_named_by_the_library(kind):
 
 
 def test_options_that_break_replay_are_refused_by_kind():
-    """Each kind refuses the options that break its replay, as docs/grpo.md lists them; sft, which has no evictions,
-    keeps the options that work there."""
+    """Each kind refuses the options that would break its replay (docs/grpo.md). sft has no evictions, and accepts some
+    of these options.
+    """
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINING_KINDS if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")
@@ -129,8 +131,10 @@ def test_options_that_break_replay_are_refused_by_kind():
         assert all(option not in PASSED_THROUGH[kind] and refusal(option, kind) for kind in TRAINING_KINDS), option
 
 
-def test_replacements_named_in_refusals_are_keys():
-    """Each key that a refusal names exists; for attention it is the key that selects the kernel."""
+def test_keys_that_a_refusal_recommends_exist():
+    """Each key in the text of a refusal is a key of a recipe or a passed-through option. The refusal of
+    `attn_implementation` recommends `attention_kernel`. No key is both accepted and refused.
+    """
     keys = {key for kind in KINDS.values() for key in yaml_fields(kind)}
     theirs = {key for passed in PASSED_THROUGH.values() for key in passed}
     refused = {

@@ -35,6 +35,7 @@ def test_the_page_equals_the_generated_text():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_of_a_kind_has_a_row(kind):
+    """The reference of a kind has a table row for each key of the recipe's dataclass."""
     page = reference({kind: KINDS[kind]})
     listed = {line.split("`")[1].removesuffix(".NAME") for line in page.splitlines() if line.startswith("| `")}
     assert not yaml_fields(KINDS[kind]).keys() - listed
@@ -60,8 +61,9 @@ def test_docstrings_document_only_existing_keys(cls):
 
 
 def test_the_reference_shows_the_defaults_of_each_kind():
-    """The reference shows the defaults of each kind: kvpop nests the optimizer of the papers, whose learning rate is
-    the default in a kvpop recipe."""
+    """The kinds kvpop, grpo and sft have different default learning rates, and the reference of each kind shows its
+    own.
+    """
     rates = {"kvpop": "8e-05", "grpo": "1e-06", "sft": "2e-05"}
     for kind, rate in rates.items():
         assert f"| `learning_rate` | a number > 0 | `{rate}` |" in reference({kind: KINDS[kind]})
@@ -109,8 +111,10 @@ class LongerGRPORecipe(GRPORecipe):
     grpo: LongerGRPOConfig = flat(LongerGRPOConfig)
 
 
-def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
-    """The key is in the recipe, the resolved recipe, the list of valid keys, and the reference."""
+def test_adding_a_key_to_a_component_needs_one_edit(monkeypatch):
+    """`LongerGRPOConfig` adds the key `patience`. The key is then accepted in a recipe, and appears in the resolved
+    recipe, in the list of valid keys, and in the reference. Control: without it, the key is refused.
+    """
     with pytest.raises(UserError, match="patience: unknown key"):  # control: without the key
         make_recipe(GRPO, ["patience=5"])
     monkeypatch.setitem(KINDS, "grpo", LongerGRPORecipe)

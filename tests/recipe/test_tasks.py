@@ -19,7 +19,7 @@ def tasks_of(tasks, *overrides):
 
 
 @pytest.mark.parametrize("name", named_tasks())
-def test_a_name_stands_for_a_dataset_on_the_hub(name):
+def test_the_name_of_a_task_stands_for_a_dataset_on_the_hub(name):
     data = tasks_of([name])[name]
     assert data.path is not None
     assert not data.local
@@ -29,13 +29,19 @@ def test_a_name_stands_for_a_dataset_on_the_hub(name):
 
 @pytest.mark.parametrize("name", [name for name in named_tasks() if name != "gpqa_diamond"])
 def test_a_local_file_replaces_the_source_and_keeps_the_prompt(name):
+    """With a local `path`, the task keeps its prompt template. The keys of its dataset on the hub (split, subset,
+    answer_after, columns) are replaced by defaults for local files.
+    """
     hub, data = tasks_of([name])[name], tasks_of([name], f"tasks.{name}.path=mine.jsonl")[name]
     assert data.prompt_template == hub.prompt_template
     assert (data.split, data.subset, data.answer_after) == ("train", None, None)
     assert data.columns == {"prompt": "problem", "answer": "answer"}
 
 
-def test_own_keys_win_over_those_of_the_task():
+def test_keys_of_a_recipe_replace_those_of_its_named_task():
+    """Keys that a recipe or an override sets for a named task replace the task's own keys; the task's other keys
+    remain. With `synthetic` the task's path is dropped.
+    """
     data = tasks_of(["gsm8k"], "tasks.gsm8k.columns.prompt=text", "tasks.gsm8k.prompt_template='{prompt}'")["gsm8k"]
     assert data.columns == {"prompt": "text", "answer": "answer"}
     assert data.prompt_template == "{prompt}"
@@ -49,20 +55,24 @@ def test_overrides_add_and_replace_tasks():
     ]  # fmt: skip
 
 
-def test_a_resolved_recipe_is_the_same_recipe():
+def test_a_recipe_resolved_with_named_tasks_equals_the_recipe():
     recipe = load_recipe("eval/reasoning", ["tasks.aime24.path=mine.jsonl", "tasks.aime25.prompt_template=null"])
     assert make_recipe(recipe.resolved()) == recipe
 
 
 @pytest.mark.parametrize("tasks", [["aime26"], [3], [["aime24"]], "aime26", [{"aime24": {}}]])
 def test_an_unknown_task_is_one_line_that_names_the_known_tasks(tasks):
+    """A wrong name, or a value that is no name, is refused."""
     with pytest.raises(UserError, match=r"tasks: unknown task .*; known: aime24, .*math500; for others give a block"):
         tasks_of(tasks)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the data folder is absent")
 @pytest.mark.parametrize("name", FILES)
-def test_the_files_at_hand_are_read(name):
+def test_local_files_of_named_tasks_are_read(name):
+    """The optional folder shared/data has a file for some tasks. Each file has the expected number of rows (FILES), and
+    every prompt asks for \\boxed{}.
+    """
     file = DATA / ("gsm8k_test.jsonl" if name == "gsm8k" else f"{name}.jsonl")
     data = tasks_of([name], f"tasks.{name}.path={file}")[name]
     rows = load_data(data, None, require=("prompt", "answer"))

@@ -1,5 +1,5 @@
-"""docs/trl_options.md, which is generated, covers every option of TRL's GRPOConfig. A test fails if a new version of
-TRL changes the options.
+"""docs/trl_options.md covers every option of TRL's GRPOConfig. The page is generated. The tests fail if a new version
+of TRL changes the options.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ def test_a_word_such_as_thousand_multiplies_the_number(n: int, factor: str) -> N
 @given(value=st.fractions(0, 1000, max_denominator=500))
 def test_a_repeating_decimal_is_read_as_its_fraction(value: Fraction) -> None:
     """The test writes a fraction, by long division, as digits with an overline over the repeating part. `read` gives
-    the
-    fraction back."""
+    the fraction back."""
     whole, rest, digits, seen = value.numerator // value.denominator, value % 1, "", {}
     while rest not in seen:
         seen[rest] = len(digits)

@@ -269,8 +269,7 @@ UNPARSEABLE = ["", None, "???", "hello world", "not a number", r"\frac{1}{", r"\
 
 def test_an_unparseable_true_answer_is_reported_once_and_not_scored(caplog):
     """The reward is None, and a metric counts such answers. Each of them is reported in one short warning, which a
-    second
-    call does not repeat."""
+    second call does not repeat."""
     reward, metrics = MathReward(workers=1), {}
     golds = [*UNPARSEABLE, "42"]
     with caplog.at_level(logging.WARNING):

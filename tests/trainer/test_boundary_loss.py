@@ -77,6 +77,9 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
     ],
 )
 def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: bool) -> None:
+    """The loss, and its gradients for the scores and for gamma, equal those of `loop`, which computes one query, head
+    and row at a time in float64.
+    """
     loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
     scores, target, log_decay = tensors(ties)
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, decay_every=n, lengths=LENGTHS)
@@ -101,9 +104,9 @@ def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: 
 
 
 @pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
-def test_the_balance_has_mean_1_and_margins_are_weighted_after_it(balance: dict) -> None:
-    """The balance gives kept and dropped pairs the same total weight, with a mean weight of 1. The weights by the
-    margin are applied after it, and are not cancelled.
+def test_the_balance_has_mean_1_and_is_applied_before_the_margins(balance: dict) -> None:
+    """The balance gives kept and dropped pairs the same total weight, and all pairs a mean weight of 1. The weights by
+    the margin are applied after the balance, which therefore does not cancel them.
     """
     _, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
@@ -148,6 +151,9 @@ def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
 
 
 def test_queries_are_drawn_uniformly_and_from_late_positions() -> None:
+    """With `late: 0.5`, one half of the queries is drawn uniformly. The other half is drawn with a probability that
+    grows linearly with the position. A row that is too short has no query (-1).
+    """
     torch.manual_seed(0)
     drawn = BoundaryLoss(BoundaryConfig(queries=4000, late=0.5)).draw(LENGTHS, 14, S)
     assert drawn.shape == (B, 4000)
@@ -164,6 +170,7 @@ def test_queries_are_drawn_uniformly_and_from_late_positions() -> None:
 
 
 def test_without_pairs_the_loss_is_zero_and_not_nan() -> None:
+    """Rows of 9 tokens are too short for a pair of competing tokens. Loss and gradients are 0."""
     loss = BoundaryLoss(BoundaryConfig(queries=8))
     scores, target, log_decay = tensors()
     short = torch.tensor([9, 9, 9])

@@ -60,7 +60,7 @@ grpo: Any = SparseGRPOConfig
         (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
     ],
 )
-def test_contradictory_settings_are_refused_in_python_too(make, says: str) -> None:
+def test_invalid_settings_are_refused_in_python_too(make, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make()
 

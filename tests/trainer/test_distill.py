@@ -109,6 +109,9 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
 def test_loss_and_gradients_equal_the_dense_reference(
     settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
 ) -> None:
+    """`reference` computes the loss per token in float64, one sequence at a time under dense masks. Loss and gradients
+    equal the reference's within 1e-5, for padded and packed rows, with checkpointing, and under FlexAttention.
+    """
     trainer = distill(**settings)
     rollouts = trainer._prepared(rows)
     assert sum(r.trace.retention() < 1 for r in rollouts) >= 4
@@ -123,8 +126,9 @@ def test_loss_and_gradients_equal_the_dense_reference(
 
 
 def test_control_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
-    """Controls: the loss changes if the trace is shifted by one query, if the trace evicts no entry, and if the loss is
-    not multiplied by the squared temperature."""
+    """Control: the loss changes if evictions are one query late, and if nothing is evicted. It also differs from the
+    loss that is not multiplied by the squared temperature.
+    """
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
     rollouts = trainer._prepared(rows)
     loss = float(trainer.compute_loss(trainer.model, rollouts))
@@ -154,7 +158,7 @@ def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows:
     assert torch.equal(packed.targets, torch.cat([batch.targets for batch in alone]))
 
 
-def test_top_k_of_the_whole_vocabulary_equals_the_full_loss(distill: Callable, rows: list[Example]) -> None:
+def test_the_top_k_loss_over_the_whole_vocabulary_equals_the_full_loss(distill: Callable, rows: list[Example]) -> None:
     trainer = distill()
     rollouts = trainer._prepared(rows)
     full_loss = float(trainer.compute_loss(trainer.model, rollouts))
@@ -239,8 +243,9 @@ def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable,
 def test_evictions_come_from_the_starting_model_or_the_student(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evictions are simulated either once, with the starting model, or again every second step, with the current
-    student."""
+    """With `refresh_every: 0`, all evictions are simulated with the starting model. With `refresh_every: 2`, they are
+    simulated again every second step, with the current student.
+    """
     calls: list[tuple[list[Example], Any]] = []
     original = DistillTrainer._prepared
 
@@ -317,6 +322,9 @@ def test_an_invalid_recipe_is_refused_with_its_key(keys: dict, says: str, recipe
 
 
 def test_overlong_rows_can_be_dropped(recipe: Callable) -> None:
+    """`overlong: drop` drops rows whose completion exceeds the limit. `keep: boxed` keeps all rows here, because all
+    synthetic answers are correct.
+    """
     from sparse_rl.models.load import load_tokenizer
 
     small_recipe = recipe()
@@ -359,8 +367,10 @@ def test_overlong_rows_are_truncated(recipe: Callable, tmp_path: Path, caplog: p
         recipe(completions="student", overlong="drop")
 
 
-def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
-    """Rows whose answer was falsified are dropped. The test has 300 rows, more than the reward scores in one call."""
+def test_only_rows_with_correct_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
+    """The test falsifies the answers of every seventh row; `keep: boxed` drops these rows. There are 300 rows, more
+    than the reward scores in one call.
+    """
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 

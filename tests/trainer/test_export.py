@@ -139,8 +139,9 @@ def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any
 def test_a_refusal_of_the_hub_is_an_error_of_one_line(
     tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a hub refuses to create the repository, the run fails before training, with an error of one line. If the hub
-    refuses the upload, the error has one line too, and the model on disk is complete."""
+    """If the hub refuses to create the repository, the run fails before training. If the hub refuses the upload, the
+    run fails after training, and the model on disk is complete. Both errors have one line.
+    """
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/repos/create")
     with pytest.raises(UserError, match=r"^push_to_hub: the Hub did not create the repository \(.*hf auth login"):
@@ -171,7 +172,7 @@ def test_a_card_shows_how_to_prompt_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if isinstance(load_recipe(name), TrainRecipe)])
-def test_the_card_of_each_shipped_recipe_describes_it(name: str, tmp_path: Path) -> None:
+def test_the_model_card_of_each_shipped_recipe_describes_the_recipe(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     cache = getattr(recipe, "cache", None)
     policy = None if cache is None else make_policy(cache)

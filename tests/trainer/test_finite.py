@@ -63,9 +63,9 @@ def stopped(recipe: Any, folder: Path) -> str:
     with pytest.raises(StoppedError) as error:
         train(recipe)
     assert not (folder / "model").exists()
-    for place in checkpoints(folder):
-        assert damage(place) is None
-        assert all(weight.isfinite().all() for weight in load_file(place / "model.safetensors").values())
+    for checkpoint in checkpoints(folder):
+        assert damage(checkpoint) is None
+        assert all(weight.isfinite().all() for weight in load_file(checkpoint / "model.safetensors").values())
     return str(error.value)
 
 
@@ -89,8 +89,9 @@ def test_nan_weights_stop_the_run_and_are_not_saved(
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_far_too_large_learning_rate_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
-    """A run with a far too large learning rate leaves no model: without a checkpoint in between, the run is stopped by
-    the loss (if it is logged), by the check of the weights, or by GRPO's guard."""
+    """At a learning rate of 1e30 a run stops without a final model. It is stopped by the loss (if it is logged), by the
+    check of the weights, or by GRPO's guard. The error has one line.
+    """
     for steps, logged in ((1, 1), (4, 2), (4, 100)):
         folder = tmp_path / f"{steps}-{logged}"
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
@@ -157,6 +158,7 @@ def test_an_error_of_the_engine_names_the_training_step(
 
 
 def test_values_that_are_not_finite_are_logged(tiny: Callable, tmp_path: Path) -> None:
+    """The loss that stops the run is NaN; it is the last line of the log."""
     folder = tmp_path / "run"
     text = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
     *before, last = read_metrics(folder)
@@ -167,14 +169,17 @@ def test_values_that_are_not_finite_are_logged(tiny: Callable, tmp_path: Path) -
 
 
 def test_losses_norms_and_all_weights_are_checked() -> None:
+    """A loss or gradient norm that is not finite is named; an accuracy is not checked. Each weight is checked for NaN,
+    for infinity, and for values whose square overflows.
+    """
     assert not_finite_metric({"loss": 1.0, "grad_norm": 2.0, "accuracy": float("nan")}) is None
     assert not_finite_metric({"loss": 1.0, "grad_norm": float("inf")}) == "grad_norm is inf"
     for bad in (float("nan"), float("inf"), -float("inf"), 1e30):  # the square of the last value overflows
-        for place in range(3):
+        for index in range(3):
             weights = [(str(i), torch.ones(40, 5)) for i in range(3)]
             assert not_finite_weight(weights) is None
-            weights[place][1][7, 3] = bad
-            assert not_finite_weight(weights) == f"{place} is not finite"
+            weights[index][1][7, 3] = bad
+            assert not_finite_weight(weights) == f"{index} is not finite"
 
 
 def test_a_non_finite_loss_between_two_logs_stops_the_run(tiny: Callable, tmp_path: Path) -> None:

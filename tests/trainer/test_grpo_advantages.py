@@ -77,9 +77,11 @@ def half_uniform(constant: float) -> Callable[..., list[float]]:
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
-def test_a_truncated_output_can_have_advantage_zero(zeroed: bool, grpo: Callable) -> None:
-    """Under zero_truncated_advantages a truncated output has advantage 0, but its reward still counts in the group's
-    mean and standard deviation.
+def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_zero(
+    zeroed: bool, grpo: Callable
+) -> None:
+    """The rewards of truncated outputs still count in the mean and standard deviation of their group. Without the
+    option, truncated outputs have ordinary advantages.
     """
     trainer = grpo(trainer_class=Watched, max_steps=1, zero_truncated_advantages=zeroed)
     trained(trainer)
@@ -98,8 +100,9 @@ def test_a_truncated_output_can_have_advantage_zero(zeroed: bool, grpo: Callable
 def test_drop_leaves_groups_without_variance_out_of_the_gradient(
     constant: float, accumulation: int, grpo: Callable
 ) -> None:
-    """The gradient is computed without the rows of groups without variance under `drop`. Control: under `keep` it is
-    computed with these rows."""
+    """In a group without variance all rewards are equal. Under `drop` the gradient equals the mean over the rows of all
+    other groups. Under `keep` it equals the mean over all rows.
+    """
     settings = {"per_device_train_batch_size": 12 // accumulation, "gradient_accumulation_steps": accumulation}
     for choice in ("drop", "keep"):
         trainer = grpo(
@@ -129,7 +132,7 @@ def test_without_any_variance_the_gradient_is_zero(metrics_of: Callable) -> None
     assert line["frac_reward_zero_std"] == 1
 
 
-def test_a_reward_of_none_is_left_out(grpo: Callable) -> None:
+def test_a_reward_of_none_is_left_out_of_the_group(grpo: Callable) -> None:
     """A completion with reward None is left out of the group's mean, and has advantage 0 instead of a penalty."""
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:

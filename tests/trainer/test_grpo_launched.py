@@ -136,9 +136,9 @@ def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dic
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_gap_is_rounding_under_the_other_zero_stages(stage: int, command: Callable, tmp_path: Path) -> None:
-    """Under the other ZeRO stages, trainer and sampler compute the same log-probabilities on two processes, in the
-    first step and in the second step, which has updated weights.
+def test_the_gap_is_at_most_1e_5_under_the_other_zero_stages(stage: int, command: Callable, tmp_path: Path) -> None:
+    """On two processes under ZeRO 0, 1 and 3, the gap is at most 1e-5 in the first step, and in the second step, which
+    has updated weights (`check_run`).
     """
     words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
     check_run(command("run", *words), tmp_path / "run", 2)
@@ -161,7 +161,9 @@ def test_a_run_with_vllm_equals_a_run_with_the_live_module(
 
 
 def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) -> None:
-    """Partitioning the optimizer changes only rounding: the first step's loss and gradient are equal."""
+    """Partitioning the optimizer under ZeRO-2 changes only rounding: reward and gradient of the first step equal those
+    without ZeRO.
+    """
     first = {}
     for stage in (0, 2):
         words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
@@ -194,7 +196,7 @@ def test_two_machines_make_one_run(command: Callable, tmp_path: Path) -> None:
             check_run(job.result(), tmp_path / "run", 1)
 
 
-def test_one_dead_process_stops_the_others(command: Callable, tmp_path: Path) -> None:
+def test_a_dead_process_ends_the_whole_run(command: Callable, tmp_path: Path) -> None:
     """If one process dies, the run ends: the other process, which waits for the dead one, does not hang."""
     process = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert process.returncode not in (0, -signal.SIGKILL)

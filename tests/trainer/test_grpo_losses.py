@@ -16,10 +16,8 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 
 @pytest.mark.parametrize("correction", get_args(Correction))
-def test_under_replay_no_correction_has_an_effect(correction: str, metrics_of: Callable) -> None:
-    """Under replay, the importance ratio is 1 under every importance correction, so that no correction has an
-    effect.
-    """
+def test_no_importance_correction_has_an_effect_under_replay(correction: str, metrics_of: Callable) -> None:
+    """Under replay the importance ratio is 1, up to 1e-5. So there is nothing that a correction could change."""
     lines = metrics_of(importance_correction=correction)
     assert len(lines) == 2
     for line in lines:
@@ -31,15 +29,15 @@ def test_under_replay_no_correction_has_an_effect(correction: str, metrics_of: C
             assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
-def test_without_replay_a_correction_clips_the_ratio(metrics_of: Callable) -> None:
-    """Control: without replay, the importance ratio is far from 1, and the correction clips it."""
+def test_control_without_replay_a_correction_clips_the_ratio(metrics_of: Callable) -> None:
+    """Without replay the importance ratio is far from 1, and the correction clips it at 1.5."""
     lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
     assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
     assert all(line["sampling/importance_sampling_ratio/max"] <= 1.5 for line in lines)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_has_a_gradient_and_a_gap_of_rounding(loss: str, metrics_of: Callable) -> None:
+def test_every_loss_has_a_gradient_and_a_gap_of_at_most_1e_5(loss: str, metrics_of: Callable) -> None:
     (line,) = metrics_of(loss_type=loss, max_steps=1, gradient_checkpointing=True)
     assert line["replay/gap_max"] <= 1e-5
     assert line["grad_norm"] > 0
@@ -65,8 +63,9 @@ class DenseReference(SparseGRPOTrainer):
 
 
 def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
-    """Before the first update, the policy and the reference model have equal weights, so the KL between them is 0.
-    Control: the KL is not 0 if the reference model attends to evicted entries too."""
+    """Before the first update, policy and reference model have equal weights, so the KL between them is 0. Control: if
+    the reference model attends to evicted entries too, the KL exceeds 1e-3.
+    """
     first, second = metrics_of(beta=0.1)
     assert first["kl"] == pytest.approx(0, abs=1e-8)
     assert second["kl"] > 1e-6
@@ -100,8 +99,9 @@ class ByTheOldPolicy(SparseGRPOTrainer):
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Callable) -> None:
-    """With top_p < 1, off_policy_mask_threshold masks sequences by the log-probs before the top-p cut, as TRL does
-    without vLLM."""
+    """`off_policy_mask_threshold` masks sequences by their log-probs before the top-p cut, as TRL does without vLLM.
+    Control: log-probs after the cut give other losses.
+    """
     ByTheOldPolicy.losses = []
     metrics_of(
         top_p=0.5,
@@ -136,7 +136,8 @@ def test_invalid_settings_are_refused(settings: dict, message: str, grpo: Callab
 
 
 def test_the_gap_in_bfloat16_is_below_the_guards_limit(metrics_of: Callable) -> None:
-    """Under bfloat16 autocast, the gap between sampled and replayed log-probs is far larger than in float32, and far
-    below the guard's limit."""
+    """Under bfloat16 autocast, the mean gap between sampled and replayed log-probs is below 0.02; the guard's limit is
+    larger.
+    """
     lines = metrics_of(bf16=True)
     assert all(0 < line["replay/gap_mean"] < 0.02 and torch.isfinite(torch.tensor(line["loss"])) for line in lines)

@@ -106,9 +106,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) ->
     assert stop == 4 or not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
 
 
-def test_control_without_a_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None:
-    """Control: a run that resumes without any one part of our saved state differs from an uninterrupted run. A
-    checkpoint without the state file is refused.
+def test_control_a_run_resumed_without_a_part_of_its_state_differs(grpo: Callable) -> None:
+    """Each part of the saved state (`replacements`) is replaced by an empty value in turn. The resumed run then differs
+    from an uninterrupted run. A checkpoint without the state file is refused.
     """
     settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
     settings["save_steps"] = settings.pop("save")

@@ -1,4 +1,4 @@
-"""GRPO passes every section of a trace to each forward pass, also from its buffer and after a resume."""
+"""GRPO passes every section of a trace to each forward pass, also for buffered completions and after a resume."""
 
 from __future__ import annotations
 
@@ -94,4 +94,4 @@ def test_full_attention_replays_no_section(
     grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
 ) -> None:
     visiting(grpo(max_steps=1, train_attention="full"), with_visits).train()
-    assert not forwards, "the dense traces go to the view that replays evict_at alone"
+    assert not forwards, "full attention uses the view that replays evict_at alone"

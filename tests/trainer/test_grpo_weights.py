@@ -1,6 +1,8 @@
-"""An engine with its own weights gets the trainer's after every update; a run whose engine has other weights stops.
+"""An engine with its own weights gets the trainer's weights after every update. A run whose engine has other weights
+stops.
 
-The engine is hf, loaded from a directory: it samples, bit for bit, the same tokens as the live module.
+The engine is hf, loaded from a directory. It samples, bit for bit, the same tokens as an engine that uses the trainer's
+model itself.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ def test_the_engine_gets_the_weights_of_every_update(
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
 def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> None:
-    """The probe never evicts an entry: with a small cache it shortens prompts and completions, and with a full cache it
-    does not need to."""
+    """A probe is sampled without evictions. With a small cache the trainer shortens the prompts to 8 tokens and the
+    completions to 1 or 2; with a full cache it does not.
+    """
     trainer = with_own_engine(policy=policy)
     generate, probes = trainer.engine.generate, []
 
@@ -109,6 +112,9 @@ def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> Non
     ids=["plain", "buffered", "two iterations", "validated"],
 )
 def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], with_own_engine: Callable) -> None:
+    """`at` lists the steps before which the engine gets new weights. It gets them before it samples, and not again
+    until the next update.
+    """
     trainer = with_own_engine(max_steps=4, **schedule)
     load, steps_of_loads = trainer.engine.load_weights, []
 
@@ -149,6 +155,9 @@ def test_stale_weights_stop_the_run(with_own_engine: Callable) -> None:
 
 
 def test_without_the_guard_stale_weights_are_only_logged(with_own_engine: Callable) -> None:
+    """Control: without the guard the run continues, and from the second step on the logged gap exceeds the guard's
+    floor.
+    """
     trainer = with_own_engine(max_steps=3, replay_guard=GuardConfig(enabled=False))
     trainer.engine.load_weights = lambda weights: None
     lines = trained(trainer)
@@ -156,8 +165,9 @@ def test_without_the_guard_stale_weights_are_only_logged(with_own_engine: Callab
 
 
 def test_the_guard_checks_weights_without_replay(with_own_engine: Callable) -> None:
-    """Without replay, a gap from mismatched masks is allowed, but the guard still stops a run whose engine has stale
-    weights."""
+    """Without replay the gap of the rollouts may be large, because masks differ. The probe still detects stale weights,
+    and the guard stops the run.
+    """
     trainer = with_own_engine(max_steps=3, train_attention="full")
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match="weight sync"):
@@ -165,12 +175,10 @@ def test_the_guard_checks_weights_without_replay(with_own_engine: Callable) -> N
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_wrong_weights_at_the_first_probe_stop_the_run(
+def test_wrong_weights_in_the_first_probe_stop_the_run(
     shared: bool, with_own_engine: Callable, grpo: Callable, tiny: Callable
 ) -> None:
-    """Wrong weights at the first probe stop the run. The first probe sets the limit of later gaps, and therefore has
-    its own limit, which the user can raise.
-    """
+    """The first probe sets the limit of later gaps. It therefore has a limit of its own, 1e-3."""
     if shared:
         trainer = grpo()
         wrong_engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
@@ -217,7 +225,7 @@ def test_weight_names_equal_the_names_in_the_checkpoint(family: str, tied: bool,
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, tiny: Callable) -> None:
+def test_tied_weights_may_be_loaded_under_one_name_or_two(twice: bool, new_model: Callable, tiny: Callable) -> None:
     engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), make_policy("full"))
     weights = dict(named_weights(new_model("qwen3", seed=1, tie_word_embeddings=True), ONE_PROCESS))
     if twice:

@@ -159,6 +159,9 @@ def test_loss_and_gradients_equal_the_dense_reference(
 
 
 def test_model_and_scorers_have_separate_learning_rates(kvpop: Callable) -> None:
+    """The model's learning rate is constant. The scorers' rate rises for 100 steps to 1e-3, then falls as a cosine to
+    8e-5. Weight decay applies to matrices, but not to the scorers' `alpha` or to norms.
+    """
     trainer = kvpop("mlstm", learning_rate=1e-4, lr_scheduler_type="constant", weight_decay=0.1, warmup_steps=0)
     trainer.create_optimizer()
     trainer.create_scheduler(400)
@@ -309,6 +312,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
 def test_existing_scorers_are_trained_further(
     recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A retrofit of a model that has scorers starts from these scorers, with a warning. Here the learning rates are
+    near 0, so the scorers do not change. A recipe with another kind of scorer is refused.
+    """
     first = train(recipe(output_dir=str(tmp_path / "first")))
     with caplog.at_level(logging.WARNING):
         train(recipe(output_dir=str(tmp_path / "second"), model=str(first), max_steps=1, scorer_learning_rate=1e-9,
@@ -322,6 +328,9 @@ def test_existing_scorers_are_trained_further(
 
 
 def test_texts_become_single_or_packed_rows(recipe: Callable) -> None:
+    """Without packing each text is one row. With packing, texts of at most 80 tokens are joined in order and cut into
+    rows of exactly 80 tokens; longer texts are dropped.
+    """
     from sparse_rl.models.load import load_tokenizer
 
     def examples(one_recipe: Any) -> list[Any]:
@@ -370,6 +379,9 @@ def test_a_budget_that_is_never_reached_gives_a_warning(recipe: Callable) -> Non
 
 
 def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Path) -> None:
+    """Two runs with seed 3 start from the same scorers; a run with seed 4 starts from others. torch's own seed does not
+    matter.
+    """
     results = []
     for seed in (3, 3, 4):
         torch.manual_seed(torch.seed() % 2**32)  # another process would have another seed

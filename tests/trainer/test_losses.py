@@ -86,6 +86,9 @@ def computed(
 def test_loss_and_gradients_equal_the_formulas(
     divergence: str, temperature: float, top_k: int | None, case: dict
 ) -> None:
+    """`reference` follows the formulas in float64, in a loop over positions. The loss and its gradients, computed in
+    chunks of 7, equal the reference within 1e-5.
+    """
     loss = DistillationLossConfig(
         temperature=temperature, divergence=divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7
     )
@@ -95,6 +98,9 @@ def test_loss_and_gradients_equal_the_formulas(
 
 @pytest.mark.parametrize("divergence", KINDS)
 def test_a_renormalised_top_k_equals_the_formulas(divergence: str, case: dict) -> None:
+    """With `renormalise`, both distributions are restricted to the teacher's 8 likeliest tokens and normalised
+    again.
+    """
     loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
     for part, expected in zip(computed(case, loss, 8), reference(case, loss, 8), strict=True):
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
@@ -110,7 +116,9 @@ def test_losses_do_not_depend_on_the_chunk_size(chunk: int, case: dict) -> None:
 
 
 def test_a_coarser_top_k_never_increases_the_loss(case: dict) -> None:
-    """The divergence of the coarsened distributions is a lower bound, and approaches the full divergence as k grows."""
+    """Top-k merges all other tokens into one outcome. The divergence of the merged distributions is a lower bound of
+    the full divergence, and approaches it as k grows.
+    """
     values = [float(computed(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
     whole = float(computed(case, DistillationLossConfig(), None)[0])
     assert values == sorted(values)

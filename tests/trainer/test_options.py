@@ -1,5 +1,6 @@
-"""Unsupported options and arguments of a trainer are refused with an error of one line, before a model is loaded, in
-Python as in a recipe."""
+"""A trainer refuses unsupported options and arguments with an error of one line, before a model is loaded. It does so
+in Python as in a recipe.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def test_arguments_that_are_constructed_directly_are_checked_too(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["grpo", "distill", "kvpop"])
 def test_gradient_checkpointing_is_never_reentrant(kind: str, tmp_path: Path) -> None:
-    """The requested gradient checkpointing is used, or refused with an error of one line. Reentrant checkpointing,
-    which is torch's default, is never used.
+    """Reentrant checkpointing, torch's default, is replaced by `use_reentrant: False`. If a caller asks for it, or for
+    an unknown option, the error has one line.
     """
     for options in ({"preserve_rng_state": False}, {}):
         trainer_args = arguments(kind, tmp_path, gradient_checkpointing_kwargs=options)
@@ -124,8 +125,7 @@ def test_gradient_checkpointing_is_never_reentrant(kind: str, tmp_path: Path) ->
     ],
 )
 def test_unsupported_trainer_arguments_are_refused(given: dict[str, Any], says: str, grpo: Callable) -> None:
-    """Unsupported arguments of a trainer are refused before a model is loaded: the model named in this test does not
-    exist."""
+    """Unsupported arguments of a trainer are refused before a model is loaded: the model `nowhere` does not exist."""
     from trainer.grpo.trainer import SparseGRPOTrainer
 
     def make(**defaults: Any) -> Any:
@@ -166,6 +166,9 @@ def test_sync_ref_model_needs_a_separate_reference_model(grpo: Callable, tmp_pat
 
 
 def test_dropping_groups_needs_a_single_sum_of_rewards(grpo: Callable) -> None:
+    """`uniform_groups: drop` drops groups whose rewards are all equal. It needs the sum of all rewards, so it is
+    refused if each reward is normalised separately.
+    """
     message = "uniform_groups: drop needs multi_objective_aggregation sum_then_normalize"
     options = {"uniform_groups": "drop", "multi_objective_aggregation": "normalize_then_sum"}
     with pytest.raises(UserError, match=message):
@@ -175,8 +178,9 @@ def test_dropping_groups_needs_a_single_sum_of_rewards(grpo: Callable) -> None:
 
 
 def test_settings_that_trl_switches_on_are_refused() -> None:
-    """Settings that TRL switches on are refused: reentrant gradient checkpointing, for LoRA under ZeRO-3, and the
-    auxiliary loss of mixture-of-experts models."""
+    """TRL itself switches on reentrant gradient checkpointing (for LoRA under ZeRO-3) and the auxiliary loss of
+    mixture-of-experts models. Both are refused.
+    """
     accepted = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**accepted))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):

@@ -136,6 +136,10 @@ def marked_slow(cases: Any, *slow: str) -> list[Any]:
 
 @pytest.mark.parametrize("place", marked_slow(PLACES, "first file", "before the rename"))
 def test_a_run_killed_at_a_checkpoint_resumes_exactly(place: str, runs: Runs) -> None:
+    """The run is killed at one file operation (PLACES): at the first or last file of a checkpoint, before the
+    checkpoint gets its name, while an old checkpoint is removed, or in the export. The complete checkpoints stay
+    undamaged, and the resumed run ends like an uninterrupted run.
+    """
     kind, where, newest = PLACES[place]
     expected = runs.uninterrupted(kind)
     name = place.replace(" ", "-")
@@ -154,9 +158,10 @@ def test_a_run_killed_at_a_checkpoint_resumes_exactly(place: str, runs: Runs) ->
     assert len(checkpoints(folder)) == 2
 
 
-def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_the_same(runs: Runs) -> None:
-    """If the newest checkpoint lacks the file of its rank, the run resumes from the checkpoint before it, and ends like
-    an uninterrupted run."""
+def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_like_an_uninterrupted_run(runs: Runs) -> None:
+    """The newest checkpoint lacks the file of its rank, so the run resumes from the checkpoint before it. If the
+    damaged checkpoint is named explicitly, it is refused.
+    """
     expected = runs.uninterrupted("grpo")
     shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
     (folder / "checkpoint-6" / "progress_0.pt").unlink()
@@ -267,9 +272,10 @@ KILLS, CHAIN = 25, 5
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_run_killed_at_random_moments_resumes_exactly(kind: str, runs: Runs) -> None:
-    """A run that is killed, resumed and killed again, up to five times, ends like an uninterrupted run. The 25 seeded
-    SIGKILLs (100 over all trainers) alternate between three moments: a file operation up to the first checkpoint, any
-    file operation in the run directory, and any time."""
+    """A run is killed and resumed, up to five times, and then ends like an uninterrupted run. For each kind of run
+    there are 25 kills by SIGKILL at seeded moments: at a file operation up to the first checkpoint, at any file
+    operation in the run directory, or at any time.
+    """
     expected, operations = runs.uninterrupted(kind), runs.operations[kind]
     first = number_of(operations, "os.rename", "_partial/checkpoint-1")
     draw, kills, partial, fresh, chains = random.Random(f"moments of {kind}"), 0, 0, 0, 0

@@ -61,6 +61,9 @@ def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
 
 
 def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path: Path) -> None:
+    """A new run may start in a directory that has only metrics. It is refused in a directory with a checkpoint or a
+    final model.
+    """
     recipe = recipe_of(tmp_path)
     refuse_used(recipe.output_dir)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")  # killed before its first checkpoint
@@ -207,14 +210,16 @@ def check_crafted_manifest(data: st.DataObject, folder: Path) -> None:
 
 @settings(derandomize=True, max_examples=40, deadline=10_000, database=None)
 @given(data=st.data())
-def test_a_crafted_manifest_is_skipped(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_crafted_manifest_is_accepted_or_refused_in_one_line(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "crafted")
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=10_000, database=None)
 @given(data=st.data())
-def test_a_thousand_crafted_manifests_are_skipped(
+def test_a_thousand_crafted_manifests_are_accepted_or_refused_in_one_line(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "thousand")
@@ -247,7 +252,7 @@ def test_a_manifest_that_is_deep_or_not_text_is_damaged(tmp_path: Path) -> None:
     assert damage(place) == "manifest.json is nested more than 20 levels deep"
 
 
-def test_an_unlisted_file_that_a_library_would_load_is_damage(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_unlisted_file_that_a_library_loads_is_damaged(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 9)
     (place / "notes.txt").write_text("a user's own")
     assert damage(place) is None
@@ -256,7 +261,7 @@ def test_an_unlisted_file_that_a_library_would_load_is_damage(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(kind, tmp_path, caplog) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_checkpoint_before_is_used(kind, tmp_path, caplog) -> None:
     recipe = recipe_of(tmp_path)
     before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
@@ -275,7 +280,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(kind, tmp_pa
     refuse_used(recipe.output_dir)
 
 
-def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_with_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
     message = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
@@ -293,7 +298,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pyt
     assert checkpoint_to_resume(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
 
-def test_every_difference_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_changed_recipe_names_every_difference(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     changed = recipe_of(
         tmp_path, "learning_rate=2e-6", "launch.zero_stage=3", "cache.budget=16", "cache.sinks=2", "logging_steps=7"
@@ -307,6 +312,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
 
 
 def test_an_explicit_default_is_no_difference(tmp_path: Path) -> None:
+    """A recipe that writes out the default value of a key equals a recipe without the key."""
     place = checkpoint(tmp_path, 3)
     assert checkpoint_to_resume(recipe_of(tmp_path, "cache.sinks=4", "cache.period=1"), "newest") == place
 
@@ -322,7 +328,8 @@ def test_an_explicit_default_is_no_difference(tmp_path: Path) -> None:
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
-def test_keys_that_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
+def test_some_keys_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
+    """These keys change what is learned by rounding at most. `warns` is True for a key that changes rounding."""
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
@@ -354,7 +361,10 @@ def test_max_steps_may_change_if_the_learning_rate_does_not_depend_on_it(tmp_pat
         checkpoint_to_resume(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
-def test_a_branch_needs_a_new_directory(tmp_path: Path) -> None:
+def test_resuming_from_another_runs_checkpoint_needs_a_new_directory(tmp_path: Path) -> None:
+    """A run that resumes from the checkpoint of another run is refused in a directory that has checkpoints of its own.
+    It is accepted in a new directory, and in the directory of the other run.
+    """
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
     with pytest.raises(UserError, match=r"output_dir: .*here holds an earlier run"):

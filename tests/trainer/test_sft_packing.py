@@ -40,6 +40,9 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[st
 
 
 def test_documents_do_not_see_each_other(packed: Callable) -> None:
+    """In a packed row (`bfd`) each document has the logits that it has alone. Control: without the positions that
+    separate the documents, the logits differ.
+    """
     model, batch = packed("bfd")
     ids, positions = batch["input_ids"], batch["position_ids"]
     assert ids.shape[0] == 1
@@ -55,10 +58,12 @@ def test_documents_do_not_see_each_other(packed: Callable) -> None:
 
 
 def test_wrapped_documents_see_each_other(packed: Callable) -> None:
+    """With `packing_strategy: wrapped` a row is one causal sequence of several documents: it has no positions that
+    separate them, and its mask is 1 up to the padding.
+    """
     _, batch = packed("wrapped")
     assert batch["input_ids"].shape == (2, 160)
     assert "position_ids" not in batch
     mask, ends = batch["attention_mask"].long(), batch["input_ids"] == EOS_ID
     assert int((ends & (mask > 0)).sum(1).max()) >= 3
-    # the mask is 1 up to the padding, so that the row is one causal sequence
     assert bool((mask.diff(dim=1) <= 0).all())

@@ -116,8 +116,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
-    """A run that has ended takes no further step if it is resumed, whether it was killed before the export or was ended
-    by a callback that is absent after the resume."""
+    """A run that has done all its steps takes no further step if it is resumed. A run that a callback has ended early
+    takes none either, even if the callback is absent after the resume.
+    """
     whole = sft("whole", max_steps=3)
     whole.train()
     resumed = sft("again", max_steps=3)
@@ -135,8 +136,8 @@ def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
 
 
 def test_a_resumed_run_logs_and_saves_at_its_own_intervals(sft: Callable) -> None:
-    """A resumed run logs and saves at its own intervals, whereas stock transformers would keep the checkpoint's
-    intervals. With a constant learning rate, the resumed run can also be longer than the first run.
+    """A resumed run logs and saves at the intervals of its own recipe; plain transformers would keep those of the
+    checkpoint. With a constant learning rate, the resumed run may also be longer than the first run.
     """
     constant = {"lr_scheduler_type": "constant", "save_total_limit": 2}
     whole = sft("whole", **constant)

@@ -56,12 +56,12 @@ USER, WORKSPACE = ".config/wandb/settings", "wandb/settings"
     ],
     ids=["its own server", "named", "of the user", "of the workspace", "named and saved"],
 )
-def test_a_login_to_its_server_counts(
+def test_only_a_login_to_the_configured_server_counts(
     netrc: str, variable: str | None, settings: str | None, saved: str | None,
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """A login made by `wandb login` counts if it is for the configured server. A login to another server does not
-    count; one line then says that the run is offline.
+    """A login made by `wandb login` counts if it is for the configured server; the run is then online. With a login to
+    another server only, the run is offline, and one line says so.
     """
     if variable is not None:
         monkeypatch.setenv("WANDB_BASE_URL", variable)
@@ -95,7 +95,7 @@ def test_a_login_to_its_server_counts(
         ("WANDB_IDENTITY_TOKEN_FILE", "", "offline"),
     ],
 )
-def test_one_environment_variable_decides(
+def test_an_environment_variable_decides_if_the_run_is_offline(
     name: str, value: str, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -127,9 +127,9 @@ def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest
             server.accept()
 
 
-def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
-    """A W&B run that starts after the check uses the new mode, even if W&B had read its settings before. A W&B run that
-    is already active is not changed.
+def test_a_run_that_starts_after_the_check_is_offline(home: Path, caplog) -> None:
+    """A W&B run that starts after the check uses the new mode, even if W&B has read its settings before. A W&B run that
+    is already active does not change.
     """
     wandb_offline_without_key(home)
     with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:

@@ -95,6 +95,7 @@ def test_every_route_requires_the_api_key(
 def test_the_key_may_come_from_the_environment(
     words: list[str], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """VLLM_API_KEY sets the API key. Without a key, clients need none."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert status_of(app_of(), "GET", "/metrics", {}) == 401
     assert status_of(app_of(), "GET", "/metrics", KEY) == 200
@@ -143,9 +144,9 @@ def test_requests_for_another_host_name_are_refused(
             assert status_of(app, "GET", path, {"Host": name}) == 400, name
 
 
-def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
-    """Requests of pages from other origins are refused, unless the origin is allowed. The browser's preflight request,
-    which carries no key, is answered for allowed origins.
+def test_requests_of_pages_from_other_origins_are_refused(app_of: Callable) -> None:
+    """A browser sends the origin of the page that makes a request. Requests from other origins get status 403, unless
+    the origin is allowed. A preflight request carries no key; it is answered for allowed origins.
     """
     own_origins = ["http://127.0.0.1:8000", "https://127.0.0.1:8000"]
     foreign = ["https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null", "", "http://127.0.0.1"]
@@ -182,7 +183,7 @@ def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
         ["--dtype", "bfloat16"],
     ],
 )
-def test_our_options_must_come_before_the_dashes(words: list[str], app_of: Callable) -> None:
+def test_our_options_after_the_dashes_are_refused(words: list[str], app_of: Callable) -> None:
     with pytest.raises(UserError, match=f"{words[0]} must be given before --"):
         app_of(*words)
 
@@ -216,6 +217,9 @@ VALUES = st.recursive(st.none() | TEXTS, lambda v: st.lists(v, max_size=3) | st.
 @given(VALUES)
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_the_depth_of_a_schema_equals_the_depth_of_its_text(value: Any) -> None:
+    """The server limits the depth of a JSON schema, which a client sends as a value or as a text. `_depth` gives the
+    same depth for both.
+    """
     from rollout.vllm.compat.clients import _depth
 
     def depth(value: Any) -> int:

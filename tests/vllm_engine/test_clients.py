@@ -96,8 +96,8 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
 def test_routes_that_would_prefill_running_requests_are_refused(
     request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Development routes that would prefill running requests again are refused with status 400. No engine is connected,
-    so a request that passes the check fails with status 500.
+    """Some development routes make vLLM prefill running requests again, which an evicting cache does not allow. They
+    get status 400. No engine is connected, so a request that passes our check fails with status 500.
     """
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -120,8 +120,8 @@ def test_routes_that_would_prefill_running_requests_are_refused(
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
 def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, open_engine: Callable) -> None:
-    """Input sessions are refused if the cache evicts. A field under the name that our workers read is refused under
-    every policy.
+    """Under gkv, an input session (`resumable`) is refused. Under every policy, a client may not send the field by
+    which our engine passes settings to its workers.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError

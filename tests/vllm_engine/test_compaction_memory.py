@@ -1,4 +1,6 @@
-"""The memory of a compaction of all layers besides the cache: the bytes that `doctor` counts equal those allocated."""
+"""A compaction of all layers allocates memory besides the cache. The bytes that `doctor` counts for it cover the bytes
+that are allocated.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +79,9 @@ def check_counted(policy: Policy, slack: float, dtype: torch.dtype, monkeypatch:
 def test_measured_bytes_of_a_compaction_equal_the_counted_bytes(
     policy: dict, slack: float, dtype: torch.dtype, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The counted bytes are at least 0.98 times, and at most `slack` times, the bytes that a compaction allocates at
+    its peak (`check_counted`).
+    """
     settings = {**SIZES, **policy}
     check_counted(policy_of(settings.pop("policy"), **settings), slack, dtype, monkeypatch)
 
@@ -86,6 +91,9 @@ def test_measured_bytes_of_a_compaction_equal_the_counted_bytes(
 def test_bytes_of_a_score_of_only_keys_are_counted(
     computed: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The policy Spread scores entries by their keys alone, in float32 or float64. `check_counted` checks the counted
+    bytes for it.
+    """
     check_counted(Spread(computed, **SIZES), MOST_SLACK, dtype, monkeypatch)
 
 

@@ -61,9 +61,9 @@ def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: C
     assert len({config.compute_hash() for config in configs}) == 1
 
 
-def test_changes_of_the_forward_pass_are_recompiled(config_of: Callable) -> None:
-    """A full cache with vLLM's own backend, heads with room for biases, and attention in the trainer's float32 each
-    have a compilation of their own.
+def test_each_kind_of_forward_pass_has_its_own_compilation(config_of: Callable) -> None:
+    """Five engines with different forward passes have five different hashes: an evicting cache, a full cache with
+    vLLM's own backend, heads with room for biases, vLLM's kernels on a CPU, and the trainer's float32 on a CPU.
     """
     default = config_of(*EVICTING[0])
     others = {

@@ -133,6 +133,9 @@ def test_backends_with_torchs_kernels_equal_the_reference_engine(
 def test_the_backend_is_chosen_by_gpu_dtype_and_head_size(
     capability: tuple, version: int | None, dtype: Any, head_size: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """FlashAttention is chosen for 16-bit dtypes if the GPU and the head size allow it (`version` is None if the GPU
+    does not). Otherwise Triton is chosen. A head size that neither supports is refused.
+    """
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -266,6 +269,7 @@ def configuration(**changes: Any) -> Any:
     ],
 )
 def test_unsupported_configurations_are_refused(name: str, value: Any, message: str) -> None:
+    """`configuration()` is accepted. With one field changed, it is refused with an error that names the feature."""
     from vllm.config import CUDAGraphMode
 
     refusals.refuse_unsupported(configuration())

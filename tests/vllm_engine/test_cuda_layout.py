@@ -1,8 +1,8 @@
 """The cache in the memory layout of FlashAttention and Triton, tested on the CPU without an engine.
 
-These tests check the places of keys and values, and compare CacheState on such a cache with dictionaries that give the
-expected content of every slot. Random requests begin and end, are prefilled in chunks, share a pool of blocks and are
-compacted many times. All slots of the cache that belong to no request are NaN, as they may be after a sleep.
+These tests check where keys and values lie in memory. They compare CacheState on such a cache with dictionaries that
+give the expected content of every slot. Random requests begin and end, are prefilled in chunks, share a pool of blocks
+and are compacted many times. Slots that belong to no request are NaN, as they may be after a sleep.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def stock_views(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
-def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
+def test_our_views_read_keys_and_values_where_vllms_kernels_write_them(order: str) -> None:
     from rollout.vllm.compat import paged
 
     for cache in allocate(order).values():
@@ -76,10 +76,10 @@ def test_keys_on_the_cpu_are_read_transposed() -> None:
     cache = torch.arange(3 * HEADS * SIZE * 2 * DIM).view(3, HEADS, SIZE, 2 * DIM)
     keys, values = paged.key_value_views(cache, transposed=True)
     flat = cache.flatten(2)
-    for place in range(SIZE):
+    for slot in range(SIZE):
         for dim in range(DIM):
-            assert torch.equal(keys[:, :, place, dim], flat[:, :, dim * SIZE + place])
-            assert torch.equal(values[:, :, place, dim], flat[:, :, SIZE * DIM + place * DIM + dim])
+            assert torch.equal(keys[:, :, slot, dim], flat[:, :, dim * SIZE + slot])
+            assert torch.equal(values[:, :, slot, dim], flat[:, :, SIZE * DIM + slot * DIM + dim])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -101,7 +101,7 @@ def test_read_blocks_copies_whole_blocks(transposed: bool) -> None:
                 assert torch.equal(read[row, :, n * SIZE : (n + 1) * SIZE], buffer[block])
         before = buffer.clone()
         read.zero_()
-        assert torch.equal(buffer, before), "a view, not a copy"
+        assert torch.equal(buffer, before), "read_blocks returned a view, not a copy"
 
 
 # ---- the policy and the reference -----------------------------------------------------------------------------------
@@ -376,6 +376,9 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: bool) -> None:
+    """`Pool.run` feeds and compacts nine random requests until they end. After each step, every slot of a request holds
+    the expected key, value, position and memory, and no other block is written. At the end all blocks are free.
+    """
     pool = Pool(order, v2_runner, seed)
     pool.run()
     assert pool.compactions > 9
@@ -438,6 +441,7 @@ def padding_written(state: Any) -> None:
     "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
 )
 def test_control_faults_are_detected(sabotage: Callable[[Any], None]) -> None:
+    """Each fault makes CacheState use a wrong head, key, row or block. `Pool.run` then fails within four seeds."""
     with pytest.raises(AssertionError):
         for seed in range(4):
             pool = Pool(MEMORY_ORDERS[0], True, seed)

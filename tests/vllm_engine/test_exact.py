@@ -67,14 +67,15 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
 )
 def test_attention_equals_plain_softmax(counts: list[int], lengths: list[int]) -> None:
-    """Exact attention equals plain softmax for decode steps, for a whole prompt and for a prompt's last chunk, alone
-    and mixed in one batch.
+    """Exact attention equals plain softmax within 1e-6. The batches mix decode steps, whole prompts and last chunks of
+    prompts.
     """
     out, expected = attended(counts, lengths, Largest())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
 def test_a_prefill_creates_no_matrix_of_scores() -> None:
+    """A prefill of 400 tokens creates no tensor of 400 x 400 numbers or more."""
     tokens, largest = 400, Largest()
     out, expected = attended([tokens], [tokens], largest)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -72,8 +72,8 @@ def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any)
 
 
 def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
-    """Evictions are copied from the device before the buffer is full. Here "a-1" is compacted once and later drops one
-    token of each head in each of 170 steps; "b-1" drops none.
+    """Evictions of decode steps collect in a buffer of STEPS steps on the device, and are copied to the host before it
+    is full. Here "a-1" is compacted once and later drops one token of each head in each of 170 steps; "b-1" drops none.
     """
     from rollout.vllm.record import STEPS, RunRecord
 
@@ -96,7 +96,8 @@ def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
     assert b["evict_at"] is None
 
 
-def test_requests_may_be_taken_one_by_one_and_are_then_removed(record: Any) -> None:
+def test_the_record_of_a_request_is_removed_when_it_is_taken(record: Any) -> None:
+    """The records of two requests are taken one after the other. Both are complete, and nothing remains."""
     (a,) = record.take({7: 6})
     (b,) = record.take({3: 5})
     assert len(logprobs(a)) == 3
@@ -129,7 +130,7 @@ def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
         assert [t for t, at in enumerate(heads_of_b[head]) if at == 8] == b[head]
 
 
-def test_an_eviction_of_the_last_step_is_recorded(record: Any) -> None:
+def test_an_eviction_in_the_last_step_of_a_request_is_recorded(record: Any) -> None:
     """No eviction is lost if a request ends in the step that compacts it."""
     drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
     # the eviction can be seen in a longer sequence, and under a policy that evicts before it attends
@@ -149,7 +150,7 @@ def test_a_request_that_begins_again_counts_as_preempted(record: Any) -> None:
     assert b["evict_at"] is not None
 
 
-def test_without_a_compaction_no_evictions_are_returned() -> None:
+def test_a_request_without_a_compaction_has_no_evictions() -> None:
     from rollout.vllm.record import RunRecord
 
     record = RunRecord()

@@ -188,7 +188,7 @@ def test_a_port_in_use_is_refused(model: Path, started: list, capfd: pytest.Capt
         ({"policy": "streaming", "budget": 32}, 32, "as given"),
     ],
 )
-def test_the_policy_is_the_models_own_unless_another_is_given(
+def test_the_server_uses_the_models_own_policy_unless_another_is_given(
     cache: dict[str, Any], budget: int, says: str, model: Path
 ) -> None:
     policy, source = serve.choose_policy(str(model), cache)
@@ -202,7 +202,7 @@ def test_the_policy_is_the_models_own_unless_another_is_given(
         assert policy.parameters() == {**make_policy(POLICY).parameters(), "budget": budget}
 
 
-def test_without_a_policy_the_cache_is_full(tmp_path: Path) -> None:
+def test_a_model_without_a_policy_is_served_with_a_full_cache(tmp_path: Path) -> None:
     policy, source = serve.choose_policy(str(tmp_path), {})
     assert policy.name == "full"
     assert source == "the model carries no policy"
@@ -223,9 +223,12 @@ def test_the_command_starts_vllms_server(
 
 
 @pytest.mark.slow
-def test_vllms_flags_are_passed_on_and_those_of_eviction_are_refused(
+def test_flags_of_vllm_are_passed_on_unless_they_conflict_with_eviction(
     model: Path, started: list, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Flags after `--` reach vLLM's server. Flags that would change the evicting cache are refused in one line. With a
+    full cache, prefix caching is accepted.
+    """
     from vllm.entrypoints.launchers.api_server import entry
 
     parsed: list[Any] = []
@@ -317,6 +320,9 @@ def offline(model: Path) -> Callable[..., list[list[int]]]:
 def test_fifty_concurrent_requests_get_the_tokens_of_the_engine(
     server: Server, offline: Callable, random_prompts: Callable, record_property: Callable
 ) -> None:
+    """50 requests of different lengths run together. Each gets the tokens that the engine samples greedily (`offline`).
+    Control: with a full cache, more than 40 of them would get other tokens.
+    """
     prompts = random_prompts([5 + 7 * i % 150 for i in range(46)] + [300, 500, 800, 1200])
     begin = time.monotonic()
     with ThreadPoolExecutor(50) as pool:
@@ -374,7 +380,7 @@ def test_a_stream_has_the_tokens_and_the_text_of_the_engine(
 
 
 @pytest.mark.slow
-def test_samples_of_one_prompt_differ_and_have_logprobs(server: Server, random_prompts: Callable) -> None:
+def test_the_samples_of_a_prompt_differ_and_have_log_probs(server: Server, random_prompts: Callable) -> None:
     (prompt,) = random_prompts([100], seed=2)
     choices = server.complete(prompt, 80, n=4, temperature=1.0, seed=3, logprobs=1).choices
     assert len({tuple(choice.token_ids) for choice in choices}) == 4
@@ -383,8 +389,8 @@ def test_samples_of_one_prompt_differ_and_have_logprobs(server: Server, random_p
 
 @pytest.mark.slow
 def test_seeds_give_the_tokens_of_rollouts(server: Server, model: Path, random_prompts: Callable) -> None:
-    """Requests with a seed get the tokens of rollouts with that seed, for sixteen concurrent requests whose prompts are
-    prefilled in chunks. With vLLM's own generators, such a request would stop the engine.
+    """Sixteen concurrent requests with a seed, whose prompts are prefilled in chunks, get the tokens of rollouts with
+    that seed. With vLLM's own random generators, such a request would stop the engine.
     """
     prompts, tokens = random_prompts([900 + i for i in range(16)], seed=7), 24
     kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}]
@@ -469,6 +475,7 @@ NO_TEXT_FITS = [  # structures that no text fits, or for which none could be fou
 
 @pytest.mark.slow
 def test_malformed_requests_do_not_affect_other_requests(server: Server, random_prompts: Callable) -> None:
+    """Each malformed request gets a client error. After all of them, the server gives the same tokens as before."""
     (prompt,) = random_prompts([40], seed=5)
     before = server.complete(prompt, 60).choices[0].token_ids
     url = f"{server.url}/v1/completions"

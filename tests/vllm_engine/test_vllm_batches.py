@@ -49,8 +49,8 @@ def test_prompts_in_chunks_give_the_same_results(
 def test_freed_blocks_and_rows_are_reused(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Blocks and rows that a request frees are reused for the next one: 12 requests of different lengths, of which 3
-    run at a time, get the reference engine's tokens and evictions.
+    """12 requests of different lengths run 3 at a time, so each new request reuses the blocks and rows of an ended one.
+    Tokens and evictions equal the reference engine's, also in the opposite order.
     """
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=4), random_prompts(RAGGED)
     engine = open_engine(policy, "qwen3", max_batch=3, max_num_batched_tokens=48)
@@ -127,11 +127,11 @@ def test_stop_tokens_end_a_completion(
 
 
 @pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv", "am"])
-def test_prompt_lengths_at_the_edges_give_the_reference_engines_results(
+def test_prompt_lengths_near_budget_and_block_size_give_the_reference_engines_results(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
-    """Completions of 1 to 40 tokens equal the reference engine's for prompts at the edges: the length is the budget,
-    budget + period, or a multiple of the block size, or differs from these by one.
+    """Prompt lengths equal the budget, budget + period or a multiple of the block size, or differ from these by one.
+    Completions of 1 to 40 tokens equal the reference engine's.
     """
     policy = policy_of(policy_name, budget=64, window=0 if policy_name == "tova" else 8, period=16)
     prompts = random_prompts((1, 2, 31, 32, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 128))
@@ -147,6 +147,9 @@ def test_prompt_lengths_at_the_edges_give_the_reference_engines_results(
 def test_a_budget_longer_than_the_sequence_equals_the_full_cache(
     policy_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
+    """No sequence reaches a budget of 256, so every policy samples as the full cache does. Control: a budget of 32
+    gives other rollouts.
+    """
     prompts, sampling = random_prompts((5, 64, 130)), SamplingConfig(40, seed=0, ignore_eos=True)
     full = open_engine("full").generate(prompts, sampling)
     for name in ON_VLLM:

@@ -97,8 +97,8 @@ def test_questions_may_be_prefilled_in_chunks(
 def test_completions_share_the_blocks_that_a_context_fills(
     compacted: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """Completions of one context share the blocks that the context fills. Its 5 + 67 entries fill two blocks of 32, and
-    8 entries are in a third block. Each of the 8 completions needs a copy of the third block and a fourth block.
+    """A context has 72 entries. The first 64 fill two blocks of 32, which 8 completions share. The other 8 entries lie
+    in a third block; each completion needs a copy of it, and a fourth block.
     """
     engine, context = open_engine("full", context_entries=200), compacted(counts=[[67, 67]] * 2)
     free = pool_of(engine).get_num_free_blocks()

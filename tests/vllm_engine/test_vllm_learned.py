@@ -51,8 +51,9 @@ def test_evictions_equal_those_of_training_and_hf(
     random_prompts: Callable,
     record_property: Callable,
 ) -> None:
-    """Evictions equal those of training and of hf. Prompts come whole or in chunks, each has one or several samples,
-    and there are more sequences than can run together.
+    """Evictions equal those of training, except for ties in at most 1 % of the heads, and those of hf. The replay gap
+    is at most 1e-5, and under wrong traces at least 100 times as large. Prompts come whole or in chunks of 16 tokens,
+    and more sequences wait than can run together.
     """
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     model, policy = load_model(folder), learned_policy(scorer, B)
@@ -78,11 +79,11 @@ def test_evictions_equal_those_of_training_and_hf(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_among_equal_scores_the_latest_token_is_evicted(
+def test_vllm_breaks_ties_as_training_does(
     scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:
-    """Among tokens with equal scores the latest is evicted, as in training. Untrained scorers give equal scores to all
-    tokens within one step of the decay.
+    """Untrained scorers give equal scores to all tokens within one step of the decay. Evictions equal those of
+    training, without a single tie that is decided otherwise.
     """
     policy = learned_policy(scorer, B, decay_every=8)
     save_learned(with_scorers(new_model("qwen3", **SIZES), policy, scale=0.0), policy, tmp_path)
@@ -157,6 +158,7 @@ def test_vllm_ignores_scorers_under_a_policy_without_scorers(
 
 
 def test_memory_outside_the_cache_is_counted(learned: Callable, open_engine: Callable) -> None:
+    """`beside_cache` counts the bytes of the scorers' memory that the worker allocates for each request."""
     from rollout.vllm.compat.paged import live_state
 
     engine = open_engine(None, learned("delayed"), max_batch=5)

@@ -61,8 +61,8 @@ def poisoned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> C
 def prompts(lengths: Sequence[int], poisoned_at: Sequence[int] = ()) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     results = [torch.randint(3, POISON, (n,), generator=generator).tolist() for n in lengths]
-    for prompt, place in zip(results, poisoned_at, strict=False):
-        prompt[place] = POISON
+    for prompt, position in zip(results, poisoned_at, strict=False):
+        prompt[position] = POISON
     return results
 
 
@@ -116,8 +116,8 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 def test_nan_does_not_spread_to_other_sequences(
     name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
 ) -> None:
-    """Sequences without NaN equal those of a clean run to the last bit: beside failing sequences, in blocks that these
-    have freed, and after a request that was aborted within its prompt.
+    """Sequences without NaN equal those of a clean run to the last bit. This holds beside failing sequences, in blocks
+    that failing sequences have freed, and after a request that was aborted within its prompt.
     """
     engine = open_engine(POLICIES[name], poisoned(POLICIES[name]), dtype=dtype, max_num_batched_tokens=CHUNK)
     clean = served(engine, GOOD)

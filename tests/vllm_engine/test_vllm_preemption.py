@@ -119,14 +119,14 @@ def test_preemption_around_evictions_does_not_change_results(
     assert replay_gap(rollouts) <= 1e-5
 
 
-def test_an_unnoticed_preemption_gives_a_wrong_trace(
+def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
     policy: Policy,
     open_engine: Callable,
     random_prompts: Callable,
     replay_gap: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control: if preemption is ignored, a sequence that was preempted after an eviction has a wrong trace."""
+    """If the record ignores a preemption after an eviction, the trace is wrong: the replay gap is at least 1e-3."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
 
     def forgetful(self: Any, request_id: str) -> int:

@@ -1,4 +1,5 @@
-"""A vLLM engine in separate processes gives the results of an engine in this process, also if two share the heads.
+"""A vLLM engine in separate processes gives the results of an engine in this process. This also holds if two processes
+share the heads.
 
 The processes find the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
 """

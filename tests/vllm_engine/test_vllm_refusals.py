@@ -174,7 +174,9 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
 def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If one of vLLM's steps of adding a request fails, before or after its work, all requests are freed."""
+    """vLLM adds a request in several steps. An error in any of them, before or after the step's work, frees all
+    requests, and the engine samples as before.
+    """
     engine, prompts, sampling = open_engine(policy), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
     core, expected = engine.llm.llm_engine, engine.generate(prompts, sampling)
     steps = {core: "add_request", core.input_processor: "process_inputs", core.output_processor: "add_request"}
@@ -197,7 +199,10 @@ def test_an_error_while_adding_requests_frees_them(
         assert same(engine.generate(prompts, sampling), expected), (owner, name, number, after)
 
 
-def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+def test_calls_from_several_threads_wait_for_one_another(
+    policy: Policy, open_engine: Callable, random_prompts: Callable
+) -> None:
+    """Four threads call the same engine at once. Each gets the rollouts that it gets alone."""
     engine = open_engine(policy)
     prompts_of_threads = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
     expected = [engine.generate(prompts, SAMPLING) for prompts in prompts_of_threads]
@@ -310,7 +315,7 @@ def test_layers_that_our_attention_does_not_support_are_refused(
         backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**supported, **given})
 
 
-def test_starting_an_engine_uses_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_an_engine_uses_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine reads and sets the random state of its own GPU only. On another GPU, this would create a CUDA context
     of half a gigabyte in each process.
     """

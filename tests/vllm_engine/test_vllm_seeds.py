@@ -100,9 +100,9 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 def test_a_seed_gives_the_tokens_of_a_rollout(
     name: str, policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Any
 ) -> None:
-    """Requests with a seed get the tokens of a rollout with that seed. Their prompts have several chunks, each has two
-    samples and its own top_p and top_k, and greedy requests and requests without a seed run beside them. With vLLM's
-    own generators, the engine would stop at the first chunk.
+    """Requests with a seed get the tokens of a rollout with that seed. Their prompts have several chunks, and each
+    request has two samples and its own top_p and top_k. Greedy requests and requests without a seed run beside them.
+    With vLLM's own random generators, the engine would stop at the first chunk.
     """
     policy = policy_of(name, budget=48, window=8, period=16)
     engine = open_engine(policy, max_num_batched_tokens=64, max_batch=12)

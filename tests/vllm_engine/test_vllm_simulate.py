@@ -21,6 +21,9 @@ def test_simulation_equals_sampling(
     loaded: Callable,
     directory_of: Callable,
 ) -> None:
+    """Tokens and evictions of a simulation, on vLLM and on hf, equal those of the sampling, and log-probs are equal up
+    to 1e-5. Control: under gkv, other completions give other evictions.
+    """
     policy = policy_of(name, budget=40, window=8, period=16)
     engine = open_engine(policy)
     prompts = random_prompts(LENGTHS)

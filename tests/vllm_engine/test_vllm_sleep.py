@@ -88,7 +88,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 @pytest.mark.parametrize("policy_name", ["full", "gkv"])
-def test_an_engine_restores_dropped_weights_after_a_sleep(
+def test_an_engine_samples_the_same_tokens_after_a_sleep(
     policy_name: str,
     memory: Memory,
     open_engine: Callable,
@@ -97,8 +97,8 @@ def test_an_engine_restores_dropped_weights_after_a_sleep(
     loaded: Callable,
     random_prompts: Callable,
 ) -> None:
-    """After a sleep at level 2, `load_weights` restores all dropped weights; vLLM itself keeps the buffers. The old
-    contents of the cache are not needed.
+    """Level 1 restores the weights by itself. Level 2 drops them, and `load_weights` restores all of them; vLLM itself
+    keeps the buffers. The old contents of the cache are not needed.
     """
     engine = open_engine(policy_of(policy_name, budget=64, window=8, period=16), "qwen3")
     engine.can_sleep, prompts = True, random_prompts(LENGTHS)

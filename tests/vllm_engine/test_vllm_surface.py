@@ -264,6 +264,9 @@ def test_the_padding_of_a_graphs_batch_uses_the_null_block() -> None:
 
 
 def test_both_runners_call_the_connector() -> None:
+    """vLLM has two model runners. Both call the connector's `handle_preemptions`, by which our plugin works before a
+    forward pass.
+    """
     for runner in ("v1.worker.gpu_model_runner", "v1.worker.gpu.kv_connector"):
         assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
 

@@ -118,7 +118,8 @@ def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int
     """Return the bytes that attention over gathered keys keeps for the backward pass.
 
     `rows` is sequences x kv heads. Queries after the prompt see `seen` entries; prompt queries see all tokens before
-    them. If a layer would keep more than `HELD` bytes, only one layer is kept at a time; the result is for that layer.
+    them. A layer that would keep more than `HELD` bytes keeps none, and the backward pass gathers
+    its keys again; the result is then the bytes of one layer.
     """
     evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
     layer_bytes = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)

@@ -303,8 +303,7 @@ def test_invalid_scorers_are_refused(scorer: Any, message: str) -> None:
 
 def test_building_the_policy_uses_no_random_numbers() -> None:
     """Building a KVpop policy does not advance torch's random generator. The policy's parameters rebuild the same
-    policy.
-    The number k of kept tokens is the budget without sinks, window and `state_entries`."""
+    policy. The number k of kept tokens is the budget without sinks, window and `state_entries`."""
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
     assert policy.config.k == 2016

@@ -78,8 +78,7 @@ def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable
 @pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
 def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
     """Simulating the sampled completions gives the same log-probs and traces, bit for bit. If the completions are cut
-    so
-    that rows end at different times, the log-probs are still the same."""
+    so that rows end at different times, the log-probs are still the same."""
     model, rollouts = sampled("quickstart", cache)
     engine = make_engine("hf", model=model, policy=cache)
     simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])

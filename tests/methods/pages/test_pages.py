@@ -470,8 +470,7 @@ def test_gathered_attention_equals_masked_attention(
 
 def test_page_records_survive_a_file_and_wrong_records_are_refused(sampled: Callable, tmp_path) -> None:
     """Traces with pages load as saved, and PagedView replays them. ReplayView, which would ignore the pages, refuses
-    them,
-    and so does packing. Wrong values, and batches with different settings, are refused."""
+    them, and so does packing. Wrong values, and batches with different settings, are refused."""
     _, rollouts = sampled("qwen3")
     traces = [r.trace for r in rollouts]
     save_traces(tmp_path / "t.safetensors", traces)
