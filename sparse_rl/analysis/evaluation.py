@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
-
-from sparse_rl.analysis.sweeps import model_label
 
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
@@ -78,6 +77,12 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
 def _models(rows: Sequence[Any]) -> list[str]:
     """Return ["model"], the name of the column, if the rows are of several models, else an empty list."""
     return ["model"] if len({row.model for row in rows}) > 1 else []
+
+
+def model_label(model: str) -> str:
+    """Return a short name of a model: the name of its directory, or of its run's directory."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:

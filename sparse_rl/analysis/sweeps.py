@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_figure, save_figure
+from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
 
@@ -93,12 +94,6 @@ def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     if not all(_is_number(item) for item in (value, 0 if error is None else error)):
         raise ValueError(f"an {measure} or a standard error is not a number")
     return Point(task, row["policy"], parameters, value, error)
-
-
-def model_label(model: str) -> str:
-    """Return a short name of a model: the name of its directory, or of its run's directory."""
-    path = Path(model)
-    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def _is_number(value: Any) -> bool:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.data.running_sum import save_untrained
-from sparse_rl.recipe import EvalRecipe, TrainRecipe, list_recipes, load_recipe
+from sparse_rl.recipe import TrainRecipe, list_recipes, load_recipe
+from sparse_rl.recipe.kinds.swept import SweptRecipe
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy")
 ANSWER = """
@@ -67,9 +68,7 @@ def mistakes() -> list[tuple[list[str], str]]:
             values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
-            if not (
-                isinstance(recipe, EvalRecipe) and "budget" in recipe.sweep.cache
-            ):  # in this recipe the sweep's budgets apply
+            if not (isinstance(recipe, SweptRecipe) and recipe.sweep.policy):  # the sweep's policies apply
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
         command = "train" if isinstance(recipe, TrainRecipe) else recipe.kind
         for override, message in (keys[number % len(keys)], values[number % len(values)]):

@@ -174,7 +174,7 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
         assert plot(capsys, source).strip() == str(picture)
         assert picture.stat().st_size
         picture.unlink()
-    assert "one file at a time" in plot(capsys, file, tmp_path, status=2)
+    assert "give a single file" in plot(capsys, file, tmp_path, status=2)
     assert "has no metrics" in plot(capsys, file, "--metric", "reward", status=2)
 
 

@@ -174,9 +174,7 @@ LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_learning_scorers_keep_the_gap_at_most_1e_5(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """All scorer weights change in training, the gap stays at most 1e-5, and a resumed run equals an
-    uninterrupted run.
-    """
+    """All scorer weights change in training, the gap is at most 1e-5, and a resumed run equals an uninterrupted one."""
     final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)
     start = recipe(kind).model
     before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (start, final))

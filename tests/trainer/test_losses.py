@@ -98,9 +98,7 @@ def test_loss_and_gradients_equal_the_formulas(
 
 @pytest.mark.parametrize("divergence", KINDS)
 def test_a_renormalised_top_k_equals_the_formulas(divergence: str, case: dict) -> None:
-    """With `renormalise`, both distributions are restricted to the teacher's 8 likeliest tokens and normalised
-    again.
-    """
+    """With `renormalise`, both distributions are restricted to the teacher's 8 likeliest tokens and renormalised."""
     loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
     for part, expected in zip(computed(case, loss, 8), reference(case, loss, 8), strict=True):
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)

@@ -81,7 +81,7 @@ def test_grpo_refuses_the_expected_options() -> None:
 
 
 def test_arguments_that_are_constructed_directly_are_checked_too(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"use_vllm: not an option here: use rollout\.engine"):
+    with pytest.raises(UserError, match=r"use_vllm: not an option here: use the key rollout\.engine"):
         SparseGRPOArguments(output_dir=str(tmp_path), **CPU, use_vllm=True)
     grpo_args = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, sparse=SparseGRPOConfig(importance_clip=5.0))
     assert (grpo_args.vllm_importance_sampling_mode, grpo_args.vllm_importance_sampling_clip_max) == (

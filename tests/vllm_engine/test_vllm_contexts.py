@@ -161,7 +161,7 @@ def test_unsupported_contexts_are_refused(
 ) -> None:
     context, (question,) = compacted(ratio=0.3), random_prompts([5])
     engine = open_engine("full", context_entries=60)
-    with pytest.raises(UserError, match="prompt 0 may need 62 entries, but context_entries is 60"):
+    with pytest.raises(UserError, match="prompt 0 may need 62 entries; raise context_entries, which is 60"):
         engine.generate([question], SamplingConfig(24), context)
     with pytest.raises(UserError, match="the context is of another model"):
         engine.generate([question], SAMPLING, replace(context, layers=context.layers[:1]))
