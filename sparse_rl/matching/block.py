@@ -155,7 +155,7 @@ def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, h
     queries : number of reference queries of a kv head
     entries, kept : number of entries in a block, and of fitted entries
 
-    The memory holds, in float64, four arrays of the size of the logits, two arrays of kept x kept, and the block's keys,
-    values and queries.
+    The memory holds, in float64, four arrays of the size of the logits, two arrays of kept x kept, and the keys, values
+    and queries of the block.
     """
     return 8 * rows * kv_heads * (4 * queries * entries + 2 * kept**2 + head_dim * (4 * entries + 2 * queries))
