@@ -31,6 +31,7 @@ from math import isfinite  # not `import math`: in this package that name is the
 from typing import Any
 
 from rewards.boxed import BoxedReward
+from rewards.code import CodeReward
 from rewards.format import FormatReward
 from rewards.length import SoftOverlongReward
 from rewards.letter import LetterReward
@@ -52,6 +53,7 @@ REWARDS: dict[str, type] = {
     "repetition": RepetitionReward,
     "short_answer": ShortAnswerReward,
     "letter": LetterReward,
+    "code": CodeReward,
 }
 """Built-in rewards: name in recipes -> class."""
 

@@ -58,7 +58,7 @@ class MathReward:
         # Many completions of a group have the same answer, so each distinct (gold, answer) pair is compared only once.
         pairs = list(dict.fromkeys((g, *a) for g, a in zip(golds, answers, strict=True) if g and a))
         requests = [{"op": "score", "gold": gold, "answer": [kind, response]} for gold, kind, response in pairs]
-        verdicts = dict(zip(pairs, self._pool.map(requests), strict=True))
+        verdicts = dict(zip(pairs, self._pool.answers(requests), strict=True))
 
         rewards: list[float | None] = []
         timeouts = 0
@@ -88,7 +88,7 @@ class MathReward:
         unparsed = [text for text in dict.fromkeys(texts) if text and text not in parseable]
         parseable.update((text, False) for text in unparsed if len(text) > TAIL_LIMIT)
         unparsed = [text for text in unparsed if text not in parseable]
-        parsed = self._pool.map([{"op": "gold", "gold": text} for text in unparsed])
+        parsed = self._pool.answers([{"op": "gold", "gold": text} for text in unparsed])
         parseable.update((text, bool(ok)) for text, ok in zip(unparsed, parsed, strict=True))
         golds = [text if text and parseable[text] else None for text in texts]
         for raw, gold in zip(answer, golds, strict=True):

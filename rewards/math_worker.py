@@ -146,7 +146,9 @@ def main() -> None:
     try:
         is_equal("1", "\\frac{2}{2}")  # imports the libraries and compiles the regular expressions
     except Exception as error:
-        replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        replies.write(
+            json.dumps({"error": f"it cannot run math-verify: {type(error).__name__}: {error}"}).encode() + b"\n"
+        )
         return
     replies.write(b'{"ok": true}\n')
     while True:

@@ -255,7 +255,7 @@ def offers(package: str) -> set[str]:
 # Names that the package imports from its own modules and does not offer.
 INNER = {
     "rewards": {
-        *("BoxedReward", "FormatReward", "LetterReward", "MathReward", "RepetitionReward", "ShortAnswerReward"),
+        *("BoxedReward", "CodeReward", "FormatReward", "LetterReward", "MathReward", "RepetitionReward", "ShortAnswerReward"),
         *("SoftOverlongReward", "own_reward"),
     }
 }

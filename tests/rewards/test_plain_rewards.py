@@ -118,6 +118,7 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
     columns = {
         "answer": ["C" if name == "letter" else "42"] * len(texts),
         "answers": [["42", "maybe " * 100_000]] * len(texts),
+        "tests": [["assert add(1, 2) == 3"]] * len(texts),
         "completion_ids": [list(text.encode("utf-8", "replace")[:20_000]) for text in texts],
     }
     rewards = within(60, lambda: function(texts, **columns))
@@ -130,7 +131,8 @@ def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     unpickled = pickle.loads(pickle.dumps(function))
     columns = {"answer": ["A", "B"], "answers": [["boxedA"], ["B"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
-    texts = [r"\boxed{A}", "none"]
+    columns["tests"] = [["assert True"]] * 2
+    texts = ["\\boxed{A}\n```\npass\n```", "none"]
     assert unpickled(texts, **columns) == function(texts, **columns)
     assert len(set(function(texts, **columns))) == 2  # control: the two texts have different rewards
     assert unpickled.__name__ == name

@@ -1,0 +1,215 @@
+"""Statements that test a program from another process: the program's names stand for remote objects.
+
+The process of the program answers calls (`answer_calls`), and the process of the statements runs them
+(`run_statements`). Arguments and results are copied if they are plain data (code_values.py). Changes that a function
+makes to a list, dict or set that it gets are copied back. Other results are remote objects: their operations run in the
+program's process, except comparisons with plain data. For these, a remote object is unequal to everything, so that no
+program can pass a test with an object that is equal to everything.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import socket
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NoReturn
+
+from rewards.code_values import from_text, to_text
+
+MESSAGE_LIMIT = 1_000  # characters of an exception's message that the statements see
+_BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
+)  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge")
+
+
+def _call(function: Any, *arguments: Any, **named: Any) -> Any:
+    return function(*arguments, **named)
+
+
+def _enter(value: Any) -> Any:
+    return type(value).__enter__(value)
+
+
+def _leave(value: Any, *arguments: Any) -> Any:
+    return type(value).__exit__(value, *arguments)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": _call, "enter": _enter, "leave": _leave, "getattr": getattr, "setattr": setattr, "delattr": delattr,
+    "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem, "len": len, "iter": iter,
+    "next": next, "reversed": reversed, "str": str, "repr": repr, "bool": bool, "int": int, "float": float,
+    "complex": complex, "index": operator.index, "abs": abs, "neg": operator.neg, "pos": operator.pos,
+    "invert": operator.invert, "round": round, "isinstance": isinstance, "issubclass": issubclass, "eq": operator.eq,
+    **{name: getattr(operator, name) for name in (*_BINARY, *_COMPARISONS)},
+}  # fmt: skip
+
+
+class Connection:
+    """One end of a connection on which both sides write lines."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._lines = end.makefile("r", encoding="ascii", newline="\n")
+        self._end = end
+
+    def send(self, line: str) -> None:
+        self._end.sendall(line.encode("ascii") + b"\n")
+
+    def receive(self) -> str:
+        line = self._lines.readline()
+        if not line.endswith("\n"):
+            raise EOFError("the other process has ended")
+        return line
+
+
+# ---- the process of the program ----------------------------------------------------------------------------
+
+
+def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
+    """Send the program's names to the statements, and run the operations that they ask for until they end."""
+    objects: list[Any] = []
+    numbers: dict[int, int] = {}  # id of an object -> its place in `objects`
+
+    def refer(value: Any) -> int:
+        if id(value) not in numbers:
+            numbers[id(value)] = len(objects)
+            objects.append(value)
+        return numbers[id(value)]
+
+    connection.send(to_text(dict(names), refer))
+    while True:
+        try:
+            line = connection.receive()
+        except EOFError:
+            return
+        try:
+            operation, arguments, named = from_text(line, objects.__getitem__)
+            value = OPERATIONS[operation](*arguments, **named)
+            reply = to_text(["value", value, [item for item in arguments if _changes(item)]], refer)
+        except BaseException as error:
+            reply = to_text(["error", type(error).__name__, _message(error)])
+        connection.send(reply)
+
+
+def _changes(value: Any) -> bool:
+    return isinstance(value, list | dict | set)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:MESSAGE_LIMIT]
+    except BaseException:
+        return ""
+
+
+# ---- the process of the statements -------------------------------------------------------------------------
+
+
+def run_statements(statements: str, names: dict[str, Any], connection: Connection) -> None:
+    """Run statements that may use `names` and the program's names. Raises the first error in them."""
+
+    def ask(operation: str, *arguments: Any, **named: Any) -> Any:
+        connection.send(to_text([operation, arguments, named], _number))
+        kind, value, rest = from_text(connection.receive(), resolve)
+        if kind == "error":
+            _raise(value, rest)
+        for original, changed in zip((item for item in arguments if _changes(item)), rest, strict=True):
+            _copy_back(original, changed)
+        return value
+
+    @cache
+    def resolve(number: int) -> Remote:
+        return Remote(ask, number)
+
+    names = {**names, **from_text(connection.receive(), resolve), "__name__": "tests"}
+    exec(compile(statements, "<tests>", "exec"), names)
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, Remote):
+        return object.__getattribute__(value, "_number")
+    raise TypeError(f"tests can give plain data and the program's objects to a program, not a {type(value).__name__}")
+
+
+def _raise(name: str, message: str) -> NoReturn:
+    """Raise an error of the program: the same built-in exception, or a RuntimeError for an exception of its own."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        raise kind(message)
+    raise RuntimeError(f"{name}: {message}")
+
+
+def _copy_back(original: Any, changed: Any) -> None:
+    if isinstance(original, list):
+        original[:] = changed
+    else:
+        original.clear()
+        original.update(changed)
+
+
+class Remote:
+    """An object in the program's process."""
+
+    __slots__ = ("_ask", "_number")
+
+    def __init__(self, ask: Callable[..., Any], number: int) -> None:
+        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _ask(self, "delattr", name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and bool(_ask(self, "eq", other))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Remote) and bool(_ask(instance, "isinstance", self))
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return isinstance(subclass, Remote) and bool(_ask(subclass, "issubclass", self))
+
+
+def _ask(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
+    return object.__getattribute__(remote, "_ask")(operation, remote, *arguments, **named)
+
+
+def _operator(operation: str) -> Callable[..., Any]:
+    return lambda remote, *arguments, **named: _ask(remote, operation, *arguments, **named)
+
+
+def _swapped(operation: str) -> Callable[..., Any]:
+    return lambda remote, other: object.__getattribute__(remote, "_ask")(operation, other, remote)
+
+
+def _comparison(operation: str) -> Callable[..., Any]:
+    def compare(remote: Remote, other: Any) -> Any:
+        return bool(_ask(remote, operation, other)) if isinstance(other, Remote) else NotImplemented
+
+    return compare
+
+
+_METHODS = {
+    "call": "call", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "len": "len", "iter": "iter",
+    "next": "next", "reversed": "reversed", "str": "str", "repr": "repr", "bool": "bool", "int": "int",
+    "float": "float", "complex": "complex", "index": "index", "abs": "abs", "neg": "neg", "pos": "pos",
+    "invert": "invert", "round": "round", "enter": "enter", "exit": "leave",
+}  # fmt: skip
+for _name, _operation in _METHODS.items():
+    setattr(Remote, f"__{_name}__", _operator(_operation))
+for _operation in _BINARY:
+    _name = _operation.strip("_")
+    setattr(Remote, f"__{_name}__", _operator(_operation))
+    setattr(Remote, f"__r{_name}__", _swapped(_operation))
+for _operation in _COMPARISONS:
+    setattr(Remote, f"__{_operation}__", _comparison(_operation))

@@ -1,0 +1,369 @@
+"""The reward `code` runs programs against tests of each form, and judges their outputs in another process."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from reward_cases import within
+
+from rewards import make_rewards
+from rewards.code import CodeReward, program_of
+from rewards.code_tests import read_livecodebench, read_tests, same_output
+from rewards.code_values import from_text, to_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SUM = "print(sum(map(int, input().split())))"
+SUM_TESTS = [{"input": "3 4\n", "output": "7\n"}, {"input": "5 6\n", "output": "11\n"}]
+ADD = "def add(a, b):\n    return a + b"
+
+
+def block(program: str) -> str:
+    return f"I write:\n```python\n{program}\n```\n"
+
+
+@pytest.fixture(scope="module")
+def score():
+    """score(program, tests) returns the reward of one program."""
+    reward = CodeReward(timeout=1, workers=2)
+    return lambda program, tests: reward([block(program)], tests=[tests])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1"),
+        ("```\nx = 1\n```", "x = 1"),
+        ("a\n```py\nx = 1\n```\nb\n```\ny = 2\n\nz = 3\n```\nc", "y = 2\n\nz = 3"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1"),
+        ("````\nx = 1\n````", "x = 1"),
+        ("```python\nx = 1\n```\n```python\ny = 2", "x = 1"),  # the last block is never closed
+        ("```python\nx = 1\n```python\ny = 2\n```", "y = 2"),  # the first block is never closed
+        ("<think>```\nx = 1\n```</think>\n```\ny = 2\n```", "y = 2"),
+        ("<think>\n```\nx = 1\n```\n</think>\nno program", None),
+        ("```\nx = 1\n```\nstill thinking", "x = 1"),
+        ("```\n```", ""),
+        ("x = 1", None),
+        ("```python\nx = 1", None),
+        ("```", None),
+        ("", None),
+    ],
+)
+def test_the_program_is_the_last_closed_block(text, program):
+    assert program_of(text) == program
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "reward"),
+    [
+        (SUM, SUM_TESTS, 1.0),
+        (SUM, json.dumps(SUM_TESTS), 1.0),
+        (SUM, SUM_TESTS[0], 1.0),
+        (SUM, {"inputs": ["3 4", "5 6"], "outputs": ["7", "11"]}, 1.0),
+        (SUM, {"inputs": [["3 4"]], "outputs": [["7"]]}, 1.0),  # lists of lines
+        (SUM, {"ground_truth": json.dumps({"inputs": ["3 4"], "outputs": ["7"], "fn_name": None})}, 1.0),
+        (SUM, {"inputs": ["3 4", "5 6"], "outputs": ["7", "12"]}, 0.0),
+        ("print(7)", SUM_TESTS, 0.0),
+        (ADD, [{"input": "3\n4", "output": "7", "testtype": "functional", "fn_name": "add"}], 1.0),
+        (ADD, [{"input": "3\n4", "output": "7", "testtype": "functional", "metadata": {"func_name": "add"}}], 1.0),
+        (ADD, [{"type": "function_call", "fn_name": "add", "input": "3\n4", "output": "8"}], 0.0),
+        (ADD, {"inputs": [[3, 4], ["a", "b"]], "outputs": [[7], "ab"], "fn_name": "add"}, 1.0),
+        ("class Solution:\n    def add(self, a: List[int], b): return a + b", {"inputs": ["[1]\n[2]"],
+            "outputs": ["[1, 2]"], "fn_name": "add"}, 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"], 1.0),
+        (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
+        (ADD, ["1 / 0"], 0.0),
+        (ADD, ["assert add(1, 2) ="], 0.0),
+        ("def add(a, b) return", ["assert True"], 0.0),
+        ("1 / 0", ["assert True"], 0.0),
+    ],
+)  # fmt: skip
+def test_tests_of_each_form(score, program, tests, reward):
+    assert score(program, tests) == reward
+
+
+def test_livecodebenchs_columns(score):
+    private = json.dumps([{"input": "2\n2", "output": "4", "testtype": "functional"}])
+    packed = base64.b64encode(zlib.compress(pickle.dumps(private))).decode()
+    columns = {
+        "public_test_cases": [json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}])] * 2,
+        "private_test_cases": [private, packed],
+        "metadata": [json.dumps({"func_name": "add"})] * 2,
+    }
+    reward = CodeReward(workers=1)
+    assert reward([block(ADD)] * 2, **columns) == [1.0, 1.0]
+    assert reward([block("def add(a, b): return 3")] * 2, **columns) == [0.0, 0.0]
+
+
+class Attack:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    packed = base64.b64encode(zlib.compress(pickle.dumps(Attack(str(tmp_path / "made"))))).decode()
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        read_livecodebench("[]", packed, "{}")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
+        {"inputs": 3, "outputs": 3}, [{"input": "1"}], [{"input": 1, "output": "1"}],
+        [{"input": "1", "output": "1", "testtype": "other"}], [{"input": "1", "output": "1", "testtype": "functional"}],
+        [{"input": "1 2", "output": "1", "fn_name": "f"}], {"ground_truth": None},
+    ],
+)  # fmt: skip
+def test_tests_that_cannot_be_read_give_no_reward(tests, caplog):
+    metrics = {}
+    with caplog.at_level(logging.WARNING):
+        assert CodeReward(workers=1)([block(SUM)], tests=[tests], log_metric=metrics.__setitem__) == [None]
+    assert metrics["rewards/unusable_tests"] == 1
+    assert "tests cannot be read" in caplog.text
+    with pytest.raises((ValueError, TypeError)):
+        read_tests(tests)
+
+
+def test_partial_credit_is_the_share_of_passed_tests():
+    reward = CodeReward(timeout=0.5, workers=1, partial=True)
+    tests = ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"]
+    programs = ["f = int", "f = lambda x: 2 * x - 1", "def f(x):\n    while x == 1: pass\n    return x", "f = None"]
+    assert reward(list(map(block, programs)), tests=[tests] * 4) == [1.0, 0.25, 0.25, 0.0]
+
+
+def test_metrics_count_completions():
+    metrics = {}
+    programs = [SUM, "while True: pass", "1 / 0", "print(7)", SUM]
+    texts = [*map(block, programs), "no program"]
+    reward = CodeReward(timeout=0.5, workers=2)
+    assert reward(texts, tests=[SUM_TESTS] * 6, log_metric=metrics.__setitem__) == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    counts = {"code_timeout": 1, "code_error": 1, "code_no_program": 1, "unusable_tests": 0}
+    assert metrics == {f"rewards/{name}": float(count) for name, count in counts.items()}
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("import sys\nprint(sys.argv[1:], __name__)", "[] __main__"),
+        ("if __name__ == '__main__':\n    print('ran')", "ran"),
+        ("import atexit\natexit.register(print, 'late')\nprint('early')", "early\nlate"),
+        ("import os\nfile = os.fdopen(1, 'w')\nfile.write('kept back')", "kept back"),
+        ("import sys, io\nsys.stdout = io.TextIOWrapper(open(1, 'wb'))\nprint('wrapped')", "wrapped"),
+        ("print('right')\nraise SystemExit(1)", "right"),
+        ("import os\nprint('right', flush=True)\nos._exit(0)", "right"),
+        ("print(open(0).read())", "given"),
+        ("import sys\nprint(sys.stdin.readline())", "given"),
+        ("import os\nprint(dict(os.environ).get('HOME'))", "None"),
+        ("print(2 ** 100_000 % 10 ** 20_000 > 0, len(str(2 ** 100_000)))", "True 30103"),
+        ("import threading\nthreading.Timer(0.1, print, ['from a thread']).start()", "from a thread"),
+        ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", "3"),
+        ("import socket\na, b = socket.socketpair()\na.send(b'x')\nprint(b.recv(1))", "b'x'"),
+        ("import sys, threading\nthreading.stack_size(2**27)\nsys.setrecursionlimit(10**6)\n"
+         "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(30_000))).start()", "30000"),
+        ("import resource\nresource.setrlimit(resource.RLIMIT_STACK, (2**22, 2**22))\nprint(1)", "1"),
+        ("with open('/dev/null', 'w') as file: print('lost', file=file)\nprint(1)", "1"),
+        ("print(gcd(4, 6), Counter('aab')['a'], heappop([1]), List)", "2 2 1 typing.List"),
+        ("import time\nprint(time.time() > 0, time.perf_counter() > 0, time.sleep(0.01))", "True True None"),
+        ("print('\\udc80'.encode('utf-8', 'surrogateescape'), 'ä€😀')", "b'\\x80' ä€😀"),
+    ],
+)  # fmt: skip
+def test_a_program_runs_as_python_runs_it(score, program, output):
+    assert score(program, [{"input": "given", "output": output}]) == 1.0
+    assert score(program, [{"input": "given", "output": output + "!"}]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True), ("  1 2  \n 3\n\n", "1 2\n3", True), ("1.0 2", "1 2.00", True),
+        ("1e2", "100", True), ("1\n2", "1 2", False), ("1\n\n2", "1\n2", False), ("yes", "YES", False),
+        ("1.0000001", "1", False), ("nan", "nan", True), ("nan 1", "nan 1.0", False), ("sNaN 1", "sNaN 1.0", False),
+        ("", "", True), ("", "0", False), ("1e999999999", "1e999999998", False), ("a 1", "a 1.0", False),
+    ],
+)  # fmt: skip
+def test_outputs_are_compared_line_by_line_and_numbers_by_value(output, expected, same):
+    assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 0, -7, 2**63, -(10**500), 0.1, float("inf"), "ä\ud800\n", b"\x00\xff", 1 + 2j, [], (1, (2, [3])),
+        {1, "a"}, frozenset({(1,)}), {1: "a", (2, 3): {"x": None}}, {"dict": 1}, {"tuple": [1]},
+    ],
+)  # fmt: skip
+def test_plain_values_survive_the_pipe(value):
+    copy = from_text(to_text(value))
+    assert copy == value
+    assert type(copy) is type(value)
+
+
+def test_a_whole_number_of_any_size_survives_the_pipe():
+    assert from_text(to_text([-(10**50_000)])) == [-(10**50_000)]
+
+
+@pytest.mark.parametrize("text", ['{"object": 0}', '{"os": "system"}', "{}", '{"a": 1, "b": 2}', "[1", '{"set": [[]]}',
+                                  '{"int": "z"}', '{"Fraction": ["0x1", "0x0"]}', "[" * 100_000])  # fmt: skip
+def test_a_forged_text_raises_an_ordinary_error(text):
+    with pytest.raises((ValueError, TypeError, ArithmeticError, RecursionError)):
+        from_text(text)
+
+
+VECTOR = """
+class Vector:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return Vector(self.x + other.x)
+    def __eq__(self, other): return isinstance(other, Vector) and self.x == other.x
+    def __lt__(self, other): return self.x < other.x
+    def __len__(self): return self.x
+    def __repr__(self): return f"<{self.x}>"
+class Always:
+    __eq__ = __lt__ = __gt__ = __contains__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __sub__ = __abs__ = lambda self, *_: self
+def sort_in_place(items): items.sort()
+def raises(kind): raise kind("no")
+def count(): yield from (1, 2)
+def apply(function, x): return function(x)
+LIMIT = 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "passes"),
+    [
+        ("assert Vector(1) + Vector(2) == Vector(3)", True),
+        ("assert Vector(1) < Vector(2) and not Vector(2) < Vector(1)", True),
+        ("v = Vector(1)\nv.x = 7\nassert v.x == 7 and len(v) == 7 and repr(v) == '<7>'", True),
+        ("assert isinstance(Vector(1), Vector) and not isinstance(Vector(1), Always)", True),
+        ("items = [3, 1]\nsort_in_place(items)\nassert items == [1, 3]", True),
+        ("assert list(count()) == [1, 2] and LIMIT == 5", True),
+        ("try: raises(1)\nexcept TypeError: pass\nelse: assert False", True),
+        ("assert apply(Vector, 3).x == 3", True),
+        ("assert apply(len, 3)", False),  # a function of the statements does not reach the program
+        ("assert Vector is Vector and Vector(1) in [Vector(1)]", True),
+        ("assert Always() == 3", False),
+        ("assert Always() == None or Always() == [] or 3 in Always()", False),
+        ("assert Always() < 3", False),
+        ("assert abs(Always() - 1.5) < 1e-6", False),
+        ("assert [Always()] == [3] or {'a': Always()} == {'a': 3} or (Always(),) == (3,)", False),
+        ("import sys; sys.exit(0)", False),
+        ("from math import isclose\nassert isclose(LIMIT, 5)", True),
+    ],
+)
+def test_statements_use_a_program_in_another_process(score, statements, passes):
+    assert score(VECTOR, [statements]) == float(passes)
+
+
+def test_a_program_can_neither_see_nor_replace_statements(score):
+    secret = "assert answer() == 918273"
+    spy = """
+import gc, re, sys
+def answer():
+    texts = [str(item) for item in gc.get_objects() if isinstance(item, (str, dict, list, tuple))]
+    frame = sys._getframe()
+    while frame:
+        texts.append(str(frame.f_locals))
+        frame = frame.f_back
+    return next((int(match[1]) for text in texts if (match := re.search(r"answer.. == ([0-9]+)", text))), 0)
+"""
+    assert score(spy, [secret]) == 0.0
+    patch = (
+        "import builtins\nbuiltins.AssertionError = builtins.exec = builtins.compile = print\ndef answer(): return 0"
+    )
+    assert score(patch, [secret]) == 0.0
+    assert score("def answer(): return 918273", [secret]) == 1.0  # control
+    assert score("kept = 'assert answer() == 918273'.upper().lower()\n" + spy, [secret]) == 1.0  # it sees what is there
+
+
+def test_time_is_processor_time_and_real_time():
+    reward = CodeReward(timeout=0.4, workers=2)
+    start = time.monotonic()
+    assert reward([block("while True: pass")], tests=[SUM_TESTS]) == [0.0]
+    busy = time.monotonic() - start
+    assert reward([block("import time; time.sleep(60)")], tests=[SUM_TESTS]) == [0.0]
+    asleep = time.monotonic() - start - busy
+    assert reward([block(f"import time; time.sleep(0.8)\n{SUM}")], tests=[SUM_TESTS[:1]]) == [1.0]
+    assert 0.4 < asleep < 0.4 * 5 + 1
+    assert 0.4 < busy < 0.4 * 5 + 1
+
+
+def test_memory_and_output_are_limited(score):
+    small = CodeReward(workers=1, memory_mb=200)
+    use = "import sys\ndata = bytearray(300 * 2**20)\n" + SUM
+    assert small([block(use)], tests=[SUM_TESTS]) == [0.0]
+    assert score(use, SUM_TESTS) == 1.0
+    assert score(SUM + "\nwhile True: print('x' * 1000)", SUM_TESTS) == 0.0
+    assert score("print('x' * 200_000)", [{"input": "", "output": "x" * 200_000}]) == 1.0
+
+
+def test_rewards_survive_pickling_and_forks(score):
+    reward = pickle.loads(pickle.dumps(CodeReward(timeout=1, workers=1)))
+    assert reward([block(SUM)], tests=[SUM_TESTS]) == [1.0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if within(20, lambda: reward([block(SUM)], tests=[SUM_TESTS])) == [1.0] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    os.killpg(reward._pool._idle[0].process.pid, signal.SIGKILL)
+    assert reward([block(SUM)], tests=[SUM_TESTS]) == [1.0]
+
+
+def test_a_program_ends_when_the_trainer_is_killed():
+    marker = f"sleeps_{os.getpid()}"
+    script = (
+        "from rewards.code import CodeReward\n"
+        f"CodeReward(timeout=30)(['```\\nimport time\\n{marker} = 1\\ntime.sleep(60)\\n```'], tests=[['pass']])"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
+
+    def relatives() -> set[int]:
+        listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True).stdout.split("\n")[1:]
+        family = {parent.pid}
+        for _ in range(6):
+            family |= {int(pid) for pid, above in (line.split() for line in listing if line) if int(above) in family}
+        return family
+
+    deadline = time.monotonic() + 20
+    while len(family := relatives()) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    assert len(family) >= 5  # trainer, worker, supervisor, program, statements
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 0}, "timeout must be"),
+        ({"timeout": "6"}, "timeout must be"),
+        ({"memory_mb": 1}, "memory_mb must be"),
+        ({"workers": 0}, "workers must be"),
+        ({"partial": "yes"}, "partial must be"),
+        ({"sandbox": "off"}, "sandbox must be one of required, unsafe"),
+        ({"sandbx": "unsafe"}, "did you mean 'sandbox'?"),
+    ],
+)
+def test_wrong_options_give_a_one_line_error(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make_rewards([{"name": "code", **options}])
+    assert "\n" not in str(caught.value)
