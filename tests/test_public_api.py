@@ -255,7 +255,15 @@ def offers(package: str) -> set[str]:
 # Names that the package imports from its own modules and does not offer.
 INNER = {
     "rewards": {
-        *("BoxedReward", "CodeReward", "FormatReward", "LetterReward", "MathReward", "RepetitionReward", "ShortAnswerReward"),
+        *(
+            "BoxedReward",
+            "CodeReward",
+            "FormatReward",
+            "LetterReward",
+            "MathReward",
+            "RepetitionReward",
+            "ShortAnswerReward",
+        ),
         *("SoftOverlongReward", "own_reward"),
     }
 }

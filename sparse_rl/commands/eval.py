@@ -142,13 +142,16 @@ def _prepare(recipe: EvalRecipe, model: Any) -> Evaluation:
     prepared = prepare(recipe, model)
     recipe, tokenizer = prepared.recipe, prepared.tokenizer
     rewards = {key: rewards_of([spec], key)[0][0] for key, spec in recipe.accuracies().items()}
-    needed = {column for spec in recipe.accuracies().values() if (column := _needed_column(spec))}
+    needed = [columns for spec in recipe.accuracies().values() if (columns := _needed_columns(spec))]
     tasks: dict[str, Any] = {}
     for name, data in recipe.tasks.items():
-        problems = load_data(data, tokenizer, require=("prompt", *needed & {"answer"}), where=f"tasks.{name}")
-        if missing := sorted(needed - {*problems.column_names}):
-            has = listed(problems.column_names, missing[0])
-            raise UserError(f"the accuracy reward needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}")
+        answer = ("answer",) if ("answer",) in needed else ()
+        problems = load_data(data, tokenizer, require=("prompt", *answer), where=f"tasks.{name}")
+        for columns in needed:
+            if not {*columns} & {*problems.column_names}:
+                has = listed(problems.column_names, columns[0])
+                wrong = f"the accuracy reward needs a column {' or '.join(map(repr, columns))}; the source has {has}"
+                raise UserError(wrong, f"tasks.{name}")
         score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
         scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
         identity = sampling.identity(prepared, recipe.accuracies(), as_mapping(data), problems.to_list())
@@ -229,10 +232,12 @@ def tell_unfinished(points: int) -> None:
         say("unfinished", f"other processes still work on {points} rows; the last process writes these rows")
 
 
-def _needed_column(spec: Any) -> str | None:
-    """Return the dataset column that a built-in reward needs to score a completion; None if the reward needs none."""
+def _needed_columns(spec: Any) -> tuple[str, ...]:
+    """Return the dataset columns of which a built-in reward needs one; empty if the reward needs none."""
     name = spec if isinstance(spec, str) else spec.get("name")
-    return {"math": "answer", "boxed": "answer", "letter": "answer", "short_answer": "answers"}.get(name)
+    if name == "code":
+        return ("tests", "private_test_cases", "public_test_cases")
+    return {"short_answer": ("answers",)}.get(name, ("answer",) if name in ("math", "boxed", "letter") else ())
 
 
 def _score(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
 
 from sparse_rl.config import (
     Configuration,
@@ -16,10 +17,11 @@ from sparse_rl.config import (
     at_most,
     show,
 )
+from sparse_rl.data.where import check_conditions
 from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
-COLUMNS = ("prompt", "answer", "completion", "context")
+COLUMNS = ("prompt", "answer", "completion", "context", "tests", "starter_code")
 MOST_CHOICES = 26  # letters of the alphabet
 TASK_KEYS = {"running_sum": ("n", "digits", "note_probability"), "retrieval": ("facts", "restated", "filler")}
 
@@ -65,8 +67,14 @@ class DataConfig(Configuration):
     split : split of the dataset, or a slice of it, such as train[:100]
     path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
     synthetic : generated problems, instead of a path
-    columns : our column name (prompt, answer, completion, context) -> the dataset's, as in {prompt: problem}. A context
-        is a text that many problems share; the user's message begins with the context, and the prompt follows
+    files : names of files of a dataset on the hub, which are read instead of the dataset's table
+    release : name of a release of a task in recipes/tasks that has several; stands for the release's `files`
+    where : column of the dataset -> the value, the list of values, or the bounds {from: 2024-08-01, until: 2025-02-01}
+        that a row must have; both bounds are included. Rows that do not meet all conditions are left out
+    columns : our column name (prompt, answer, completion, context, tests, starter_code) -> the dataset's, as in
+        {prompt: problem}. A context is a text that many problems share; the user's message begins with the context, and
+        the prompt follows. Tests are passed on to the reward code. With starter code, an instruction to complete this
+        code or, where it is empty, to write a program follows the problem
     choices : the 2 to 26 columns with the options of a multiple-choice question, the right option's column first. The
         options follow the problem as lines "A) ...", and the answer is the letter of the right option
     choices_seed : seed of the order of the options; the order depends only on this seed and on the problem's text
@@ -83,6 +91,9 @@ class DataConfig(Configuration):
     split: Text = "train"
     subset: str | None = None
     synthetic: SyntheticConfig | None = None
+    files: list[Text] | None = None
+    release: Text | None = None
+    where: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, Text] = field(default_factory=dict)
     choices: list[Text] | None = None
     choices_seed: NonNegativeInt = 0
@@ -105,13 +116,15 @@ class DataConfig(Configuration):
                 mend = f"did you mean {near}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
                 raise UserError(f"unknown column; {mend}", f"columns.{name}")
         if self.synthetic is not None:
-            for key in ("columns", "subset", "choices", "answer_after"):
+            for key in ("columns", "subset", "choices", "answer_after", "files", "where"):
                 if getattr(self, key):
                     raise UserError(f"has no effect on a synthetic dataset; remove {key}", key)
             if self.split != "train":
                 raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
         if self.local and not self.split.startswith("train"):
             raise UserError("a local file has only the split train; name it, or a slice such as train[:100]", "split")
+        self._check_files()
+        check_conditions(self.where)
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             raise UserError("must contain {prompt}, where the problem goes", "prompt_template")
         if self.chat is False:
@@ -119,6 +132,21 @@ class DataConfig(Configuration):
                 if getattr(self, key) is not None:
                     raise UserError(f"has no effect with chat: false; remove {key}, or use prompt_template", key)
         self._check_choices()
+
+    def _check_files(self) -> None:
+        if self.release is not None and self.files is None:
+            raise UserError(
+                "this dataset has no releases, only datasets on the hub of a task in recipes/tasks", "release"
+            )
+        if self.files is None:
+            return
+        if self.local:
+            raise UserError("names files of a dataset on the hub, but path is a local file; remove this key", "files")
+        suffixes = {PurePosixPath(file).suffix for file in self.files}
+        if len(suffixes) != 1 or not suffixes <= {*LOCAL_FILES}:
+            raise UserError(
+                f"name files with one of the suffixes {', '.join(LOCAL_FILES)}; got {show(self.files)}", "files"
+            )
 
     def _check_choices(self) -> None:
         if self.choices is None:

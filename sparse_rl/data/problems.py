@@ -12,15 +12,17 @@ import random
 import re
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
 
 from sparse_rl.data import retrieval, running_sum
 from sparse_rl.data.choices import lettered
+from sparse_rl.data.code import with_instruction
 from sparse_rl.data.config import LOCAL_FILES, DataConfig
 from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
+from sparse_rl.data.where import matching_rows
 from sparse_rl.errors import UserError, listed
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,8 @@ def load_data(
     where : dotted key of the block in the recipe, for error messages
 
     The returned columns are `prompt` (str, or a list of messages), `answer` (str) if the source or `choices` gives one,
-    `completion` (in the form of the prompt) if `require` or `config.columns` names it, `context` (str) if
-    `config.columns` names it, and the source's other columns, unchanged. The prompt includes the context. Raises
+    `completion` (in the form of the prompt) if `require` or `config.columns` names it, `context` (str) and `tests` if
+    `config.columns` names them, and the source's other columns, unchanged. The prompt includes the context. Raises
     UserError for unreadable, incomplete or missing rows.
     """
     try:
@@ -50,6 +52,8 @@ def load_data(
 
 def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> datasets.Dataset:
     source = _synthetic(config, "completion" in require) if config.synthetic else _read(config)
+    if config.where:
+        source = source.select(matching_rows(source, config.where))
     columns = _columns(config, source.column_names, require)
     chat = _uses_chat(config, tokenizer)
     if config.max_prompt_tokens and tokenizer is None:
@@ -72,8 +76,13 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
             raise UserError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
         row = {name: source_row[column] for name, column in columns.items()}
         for name, value in row.items():
-            if value is None or value == "" or value == []:
+            if name != "starter_code" and (value is None or value == "" or value == []):
                 raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete the row")
+        if "starter_code" in row:
+            try:
+                row["prompt"] = with_instruction(row["prompt"], row["starter_code"])
+            except UserError as error:
+                raise UserError(f"row {index + 1}: {error.message}", "columns.starter_code") from None
         if choices:
             try:
                 row["prompt"], row["answer"] = lettered(row["prompt"], source_row, choices, config.choices_seed)
@@ -110,8 +119,11 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
         raise UserError("the dataset has no rows", "path")
     used = {*columns, *columns.values(), *choices, *rendered[0]}
     others = [name for name in source.column_names if name not in used]
-    data = datasets.Dataset.from_list(rendered)
-    return datasets.concatenate_datasets([data, source.select_columns(others).select(kept)], axis=1) if others else data
+    parts = [datasets.Dataset.from_list(rendered), source.select_columns(others).select(kept)]
+    if "tests" in columns:
+        tests = source.select_columns(columns["tests"]).select(kept)
+        parts.append(tests if columns["tests"] == "tests" else tests.rename_column(columns["tests"], "tests"))
+    return datasets.concatenate_datasets([part for part in parts if part.column_names], axis=1)
 
 
 # ---- sources -----------------------------------------------------------------------------------------------
@@ -141,6 +153,8 @@ def _read(config: DataConfig) -> datasets.Dataset:
         if Path(config.path).is_file():
             raise UserError(f"{config.path} has none of the supported formats: {', '.join(LOCAL_FILES)}", "path")
         try:
+            if config.files is not None:
+                return _hub_files(config, config.files)
             return datasets.load_dataset(config.path, config.subset, split=config.split)
         except Exception as error:  # not found, no network, no such subset or split
             raise UserError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
@@ -154,7 +168,7 @@ def _read(config: DataConfig) -> datasets.Dataset:
     suffix = path.suffix.lower()
     _refuse_deep(path, suffix)
     try:
-        builder = datasets.load_dataset_builder({".jsonl": "json"}.get(suffix, suffix[1:]), data_files=str(path))
+        builder = datasets.load_dataset_builder(_builder(suffix), data_files=str(path))
         builder.download_and_prepare()
     except Exception as error:
         cause = error.__cause__ or error
@@ -164,6 +178,17 @@ def _read(config: DataConfig) -> datasets.Dataset:
         return builder.as_dataset(config.split)
     except Exception as error:  # the file or the slice is empty, or the split does not exist
         raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
+
+
+def _hub_files(config: DataConfig, files: Sequence[str]) -> datasets.Dataset:
+    places = [f"hf://datasets/{config.path}/{file}" for file in files]
+    kind = _builder(PurePosixPath(files[0]).suffix)
+    return datasets.load_dataset(kind, data_files={config.split.partition("[")[0]: places}, split=config.split)
+
+
+def _builder(suffix: str) -> str:
+    """Return the name of the dataset builder for a file's suffix."""
+    return {".jsonl": "json"}.get(suffix, suffix[1:])
 
 
 def _refuse_deep(path: Path, suffix: str) -> None:

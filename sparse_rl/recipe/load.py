@@ -91,7 +91,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
     for override in overrides:
         overridden |= apply_overrides(mapping, [override])
         mapping = tasks.as_blocks(mapping, Source(name, overridden))
-    mapping = nested_sweep(tasks.filled(mapping), Source(name, overridden))
+    mapping = nested_sweep(tasks.filled(mapping, Source(name, overridden)), Source(name, overridden))
     kind = mapping.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         near = nearest(kind, KINDS)

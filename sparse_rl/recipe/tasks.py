@@ -2,9 +2,11 @@
 
     tasks: [aime24, gsm8k]
     tasks: {aime24: {thinking: true}, mine: {path: mine.jsonl}}
+    tasks: {livecodebench: {release: v5}}
 
 A block under the name of a task takes all keys that it does not set from the task's file. In that file, `hub` holds
 the keys for the dataset on the hub. If the block's `path` is a local file, `file` holds the keys that are used instead.
+`releases` holds the `files` of each release, which the key `release` names.
 """
 
 from __future__ import annotations
@@ -50,22 +52,37 @@ def as_blocks(mapping: dict[str, Any], source: Source) -> dict[str, Any]:
     return {**mapping, "tasks": {name: {} for name in tasks}}
 
 
-def filled(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping with the block of each named task filled from the task's file."""
+def filled(mapping: dict[str, Any], source: Source) -> dict[str, Any]:
+    """Return a recipe's mapping with the block of each named task filled from the task's file.
+
+    Raises UserError for an unknown release.
+    """
     tasks = mapping.get("tasks")
     if not isinstance(tasks, dict):
         return mapping
-    return {**mapping, "tasks": {name: _filled(block, named_tasks().get(name)) for name, block in tasks.items()}}
+    blocks = {name: _filled(block, named_tasks().get(name)) for name, block in tasks.items()}
+    for name, block in blocks.items():
+        releases = named_tasks().get(name, {}).get("releases", {})
+        release = block.get("release") if isinstance(block, dict) else None
+        if release is not None and releases and not _is_file(block):
+            if release not in releases:
+                message = f"unknown release {show(release)}; the releases are {', '.join(releases)}"
+                raise source.error(f"tasks.{name}.release", message)
+            blocks[name] = {**block, "files": releases[release]}
+    return {**mapping, "tasks": blocks}
+
+
+def _is_file(block: dict[str, Any]) -> bool:
+    path = block.get("path")
+    return isinstance(path, str) and path.lower().endswith(LOCAL_FILES)
 
 
 def _filled(block: Any, task: dict[str, Any] | None) -> Any:
     if task is None or not isinstance(block, dict | None) or (block or {}).get("synthetic") is not None:
         return block
     block = block or {}
-    path = block.get("path")
-    is_file = isinstance(path, str) and path.lower().endswith(LOCAL_FILES)
-    place = task.get("file", {}) if is_file else task.get("hub", {})
-    base = {key: value for key, value in task.items() if key not in ("hub", "file")} | place
+    place = task.get("file", {}) if _is_file(block) else task.get("hub", {})
+    base = {key: value for key, value in task.items() if key not in ("hub", "file", "releases")} | place
     merged = {**base, **block}
     if isinstance(block.get("columns"), dict) and "columns" in base:
         merged["columns"] = {**base["columns"], **block["columns"]}

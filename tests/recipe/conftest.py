@@ -46,6 +46,16 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
     return make
 
 
+def tests_of(a: int, b: int, data: Any) -> dict[str, Any]:
+    """Return the columns of a program's tests: LiveCodeBench's columns, and the column that a data block names."""
+    tests = json.dumps([{"input": f"{a} {b}", "output": str(a + b), "testtype": "stdin"}])
+    columns = {"public_test_cases": tests, "private_test_cases": tests, "metadata": "{}"}
+    columns |= {
+        data.columns[name]: value for name, value in (("tests", tests), ("starter_code", "")) if name in data.columns
+    }
+    return columns
+
+
 @pytest.fixture
 def problems_for(tmp_path: Path) -> Callable[[Any], str]:
     """problems_for(data) returns a local file with the columns that a data block reads."""
@@ -65,6 +75,8 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
                 completion: f"{a}+{b} makes it \\boxed{{{a + b}}}",
             }
             | {option: str(a + b + wrong) for wrong, option in enumerate(data.choices or ())}
+            | tests_of(a, b, data)
+            | {column: (c if isinstance(c, str) else next(iter(c.values()))) for column, c in data.where.items()}
             for a, b in pairs
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,6 +97,7 @@ def stand_ins(
         if data.synthetic is not None:
             return []
         places = {"path": problems_for(data), "split": "train", "subset": None, "columns": data.columns}
+        places |= {"files": None, "release": None}
         return [f"{key}.{name}={json.dumps(value)}" for name, value in places.items()]
 
     def make(name: str, overrides: Sequence[str] = (), chat: bool = True) -> list[str]:

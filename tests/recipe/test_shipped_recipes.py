@@ -307,12 +307,14 @@ def test_evaluation_recipes_have_the_settings_of_their_papers() -> None:
     three budgets, the last of which is that of the training. KVpop: 16 samples and top-k 20."""
     long, short, trained = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k"))
     contests, gpqa = load_recipe("eval/kvpop_contests"), load_recipe("eval/kvpop_gpqa")
+    programs = load_recipe("eval/kvpop_livecodebench")
     for recipe, length, samples, top_k in (
         (long, 32768, 32, None),
         (short, 16384, 32, None),
         (trained, 4096, 32, None),
         (contests, 32768, 16, 20),
         (gpqa, 32768, 16, 20),
+        (programs, 32768, 16, 20),
     ):
         assert isinstance(recipe, EvalRecipe)
         sampling = recipe.sampling(recipe.samples)
@@ -330,6 +332,8 @@ def test_evaluation_recipes_have_the_settings_of_their_papers() -> None:
     )
     assert isinstance(gpqa, EvalRecipe)
     assert (list(gpqa.tasks), gpqa.accuracy) == (["gpqa_diamond"], "letter")
+    assert isinstance(programs, EvalRecipe)
+    assert (list(programs.tasks), programs.accuracy) == (["livecodebench"], "code")
 
 
 def test_sweeps_of_g_kv_compare_the_policies_of_its_figures() -> None:

@@ -27,7 +27,7 @@ def test_the_name_of_a_task_stands_for_a_dataset_on_the_hub(name):
     assert tasks_of(name) == tasks_of([name]) == tasks_of({name: {}}) == tasks_of({name: None})
 
 
-@pytest.mark.parametrize("name", [name for name in named_tasks() if name != "gpqa_diamond"])
+@pytest.mark.parametrize("name", [name for name in named_tasks() if "file" in named_tasks()[name]])
 def test_a_local_file_replaces_the_source_and_keeps_the_prompt(name):
     """With a local `path`, the task keeps its prompt template. The keys of its dataset on the hub (split, subset,
     answer_after, columns) are replaced by defaults for local files.
@@ -36,6 +36,21 @@ def test_a_local_file_replaces_the_source_and_keeps_the_prompt(name):
     assert data.prompt_template == hub.prompt_template
     assert (data.split, data.subset, data.answer_after) == ("train", None, None)
     assert data.columns == {"prompt": "problem", "answer": "answer"}
+
+
+def test_a_release_stands_for_files_on_the_hub():
+    """LiveCodeBench's newest release is the default. A local file has no release."""
+    newest, older = tasks_of(["livecodebench"]), tasks_of({"livecodebench": {"release": "v2"}})
+    assert newest["livecodebench"].files == ["test.jsonl", *(f"test{number}.jsonl" for number in range(2, 7))]
+    assert older["livecodebench"].files == ["test.jsonl", "test2.jsonl"]
+    assert tasks_of(["livecodebench"], "tasks.livecodebench.release=v1")["livecodebench"].files == ["test.jsonl"]
+    local = tasks_of(["livecodebench"], "tasks.livecodebench.path=mine.jsonl")["livecodebench"]
+    assert (local.files, local.release, local.columns["starter_code"]) == (None, None, "starter_code")
+    with pytest.raises(UserError, match=r"release: unknown release 'v7'; the releases are v1, v2"):
+        tasks_of({"livecodebench": {"release": "v7"}})
+    for wrong in ({"livecodebench": {"path": "mine.jsonl", "release": "v5"}}, {"aime24": {"release": "v5"}}):
+        with pytest.raises(UserError, match="release: this dataset has no releases"):
+            tasks_of(wrong)
 
 
 def test_keys_of_a_recipe_replace_those_of_its_named_task():

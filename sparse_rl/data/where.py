@@ -1,0 +1,73 @@
+"""The key `where` of a dataset selects rows by the values of columns.
+
+where: {ability: code, difficulty: [easy, medium], contest_date: {from: 2024-08-01, until: 2025-02-01}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date
+from typing import Any
+
+from sparse_rl.config import show
+from sparse_rl.errors import UserError, listed
+
+BOUNDS = ("from", "until")
+SHOWN = 5  # values of a column in an error
+
+
+def check_conditions(where: Mapping[str, Any]) -> None:
+    """Raise UserError if a condition is neither a value, nor a list of values, nor a mapping of bounds."""
+    for column, condition in where.items():
+        if isinstance(condition, Mapping):
+            if not condition or not set(condition) <= set(BOUNDS):
+                keys = show(dict(condition))
+                raise UserError(f"bounds are a mapping with from, until or both, got {keys}", f"where.{column}")
+            values = list(condition.values())
+        else:
+            values = condition if isinstance(condition, list) else [condition]
+        if not values or not all(isinstance(value, str | int | float) for value in values):
+            message = f"give a value, a list of values, or {{from: ..., until: ...}}, got {show(condition)}"
+            raise UserError(message, f"where.{column}")
+
+
+def matching_rows(source: Any, where: Mapping[str, Any]) -> list[int]:
+    """Return the indices of the rows of a dataset that meet all conditions.
+
+    Raises UserError for an unknown column, for a bound that cannot be compared, and if no row is left.
+    """
+    rows = list(range(len(source)))
+    for column, condition in where.items():
+        if column not in source.column_names:
+            raise UserError(f"no such column; the source has {listed(source.column_names, column)}", f"where.{column}")
+        values = source[column]
+        try:
+            kept = [row for row in rows if meets(values[row], condition)]
+        except TypeError:
+            value = next(values[row] for row in rows)
+            raise UserError(f"{show(condition)} cannot be compared with {show(value)}", f"where.{column}") from None
+        if not kept:
+            present = list(dict.fromkeys(show(values[row]) for row in rows))
+            more = ", ..." if len(present) > SHOWN else ""
+            raise UserError(f"no row is left; the values are {', '.join(present[:SHOWN])}{more}", f"where.{column}")
+        rows = kept
+    return rows
+
+
+def meets(value: Any, condition: Any) -> bool:
+    """Return True if a row's value meets a condition. A missing value meets none.
+
+    A bound that is text is compared with the beginning of the value, so until: 2025-05-01 includes the whole day.
+    """
+    if value is None:
+        return False
+    if isinstance(value, date):  # also a datetime
+        value = value.isoformat()
+    if not isinstance(condition, Mapping):
+        return value in (condition if isinstance(condition, list) else [condition])
+    lowest, highest = (condition.get(bound) for bound in BOUNDS)
+    return (lowest is None or _head(value, lowest) >= lowest) and (highest is None or _head(value, highest) <= highest)
+
+
+def _head(value: Any, bound: Any) -> Any:
+    return value[: len(bound)] if isinstance(value, str) and isinstance(bound, str) else value
