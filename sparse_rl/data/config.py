@@ -23,7 +23,11 @@ from sparse_rl.errors import UserError, nearest
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "answer", "completion", "context", "tests", "starter_code")
 MOST_CHOICES = 26  # letters of the alphabet
-TASK_KEYS = {"running_sum": ("n", "digits", "note_probability"), "retrieval": ("facts", "restated", "filler")}
+TASK_KEYS = {
+    "running_sum": ("n", "digits", "note_probability"),
+    "retrieval": ("facts", "restated", "filler"),
+    "one_liners": ("cases", "note_probability"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class SyntheticConfig(Configuration):
     """Problems generated on the fly. The three splits never share a problem.
 
     task : running_sum (running_sum.py) has the keys n, digits and note_probability; retrieval (retrieval.py) has the
-        keys facts, restated and filler
+        keys facts, restated and filler; one_liners (one_liners.py) has the keys cases and note_probability
     size : number of problems
     n : number of digits in a problem
     digits : digits are below this number
@@ -39,9 +43,10 @@ class SyntheticConfig(Configuration):
     facts : number of facts in a document
     restated : number of times that a document states each fact
     filler : number of filler words after each statement
+    cases : number of cases of a hidden function
     """
 
-    task: Literal["running_sum", "retrieval"]
+    task: Literal["running_sum", "retrieval", "one_liners"]
     size: Annotated[PositiveInt, at_most(1_000_000)]
     split: Literal["train", "calibration", "evaluation"] = "train"
     seed: NonNegativeInt = 0
@@ -51,12 +56,13 @@ class SyntheticConfig(Configuration):
     facts: Annotated[int, Rule("from 1 to 100", lambda v: 1 <= v <= 100)] = 50
     restated: Annotated[PositiveInt, at_most(1000)] = 7
     filler: Annotated[NonNegativeInt, at_most(1000)] = 2
+    cases: Annotated[int, Rule("from 1 to 6", lambda v: 1 <= v <= 6)] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for task, keys in TASK_KEYS.items():
             for key in keys:
-                if task != self.task and getattr(self, key) != getattr(type(self), key):
+                if key not in TASK_KEYS[self.task] and getattr(self, key) != getattr(type(self), key):
                     raise UserError(f"is a key of the task {task}; remove {key}", key)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import datasets
 
-from sparse_rl.data import retrieval, running_sum
+from sparse_rl.data import one_liners, retrieval, running_sum
 from sparse_rl.data.choices import lettered
 from sparse_rl.data.code import with_instruction
 from sparse_rl.data.config import LOCAL_FILES, DataConfig
@@ -138,6 +138,8 @@ def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
             made_rows = retrieval.rows(
                 *arguments, retrieval.Retrieval(synthetic.facts, synthetic.restated, synthetic.filler)
             )
+        elif synthetic.task == "one_liners":
+            made_rows = one_liners.rows(*arguments, one_liners.OneLiners(synthetic.cases, synthetic.note_probability))
         else:
             made_rows = running_sum.rows(
                 *arguments, running_sum.RunningSum(synthetic.n, synthetic.digits, synthetic.note_probability)
