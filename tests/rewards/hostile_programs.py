@@ -123,7 +123,7 @@ HONEST: list[tuple[str, str]] = [  # the body of f(a, b), or of a program that r
     ("import time", "time.sleep(0.02) or a * b + 1"),
     ("import gc, os\ngc.collect()\nos.getpid()", "a * b + 1"),
     ("import random\nrandom.seed(1)", "a * b + (random.random() < 2)"),
-    ("try:\n    import resource\n    resource.setrlimit(resource.RLIMIT_STACK, (2**22, 2**22))\nexcept ValueError: pass",
+    ("try:\n    import resource\n    resource.setrlimit(resource.RLIMIT_STACK, (2**22, 2**22))\nexcept OSError: pass",
      "a * b + 1"),
     ("import sys\nsys.setrecursionlimit(10**6)\ndef g(a, b): return 1 if b == 0 else a + g(a, b - 1)", "g(a, b)"),
     ("import threading\nthreading.stack_size(2**26)\nout = []\n"
