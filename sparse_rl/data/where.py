@@ -10,25 +10,10 @@ from datetime import date
 from typing import Any
 
 from sparse_rl.config import show
+from sparse_rl.data.config import BOUNDS
 from sparse_rl.errors import UserError, listed
 
-BOUNDS = ("from", "until")
 SHOWN = 5  # values of a column in an error
-
-
-def check_conditions(where: Mapping[str, Any]) -> None:
-    """Raise UserError if a condition is neither a value, nor a list of values, nor a mapping of bounds."""
-    for column, condition in where.items():
-        if isinstance(condition, Mapping):
-            if not condition or not set(condition) <= set(BOUNDS):
-                keys = show(dict(condition))
-                raise UserError(f"bounds are a mapping with from, until or both, got {keys}", f"where.{column}")
-            values = list(condition.values())
-        else:
-            values = condition if isinstance(condition, list) else [condition]
-        if not values or not all(isinstance(value, str | int | float) for value in values):
-            message = f"give a value, a list of values, or {{from: ..., until: ...}}, got {show(condition)}"
-            raise UserError(message, f"where.{column}")
 
 
 def matching_rows(source: Any, where: Mapping[str, Any]) -> list[int]:
