@@ -3,8 +3,9 @@
 The process of the program answers calls (`answer_calls`), and the process of the statements runs them
 (`run_statements`). Arguments and results are copied if they are plain data (code_values.py). Changes that a function
 makes to a list, dict or set that it gets are copied back. Other results are remote objects: their operations run in the
-program's process, except comparisons with plain data. For these, a remote object is unequal to everything, so that no
-program can pass a test with an object that is equal to everything.
+program's process, except comparisons with plain data: these compare a plain copy of the object, such as the list of an
+object whose class extends list. An object without a plain copy is unequal to plain data, so that no program can pass a
+test with an object that is equal to everything.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ def _leave(value: Any, *arguments: Any) -> Any:
     return type(value).__exit__(value, *arguments)
 
 
+def _plain(value: Any) -> list[Any]:
+    """Return a list with a plain copy of an object. The list is empty if the object's class extends no plain type."""
+    kinds: tuple[Any, ...] = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)
+    return [kind(value) for kind in kinds if isinstance(value, kind)][:1]
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call, "enter": _enter, "leave": _leave, "getattr": getattr, "setattr": setattr, "delattr": delattr,
+    "call": _call, "plain": _plain,
+    "enter": _enter, "leave": _leave, "getattr": getattr, "setattr": setattr, "delattr": delattr,
     "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem, "len": len, "iter": iter,
     "next": next, "reversed": reversed, "str": str, "repr": repr, "bool": bool, "int": int, "float": float,
     "complex": complex, "index": operator.index, "abs": abs, "neg": operator.neg, "pos": operator.pos,
@@ -87,14 +95,12 @@ def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
         try:
             operation, arguments, named = from_text(line, objects.__getitem__)
             value = OPERATIONS[operation](*arguments, **named)
-            reply = to_text(["value", value, [item for item in arguments if _changes(item)]], refer)
+            copies = [item for item in arguments if type(item) in (list, dict, set)]  # not the program's objects
+            reply = to_text(["value", value, copies], refer)
         except BaseException as error:
-            reply = to_text(["error", type(error).__name__, _message(error)])
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            reply = to_text(["error", kind.__name__, _message(error)])
         connection.send(reply)
-
-
-def _changes(value: Any) -> bool:
-    return isinstance(value, list | dict | set)
 
 
 def _message(error: BaseException) -> str:
@@ -115,7 +121,8 @@ def run_statements(statements: str, names: dict[str, Any], connection: Connectio
         kind, value, rest = from_text(connection.receive(), resolve)
         if kind == "error":
             _raise(value, rest)
-        for original, changed in zip((item for item in arguments if _changes(item)), rest, strict=True):
+        originals = [item for item in arguments if isinstance(item, list | dict | set)]
+        for original, changed in zip(originals, rest, strict=True):
             _copy_back(original, changed)
         return value
 
@@ -134,7 +141,7 @@ def _number(value: Any) -> int:
 
 
 def _raise(name: str, message: str) -> NoReturn:
-    """Raise an error of the program: the same built-in exception, or a RuntimeError for an exception of its own."""
+    """Raise an error of the program, given its first built-in class; a RuntimeError stands for SystemExit."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
         raise kind(message)
@@ -168,7 +175,9 @@ class Remote:
         _ask(self, "delattr", name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(_ask(self, "eq", other))
+        if isinstance(other, Remote):
+            return bool(_ask(self, "eq", other))
+        return [other] == _ask(self, "plain")
 
     def __hash__(self) -> int:
         return id(self)
@@ -194,7 +203,10 @@ def _swapped(operation: str) -> Callable[..., Any]:
 
 def _comparison(operation: str) -> Callable[..., Any]:
     def compare(remote: Remote, other: Any) -> Any:
-        return bool(_ask(remote, operation, other)) if isinstance(other, Remote) else NotImplemented
+        if isinstance(other, Remote):
+            return bool(_ask(remote, operation, other))
+        copies = _ask(remote, "plain")
+        return OPERATIONS[operation](copies[0], other) if copies else NotImplemented
 
     return compare
 

@@ -14,6 +14,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+PROGRAM = "program"  # name of the module of a program whose functions are called
 SAFE_INTEGER = 2**63  # larger whole numbers are written as hexadecimal texts, which are read in linear time
 
 
@@ -36,7 +37,8 @@ _COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 def to_text(value: Any, refer: Callable[[Any], Any] | None = None) -> str:
     """Return a value as one line of JSON.
 
-    refer : function that returns a number for a value that is not plain; it is written as {"object": number}
+    refer : function that returns a number for a value that is not plain, or whose class belongs to the program; the
+        value is written as {"object": number}
 
     Raises TypeError for a value that is not plain, and RecursionError if lists are nested too deeply.
     """
@@ -56,6 +58,8 @@ def from_text(text: str, resolve: Callable[[Any], Any] | None = None) -> Any:
 def _written(value: Any, refer: Callable[[Any], Any] | None) -> Any:
     if value is None or isinstance(value, bool):
         return value
+    if refer is not None and type(value).__module__ == PROGRAM:
+        return {"object": refer(value)}
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):

@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from rewards.code_remote import Connection, answer_calls, run_statements
-from rewards.code_values import to_text
+from rewards.code_values import PROGRAM, to_text
 from rewards.confined import (
     CHANNEL,
     STDIN,
@@ -72,7 +72,7 @@ def run_program(request: dict[str, Any]) -> None:
     """Run the program of a request as its kind demands."""
     kind = request["kind"]
     names = dict(prelude())
-    names |= {"stdin": sys.stdin, "stdout": sys.stdout, "__name__": "__main__" if kind == "stdin" else "program"}
+    names |= {"stdin": sys.stdin, "stdout": sys.stdout, "__name__": "__main__" if kind == "stdin" else PROGRAM}
     module = ModuleType(names["__name__"])
     module.__dict__.update(names)
     sys.modules[module.__name__] = module

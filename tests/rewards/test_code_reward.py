@@ -238,6 +238,11 @@ class Always:
     __ne__ = lambda self, other: False
     __sub__ = __abs__ = lambda self, *_: self
 def sort_in_place(items): items.sort()
+class Number(int):
+    def __eq__(self, other): return True
+class Stack(list): push = list.append
+class Refused(ValueError): pass
+def refuse(): raise Refused("no")
 def raises(kind): raise kind("no")
 def count(): yield from (1, 2)
 def apply(function, x): return function(x)
@@ -258,6 +263,10 @@ LIMIT = 5
         ("assert apply(Vector, 3).x == 3", True),
         ("assert apply(len, 3)", False),  # a function of the statements does not reach the program
         ("assert Vector is Vector and Vector(1) in [Vector(1)]", True),
+        ("s = Stack()\ns.push(1)\ns.push(2)\nassert s == [1, 2] and s.pop() == 2 and s == [1] and s < [2]", True),
+        ("assert Number(3) == 4", False),
+        ("assert Number(3) == 3 and 2 < Number(3) < 4", True),
+        ("try: refuse()\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False", True),
         ("assert Always() == 3", False),
         ("assert Always() == None or Always() == [] or 3 in Always()", False),
         ("assert Always() < 3", False),
