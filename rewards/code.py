@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.code_tests import Test, read_livecodebench, read_tests
+from rewards.code_tests import Test, function_name, read_livecodebench, read_tests
 from rewards.sandbox import absent_parts
 from rewards.text import completion_text, require_column, require_whole
 from rewards.workers import WorkerPool
@@ -112,15 +112,15 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
+        missing = [None] * len(completions)
         if tests is None and (public_test_cases or private_test_cases):
-            missing = [None] * len(completions)
-            columns_of_tests = (public_test_cases or missing, private_test_cases or missing, metadata or missing)
-            sources: list[Any] = list(zip(*columns_of_tests, strict=True))
+            sources: list[Any] = list(zip(public_test_cases or missing, private_test_cases or missing, strict=True))
         else:
             sources = list(require_column("code", "tests", tests, completions, columns))
+        sources = list(zip(sources, map(function_name, metadata or missing), strict=True))
         programs = [program_of(completion_text(completion)) for completion in completions]
         keys = [json.dumps(source, default=str) for source in sources]
-        tests_of = {key: self._read(source) for key, source in dict(zip(keys, sources, strict=True)).items()}
+        tests_of = {key: self._read(*source) for key, source in dict(zip(keys, sources, strict=True)).items()}
 
         # Many completions of a group may have the same program, so each distinct program is run only once.
         pairs = list(zip(programs, keys, strict=True))
@@ -148,10 +148,13 @@ class CodeReward:
             log_metric("rewards/unusable_tests", float(rewards.count(None)))
         return rewards
 
-    def _read(self, source: Any) -> list[Test]:
+    def _read(self, source: Any, function: str) -> list[Test]:
         """Return the tests of one problem. If they cannot be read, return none and log a warning."""
         try:
-            return read_livecodebench(*source) if isinstance(source, tuple) else read_tests(source)
+            if isinstance(source, tuple):
+                public, private = source
+                return read_livecodebench(public, private, function)
+            return read_tests(source, function)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self._reported < WARNING_LIMIT:
                 self._reported += 1

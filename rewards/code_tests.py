@@ -7,11 +7,12 @@
 
 Every form may also be a JSON text. A functional test calls a function with the JSON values in the lines of `input`, and
 `output` is the JSON of the expected result. The forms of LiveCodeBench and DeepCoder are lists of the second and third
-kind, with `metadata: {"func_name": ...}` instead of `fn_name`.
+kind, with `metadata: {"func_name": ...}` instead of `fn_name`, in a test or for all tests of a problem.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
@@ -104,17 +105,24 @@ def read_tests(value: Any, function: str = "") -> list[Test]:
     return [item if isinstance(item, Test) else _read_test(item, function) for item in value]
 
 
-def read_livecodebench(public: Any, private: Any, metadata: Any) -> list[Test]:
+def read_livecodebench(public: Any, private: Any, function: str = "") -> list[Test]:
     """Return the tests of LiveCodeBench's columns. Private tests are JSON, or a compressed pickle of that text."""
-    function = (json.loads(metadata) if isinstance(metadata, str) else metadata or {}).get("func_name") or ""
     if isinstance(private, str) and private and private.lstrip()[:1] != "[":
         private = unpacked(private)
-    tests = [
-        test for value in (public, private) if value not in (None, "", "[]", []) for test in read_tests(value, function)
-    ]
-    if not tests:
+    values = [value for value in (public, private) if value not in (None, "", "[]", [])]
+    if not values:
         raise ValueError("there are no tests in public_test_cases and private_test_cases")
-    return tests
+    return [test for value in values for test in read_tests(value, function)]
+
+
+def function_name(metadata: Any) -> str:
+    """Return the name of the tested function in LiveCodeBench's and DeepCoder's column `metadata`, or ""."""
+    try:
+        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    except ValueError:
+        return ""
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def unpacked(text: str) -> str:
@@ -158,6 +166,10 @@ def _read_test(item: Any, function: str) -> Test:
     if isinstance(item, str):
         if not item.strip():
             raise ValueError("a test is empty")
+        try:
+            ast.parse(item)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"a test is not Python: {error}: {_short(item)}") from error
         return Test("statements", item)
     if not isinstance(item, Mapping) or "input" not in item or "output" not in item:
         raise ValueError(f"a test must be a text, or a mapping with input and output, not {_short(item)}")

@@ -84,7 +84,7 @@ def test_the_program_is_the_last_closed_block(text, program):
         (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1.0),
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
         (ADD, ["1 / 0"], 0.0),
-        (ADD, ["assert add(1, 2) ="], 0.0),
+        (ADD, ["assert add(1, 2) =="], None),
         ("def add(a, b) return", ["assert True"], 0.0),
         ("1 / 0", ["assert True"], 0.0),
     ],
@@ -103,6 +103,12 @@ def test_livecodebenchs_columns(score):
     }
     reward = CodeReward(workers=1)
     assert reward([block(ADD)] * 2, **columns) == [1.0, 1.0]
+    public = {
+        "tests": columns["public_test_cases"],
+        "metadata": [{"func_name": "add"}, {"func_name": None}],
+    }  # DeepCoder
+    assert reward([block(ADD)] * 2, **public) == [1.0, None]
+    assert reward([block(ADD)], tests=[["assert add(1, 2) == 3"]], metadata=["any text"]) == [1.0]
     assert reward([block("def add(a, b): return 3")] * 2, **columns) == [0.0, 0.0]
 
 
@@ -117,14 +123,14 @@ class Attack:
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
     packed = base64.b64encode(zlib.compress(pickle.dumps(Attack(str(tmp_path / "made"))))).decode()
     with pytest.raises(ValueError, match="cannot be unpacked"):
-        read_livecodebench("[]", packed, "{}")
+        read_livecodebench("[]", packed)
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
     "tests",
     [
-        None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
+        None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], ["1 +"], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
         {"inputs": 3, "outputs": 3}, [{"input": "1"}], [{"input": 1, "output": "1"}],
         [{"input": "1", "output": "1", "testtype": "other"}], [{"input": "1", "output": "1", "testtype": "functional"}],
         [{"input": "1 2", "output": "1", "fn_name": "f"}], {"ground_truth": None},
@@ -376,3 +382,12 @@ def test_wrong_options_give_a_one_line_error(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_rewards([{"name": "code", **options}])
     assert "\n" not in str(caught.value)
+
+
+def test_an_incomplete_sandbox_is_refused_or_named(monkeypatch, caplog):
+    monkeypatch.setattr("rewards.code.absent_parts", lambda: ["no Landlock, so programs could read files"])
+    with pytest.raises(ValueError, match=r"the sandbox is incomplete: no Landlock, .*; set sandbox: unsafe"):
+        make_rewards(["code"])
+    with caplog.at_level(logging.WARNING):
+        make_rewards([{"name": "code", "sandbox": "unsafe"}])
+    assert "programs run in an incomplete sandbox: no Landlock, so programs could read files" in caplog.text
