@@ -93,6 +93,8 @@ class OneLiners:
                 verdict = "y" if idea == index else "n"
                 parts.append(f"?{NAMES[idea]}={FORMULAS[NAMES[idea]](second)}{verdict}")
             parts.append(f"{b}:{NAMES[index]},")
+        if rng.random() < self.note_probability:
+            parts.append(self.note(problem, shown, self.cases))
         return "".join(parts) + f"{OPEN}{HEAD}{self.expression(problem)[1:]}{CLOSE}"
 
     def note(self, problem: Problem, shown: Sequence[tuple[int, int]], first: int) -> str:

@@ -130,7 +130,8 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "tests",
     [
-        None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], ["1 +"], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []},
+        None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], ["1 +"], {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
         {"inputs": 3, "outputs": 3}, [{"input": "1"}], [{"input": 1, "output": "1"}],
         [{"input": "1", "output": "1", "testtype": "other"}], [{"input": "1", "output": "1", "testtype": "functional"}],
         [{"input": "1 2", "output": "1", "fn_name": "f"}], {"ground_truth": None},
