@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewards.code_tests import Test, function_name, read_livecodebench, read_tests
+from rewards.code_values import to_text
 from rewards.sandbox import absent_parts
 from rewards.text import completion_text, require_column, require_whole
 from rewards.workers import WorkerPool
@@ -119,7 +120,7 @@ class CodeReward:
             sources = list(require_column("code", "tests", tests, completions, columns))
         sources = list(zip(sources, map(function_name, metadata or missing), strict=True))
         programs = [program_of(completion_text(completion)) for completion in completions]
-        keys = [json.dumps(source, default=str) for source in sources]
+        keys = [to_text(source, id) for source in sources]
         tests_of = {key: self._read(*source) for key, source in dict(zip(keys, sources, strict=True)).items()}
 
         # Many completions of a group may have the same program, so each distinct program is run only once.

@@ -15,7 +15,7 @@ import operator
 import socket
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from rewards.code_values import from_text, to_text
 
@@ -34,8 +34,9 @@ def _enter(value: Any) -> Any:
     return type(value).__enter__(value)
 
 
-def _leave(value: Any, *arguments: Any) -> Any:
-    return type(value).__exit__(value, *arguments)
+def _leave(value: Any, name: str | None, message: str) -> Any:
+    error = None if name is None else _exception(name, message)
+    return type(value).__exit__(value, error and type(error), error, None)
 
 
 def _plain(value: Any) -> list[Any]:
@@ -98,9 +99,13 @@ def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
             copies = [item for item in arguments if type(item) in (list, dict, set)]  # not the program's objects
             reply = to_text(["value", value, copies], refer)
         except BaseException as error:
-            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            reply = to_text(["error", kind.__name__, _message(error)])
+            reply = to_text(["error", _built_in(type(error)), _message(error)])
         connection.send(reply)
+
+
+def _built_in(kind: type) -> str:
+    """Return the name of an exception class, or of its first built-in base class."""
+    return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 def _message(error: BaseException) -> str:
@@ -113,14 +118,14 @@ def _message(error: BaseException) -> str:
 # ---- the process of the statements -------------------------------------------------------------------------
 
 
-def run_statements(statements: str, names: dict[str, Any], connection: Connection) -> None:
-    """Run statements that may use `names` and the program's names. Raises the first error in them."""
+def run_statements(statements: str, connection: Connection) -> None:
+    """Run statements that use the program's names. Raises the first error in them."""
 
     def ask(operation: str, *arguments: Any, **named: Any) -> Any:
         connection.send(to_text([operation, arguments, named], _number))
         kind, value, rest = from_text(connection.receive(), resolve)
         if kind == "error":
-            _raise(value, rest)
+            raise _exception(value, rest)
         originals = [item for item in arguments if isinstance(item, list | dict | set)]
         for original, changed in zip(originals, rest, strict=True):
             _copy_back(original, changed)
@@ -130,7 +135,7 @@ def run_statements(statements: str, names: dict[str, Any], connection: Connectio
     def resolve(number: int) -> Remote:
         return Remote(ask, number)
 
-    names = {**names, **from_text(connection.receive(), resolve), "__name__": "tests"}
+    names = {**from_text(connection.receive(), resolve), "__name__": "tests"}
     exec(compile(statements, "<tests>", "exec"), names)
 
 
@@ -140,12 +145,12 @@ def _number(value: Any) -> int:
     raise TypeError(f"tests can give plain data and the program's objects to a program, not a {type(value).__name__}")
 
 
-def _raise(name: str, message: str) -> NoReturn:
-    """Raise an error of the program, given its first built-in class; a RuntimeError stands for SystemExit."""
+def _exception(name: str, message: str) -> Exception:
+    """Return the built-in exception with this name, or a RuntimeError in place of SystemExit and others."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
-        raise kind(message)
-    raise RuntimeError(f"{name}: {message}")
+        return kind(message)
+    return RuntimeError(f"{name}: {message}")
 
 
 def _copy_back(original: Any, changed: Any) -> None:
@@ -182,6 +187,9 @@ class Remote:
     def __hash__(self) -> int:
         return id(self)
 
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> bool:
+        return bool(_ask(self, "leave", kind and _built_in(kind), "" if error is None else _message(error)))
+
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and bool(_ask(instance, "isinstance", self))
 
@@ -215,7 +223,7 @@ _METHODS = {
     "call": "call", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "len": "len", "iter": "iter",
     "next": "next", "reversed": "reversed", "str": "str", "repr": "repr", "bool": "bool", "int": "int",
     "float": "float", "complex": "complex", "index": "index", "abs": "abs", "neg": "neg", "pos": "pos",
-    "invert": "invert", "round": "round", "enter": "enter", "exit": "leave",
+    "invert": "invert", "round": "round", "enter": "enter",
 }  # fmt: skip
 for _name, _operation in _METHODS.items():
     setattr(Remote, f"__{_name}__", _operator(_operation))

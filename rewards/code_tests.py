@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from rewards.code_values import from_text
+from rewards.code_values import from_text, read_json, to_text
 
 MOST_BYTES = 2**28  # of tests after decompression
 CALLS = ("functional", "function_call", "call")
@@ -48,7 +48,7 @@ class Test:
     @property
     def most_output(self) -> int:
         """Number of bytes that an output may have: enough for every output that can be right."""
-        return 2**16 + 8 * max((len(json.dumps(output)) for output in self.outputs), default=0)
+        return 2**16 + 8 * max((len(to_text(output)) for output in self.outputs), default=0)
 
     def is_right(self, output: str) -> bool:
         """Return True if the output of a run (standard output, or the result as text) is an expected one."""
@@ -91,7 +91,7 @@ def read_tests(value: Any, function: str = "") -> list[Test]:
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{", '"'):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError as error:
             raise ValueError(f"the tests are not JSON: {error}") from error
     if isinstance(value, Mapping):
@@ -191,8 +191,8 @@ def _call(function: str, lines: str, output: Any) -> Test:
     """Return a test that calls a function with the JSON values in the lines, and expects the JSON value `output`."""
     try:
         for line in lines.split("\n"):
-            json.loads(line)
-        expected = json.loads(output) if isinstance(output, str) else output
+            read_json(line)
+        expected = read_json(output) if isinstance(output, str) else output
     except ValueError as error:
         raise ValueError(f"a functional test is not JSON: {error}") from error
     return Test("call", lines, (expected,), function)

@@ -34,6 +34,11 @@ _TAGGED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 _COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text, in which a whole number may have any number of digits."""
+    return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
+
+
 def to_text(value: Any, refer: Callable[[Any], Any] | None = None) -> str:
     """Return a value as one line of JSON.
 

@@ -20,6 +20,7 @@ afterwards. No process that runs a program ever holds an expected output: output
 
 from __future__ import annotations
 
+import builtins
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from rewards.code_remote import Connection, answer_calls, run_statements
-from rewards.code_values import PROGRAM, to_text
+from rewards.code_values import PROGRAM, read_json, to_text
 from rewards.confined import (
     CHANNEL,
     STDIN,
@@ -59,10 +60,10 @@ PRELUDE = "".join(f"from {name} import *\n" for name in STARRED) + "".join(f"imp
 
 @cache
 def prelude() -> dict[str, Any]:
-    """Return the names that programs and statements may use without importing them."""
+    """Return the names that a program may use without importing or defining them: built-in ones and PRELUDE's."""
     names: dict[str, Any] = {}
     exec(PRELUDE, names)
-    return names
+    return {**vars(builtins), **names}
 
 
 # ---- the process that runs a program or statements ---------------------------------------------------------
@@ -71,22 +72,20 @@ def prelude() -> dict[str, Any]:
 def run_program(request: dict[str, Any]) -> None:
     """Run the program of a request as its kind demands."""
     kind = request["kind"]
-    names = dict(prelude())
-    names |= {"stdin": sys.stdin, "stdout": sys.stdout, "__name__": "__main__" if kind == "stdin" else PROGRAM}
-    module = ModuleType(names["__name__"])
-    module.__dict__.update(names)
+    module = ModuleType("__main__" if kind == "stdin" else PROGRAM)
+    # As built-in names, those of the prelude are not taken for names that the program defines.
+    vars(module)["__builtins__"] = {**prelude(), "stdin": sys.stdin, "stdout": sys.stdout}
     sys.modules[module.__name__] = module
-    exec(compile(request["program"], "<program>", "exec"), module.__dict__)
+    exec(compile(request["program"], "<program>", "exec"), vars(module))
     if kind == "call":
         owner = module.Solution() if hasattr(module, "Solution") else module
-        arguments = [json.loads(line) for line in request["input"].split("\n")]
+        arguments = [read_json(line) for line in request["input"].split("\n")]
         result = to_text(getattr(owner, request["function"])(*arguments))
         with open(CHANNEL, "w", encoding="ascii") as channel:
             channel.write(result + "\n")
     elif kind == "statements":
-        own = {name: value for name, value in vars(module).items() if value is not names.get(name)}
-        own.pop("__builtins__", None)
-        answer_calls(own, Connection(socket.socket(fileno=CHANNEL)))
+        names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        answer_calls(names, Connection(socket.socket(fileno=CHANNEL)))
 
 
 # ---- the supervisor ----------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _tested(watch: Watch, statements: Callable[[], str]) -> dict[str, Any]:
     output, written = os.pipe()
 
     def run() -> None:
-        run_statements(source, prelude(), Connection(socket.socket(fileno=CHANNEL)))
+        run_statements(source, Connection(socket.socket(fileno=CHANNEL)))
         os.write(VERDICT, PASSED)
         os.close(VERDICT)
 

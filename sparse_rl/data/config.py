@@ -141,6 +141,8 @@ class DataConfig(Configuration):
         self._check_choices()
 
     def _check_files(self) -> None:
+        if self.release is not None and self.local:
+            raise UserError("a local file is one release; remove this key", "release")
         if self.release is not None and self.files is None:
             raise UserError(
                 "this dataset has no releases, only datasets on the hub of a task in recipes/tasks", "release"

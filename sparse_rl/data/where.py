@@ -25,11 +25,11 @@ def matching_rows(source: Any, where: Mapping[str, Any]) -> list[int]:
     for column, condition in where.items():
         if column not in source.column_names:
             raise UserError(f"no such column; the source has {listed(source.column_names, column)}", f"where.{column}")
-        values = source[column]
+        values = source[column][:]
         try:
             kept = [row for row in rows if meets(values[row], condition)]
         except TypeError:
-            value = next(values[row] for row in rows)
+            value = next(values[row] for row in rows if values[row] is not None)
             raise UserError(f"{show(condition)} cannot be compared with {show(value)}", f"where.{column}") from None
         if not kept:
             present = list(dict.fromkeys(show(values[row]) for row in rows))

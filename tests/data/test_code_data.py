@@ -97,6 +97,7 @@ def test_dates_are_compared_as_text() -> None:
         ({"levl": "easy"}, "data.where.levl: no such column; the source has .*level"),
         ({"level": "medium"}, "data.where.level: no row is left; the values are 'easy', 'hard'"),
         ({"level": {"from": 3}}, "data.where.level: .* cannot be compared with 'easy'"),
+        ({"rating": {"from": "2"}}, "data.where.rating: .* cannot be compared with 3"),
         ({"level": {"form": "a"}}, "where.level: bounds are a mapping with from, until or both"),
         ({"level": {}}, "where.level: bounds are a mapping"),
         ({"level": []}, "where.level: give a value"),
@@ -108,6 +109,11 @@ def test_a_wrong_condition_is_one_line(tmp_path: Path, where: dict[str, Any], me
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path, ROWS, where=where)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_shows_a_value_although_the_first_row_has_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be compared with 5"):
+        load(tmp_path, ROWS[::-1], where={"rating": {"from": "2"}, "level": "easy"})
 
 
 def test_files_on_the_hub_are_read_by_their_suffix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,10 @@ def test_a_release_stands_for_files_on_the_hub():
     assert (local.files, local.release, local.columns["starter_code"]) == (None, None, "starter_code")
     with pytest.raises(UserError, match=r"release: unknown release 'v7'; the releases are v1, v2"):
         tasks_of({"livecodebench": {"release": "v7"}})
-    for wrong in ({"livecodebench": {"path": "mine.jsonl", "release": "v5"}}, {"aime24": {"release": "v5"}}):
-        with pytest.raises(UserError, match="release: this dataset has no releases"):
-            tasks_of(wrong)
+    with pytest.raises(UserError, match="release: a local file is one release"):
+        tasks_of({"livecodebench": {"path": "mine.jsonl", "release": "v5"}})
+    with pytest.raises(UserError, match="release: this dataset has no releases"):
+        tasks_of({"aime24": {"release": "v5"}})
 
 
 def test_keys_of_a_recipe_replace_those_of_its_named_task():
