@@ -1,4 +1,5 @@
-"""The policies that the suite samples under with any model: all registered ones except the learned ones."""
+"""The policies that the suite samples under with any model: all registered ones except the learned ones and
+those that need more than a model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from sparse_rl.methods.config import CONFIGS, accepted_parameters
 # learned policies need a model with scorers: tests/rollout/test_learned_decoding.py, test_gated.py
 LEARNED = ["kvpop", "dms"]
 PAGED = ["clustered", "layered"]  # policies with pages are tested in tests/methods/pages
-SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED)]
+PRESSED = ["press"]  # needs kvpress: tests/methods/press
+SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED, *PRESSED)]
 ON_VLLM = [name for name in SAMPLED if name != "lined"]  # the number of entries of this policy keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
 EVICTING = [name for name in SAMPLED if name != "full"]

@@ -32,6 +32,7 @@ COLOURS = {
     "lined": "#66A61E",
     "clustered": "#1F4E2E",
     "layered": "#56B4E9",
+    "press": "#B58900",
     "full": "#000000",
     # other ways to compact a context once
     "evict": "#E03C31",

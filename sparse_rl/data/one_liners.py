@@ -1,11 +1,11 @@
 r"""One-liners: a task in which a tiny model writes a Python function that it has to find out from examples.
 
-The hidden function of `a` and `b` computes one small formula of `a` for each value of `b`. The prompt shows two examples
-for each value of `b`: `2>5` says that the result is 5 if `a` is 2. The worked answer takes one value of `b` after the
-other. It repeats the two examples, takes a formula that fits the first, and computes its result for the second; y or n
-says if that result is right. After y it writes down the formula, and after n it tries another one. Before a line, a
-note in brackets may repeat the formulas found so far and the examples not used yet: a model that learns to write notes
-keeps in a small cache what it still needs. The program comes last, in a fenced block, and is tested on other values.
+The hidden function of `a` and `b` computes one small formula of `a` for each value of `b`. The prompt shows two
+examples for each value of `b`: `2>5` says that the result is 5 if `a` is 2. The worked answer has a step for each value
+of `b`. The step repeats the two examples, takes a formula that fits the first, and computes its result for the second;
+y or n says if this result is right. After n another formula follows, and after y the step ends with the formula. Before
+a step, a note in brackets may repeat the formulas so far and the examples that are not used yet: a model that writes
+notes keeps what it needs in a small cache. The program comes last, in a fenced block, and is tested on other values.
 
     f:b0 2>5 4>7;b1 3>6 1>2;        ->        b0 2>5 4>7?a+3=7y0:a+3,[0:a+3,b1 3>6 1>2;]b1 3>6 1>2?9-a=8n?a*2=2y1:a*2,
                                               ```
@@ -19,6 +19,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import add, mul, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 INPUTS = range(7)  # values of `a`
 MOST_CASES = 6
 FORMULAS: dict[str, Callable[[int], int]] = {
-    **{f"a+{k}": lambda a, k=k: a + k for k in range(1, 10)},
-    **{f"a*{k}": lambda a, k=k: a * k for k in range(2, 5)},
-    **{f"{k}-a": lambda a, k=k: k - a for k in range(6, 16)},
+    **{f"a+{k}": partial(add, k) for k in range(1, 10)},
+    **{f"a*{k}": partial(mul, k) for k in range(2, 5)},
+    **{f"{k}-a": partial(sub, k) for k in range(6, 16)},
 }
 NAMES = tuple(FORMULAS)
 VALUES = range(max(formula(a) for formula in FORMULAS.values() for a in INPUTS) + 1)
@@ -49,7 +51,7 @@ LONGEST = 1024  # tokens of a sequence
 
 @dataclass(frozen=True)
 class OneLiners:
-    """`cases` values of `b`. Before each line but the first, a note has probability `note_probability`."""
+    """`cases` values of `b`. Before each step but the first, a note has probability `note_probability`."""
 
     cases: int = 4
     note_probability: float = 0.3
@@ -93,14 +95,16 @@ class OneLiners:
                 verdict = "y" if idea == index else "n"
                 parts.append(f"?{NAMES[idea]}={FORMULAS[NAMES[idea]](second)}{verdict}")
             parts.append(f"{b}:{NAMES[index]},")
-        if rng.random() < self.note_probability:
-            parts.append(self.note(problem, shown, self.cases))
         return "".join(parts) + f"{OPEN}{HEAD}{self.expression(problem)[1:]}{CLOSE}"
 
     def note(self, problem: Problem, shown: Sequence[tuple[int, int]], first: int) -> str:
-        """Return a note before the line of `b` = `first`: the formulas before it, and the examples from there on."""
-        found = "".join(f"{b}:{NAMES[problem[b]]}," for b in range(first))
-        return f"[{found}{_examples(problem, shown, first)}]"
+        """Return a note before the step of `b` = `first`: the formulas before it, and the examples from there on."""
+        formulas = "".join(f"{b}:{NAMES[problem[b]]}," for b in range(first))
+        return f"[{formulas}{_examples(problem, shown, first)}]"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 2 + 6 * self.cases
 
 
 def _example(b: int, formula: Callable[[int], int], pair: tuple[int, int]) -> str:

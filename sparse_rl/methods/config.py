@@ -26,6 +26,7 @@ from sparse_rl.methods.eviction.config import (
 )
 from sparse_rl.methods.kvpop.config import KVpopPolicyConfig, LearnedConfig
 from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
+from sparse_rl.methods.press.config import PressConfig
 from sparse_rl.policies.config import FullConfig, PolicyConfig
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "LinedConfig",
     "MorphKVConfig",
     "PolicyConfig",
+    "PressConfig",
     "RKVConfig",
     "ScoredWindowConfig",
     "SnapKVConfig",
@@ -68,6 +70,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "dms": DMSConfig,
     "clustered": ClusteredConfig,
     "layered": LayeredConfig,
+    "press": PressConfig,
 }
 """The settings class of each cache policy, by its name in recipes; one line here registers a method."""
 

@@ -155,6 +155,44 @@ class EvictsBeforeAttending(Schedule):
 
 
 @dataclass(frozen=True)
+class CompactsPrompts(Schedule):
+    """The only compaction runs at the end of the prompt, and leaves `share` of the prompt's entries, but at least one.
+
+    share : fraction of the prompt's entries, between 0 and 1; the number of entries is rounded down
+    """
+
+    budget: int = NEVER
+    share: float = 0.5
+
+    def left(self, prompt: Any, seen: Any) -> Any:
+        exact = prompt.double() if hasattr(prompt, "double") else prompt  # as Python multiplies
+        kept = exact * self.share
+        return _larger(kept.long() if hasattr(kept, "long") else int(kept), prompt * 0 + 1)
+
+    def first(self, prompt: Any) -> Any:
+        return prompt
+
+    def due(self, prompt: Any, seen: Any) -> Any:
+        return (seen == prompt) & (self.left(prompt, seen) < prompt)
+
+    def next_due(self, prompt: int, seen: int) -> int:
+        return prompt if seen < prompt else NEVER
+
+    def held(self, prompt: Any, seen: Any) -> Any:
+        return seen + (seen >= prompt) * (self.left(prompt, seen) - prompt)
+
+    def attended(self, prompt: Any, seen: Any) -> Any:
+        return seen + (seen > prompt) * (self.left(prompt, seen) - prompt)
+
+    @property
+    def peak(self) -> int | None:
+        return None
+
+    def most_decoding(self, prompt: Any, fed: Any) -> Any:
+        return self.held(prompt, fed)
+
+
+@dataclass(frozen=True)
 class NothingCompacts(NeverEvicts):
     """No compaction runs, but once `begins` tokens are seen, queries after the prompt may see fewer than all tokens."""
 

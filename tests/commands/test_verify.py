@@ -29,7 +29,8 @@ from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_t
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
 GKV = "cache={policy: gkv, budget: 20, window: 4, period: 8}"
 PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
-SPECIAL: dict[str, dict[str, Any]] = {  # policies that the usual settings do not fit
+SPECIAL: dict[str, dict[str, Any]] = {
+    "press": {"policy": "press", "options": {"window_size": 4}},  # policies that the usual settings do not fit
     "clustered": PAGES,
     "layered": {
         "policy": "layered",
