@@ -1,7 +1,7 @@
 """The reward `code` runs the program in a completion against tests.
 
-The program is the last fenced block of the completion. Each test runs it afresh, in a process of its own that can do
-nothing but compute (sandbox.py, code_worker.py); outputs are compared here. code_tests.py reads the tests.
+The program is the last fenced block of the completion. Each test runs it afresh, in a process of its own that can only
+compute and read Python's files (sandbox.py, code_worker.py); outputs are compared here. code_tests.py reads the tests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rewards.workers import WorkerPool
 logger = logging.getLogger(__name__)
 
 SLACK = 5  # a test may last this many times its processor time in real time
+WAITS = (0.1, 0.3, 1.0, 3.0, 10.0)  # seconds between two attempts to start a process
 GRACE = 20.0  # seconds after that, within which the worker must answer
 SANDBOX = ("required", "unsafe")
 PROGRAM_LIMIT = 200_000  # characters; a longer text is not a program
@@ -70,10 +72,11 @@ class CodeReward:
     sandbox : ``required`` refuses to run where a part of the sandbox is missing; ``unsafe`` then runs without that part
 
     The tests are the column `tests`, or LiveCodeBench's columns. If `partial` is False, the first test that fails ends
-    the run of a program, and otherwise the first test that exceeds its time; the tests after it count as failed.
+    the run of a program. If it is True, the first test that exceeds its time does; the tests after it count as failed.
 
     If `log_metric` is passed, each call logs numbers of completions: `rewards/code_timeout`, `rewards/code_error` (an
-    exception or an exceeded limit), `rewards/code_no_program`, and `rewards/unusable_tests` with reward None.
+    exception, a failed assertion or an exceeded limit), `rewards/code_no_program`, and `rewards/unusable_tests` with
+    reward None.
     """
 
     __name__ = "code"
@@ -196,7 +199,7 @@ class CodeReward:
         }
         header, source = json.dumps(request).encode(), statements.encode("utf-8", "replace")
         message = struct.pack(">II", len(header), len(source)) + header + source
-        reply = self._pool.ask(message, SLACK * self.timeout + GRACE)
+        reply = self._reply(message)
         if reply is None:
             return "timeout"
         if "error" in reply:
@@ -204,6 +207,17 @@ class CodeReward:
         if reply["end"] == "passed" and "output" in reply and not test.is_right(reply["output"]):
             return "wrong"
         return reply["end"]
+
+    def _reply(self, message: bytes) -> dict[str, Any] | None:
+        """Return a worker's reply; None if there is none in time. Tries again while the machine has no process left."""
+        problem = ""
+        for wait in WAITS:
+            reply = self._pool.ask(message, SLACK * self.timeout + GRACE)
+            if reply is None or "busy" not in reply:
+                return reply
+            problem = reply["busy"]
+            time.sleep(wait)
+        raise RuntimeError(f"the code reward can start no process ({problem}); is a limit of processes reached?")
 
 
 def core_count() -> int:

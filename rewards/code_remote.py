@@ -1,24 +1,31 @@
 """Statements that test a program from another process: the program's names stand for remote objects.
 
 The process of the program answers calls (`answer_calls`), and the process of the statements runs them
-(`run_statements`). Arguments and results are copied if they are plain data (code_values.py). Changes that a function
-makes to a list, dict or set that it gets are copied back. Other results are remote objects: their operations run in the
-program's process, except comparisons with plain data: these compare a plain copy of the object, such as the list of an
-object whose class extends list. An object without a plain copy is unequal to plain data, so that no program can pass a
-test with an object that is equal to everything.
+(`run_statements`). Arguments and results are copied if they are plain data (code_values.py). If a function changes a
+list, dict or set that is an argument, the change is copied back. Other results are remote objects, whose operations run
+in the program's process.
+
+A program must not learn expected values from the statements, or decide about them. So a remote object and plain data
+are compared, added and so on here, by a plain copy of the object, such as the list of an object whose class extends
+list. An object without a plain copy is unequal to plain data. And a program replaces names of built-in functions and of
+the standard library's modules only if the statements use no other name of it.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import importlib
 import operator
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from rewards.code_values import from_text, to_text
 
+ATTRIBUTES = ("__name__", "__doc__", "__dict__")
 MESSAGE_LIMIT = 1_000  # characters of an exception's message that the statements see
 _BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
@@ -77,7 +84,7 @@ class Connection:
 
 
 def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
-    """Send the program's names to the statements, and run the operations that they ask for until they end."""
+    """Send the program's names that the statements ask for, and run their operations until they end."""
     objects: list[Any] = []
     numbers: dict[int, int] = {}  # id of an object -> its place in `objects`
 
@@ -87,7 +94,8 @@ def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
             objects.append(value)
         return numbers[id(value)]
 
-    connection.send(to_text(dict(names), refer))
+    asked = from_text(connection.receive())
+    connection.send(to_text({name: names[name] for name in asked if name in names}, refer))
     while True:
         try:
             line = connection.receive()
@@ -96,7 +104,8 @@ def answer_calls(names: Mapping[str, Any], connection: Connection) -> None:
         try:
             operation, arguments, named = from_text(line, objects.__getitem__)
             value = OPERATIONS[operation](*arguments, **named)
-            copies = [item for item in arguments if type(item) in (list, dict, set)]  # not the program's objects
+            given = (*arguments, *named.values())
+            copies = [item for item in given if type(item) in (list, dict, set)]  # not the program's objects
             reply = to_text(["value", value, copies], refer)
         except BaseException as error:
             reply = to_text(["error", _built_in(type(error)), _message(error)])
@@ -126,7 +135,7 @@ def run_statements(statements: str, connection: Connection) -> None:
         kind, value, rest = from_text(connection.receive(), resolve)
         if kind == "error":
             raise _exception(value, rest)
-        originals = [item for item in arguments if isinstance(item, list | dict | set)]
+        originals = [item for item in (*arguments, *named.values()) if isinstance(item, list | dict | set)]
         for original, changed in zip(originals, rest, strict=True):
             _copy_back(original, changed)
         return value
@@ -135,7 +144,14 @@ def run_statements(statements: str, connection: Connection) -> None:
     def resolve(number: int) -> Remote:
         return Remote(ask, number)
 
-    names = {**from_text(connection.receive(), resolve), "__name__": "tests"}
+    used = {node.id for node in ast.walk(ast.parse(statements)) if isinstance(node, ast.Name)}
+    connection.send(to_text(sorted(used)))
+    names = from_text(connection.receive(), resolve)
+    usual = {name for name in names if hasattr(builtins, name) or name in sys.stdlib_module_names}
+    if usual != names.keys():
+        modules = {name: importlib.import_module(name) for name in usual if not hasattr(builtins, name)}
+        names = {**{name: value for name, value in names.items() if name not in usual}, **modules}
+    names["__name__"] = "tests"
     exec(compile(statements, "<tests>", "exec"), names)
 
 
@@ -171,6 +187,8 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ATTRIBUTES:  # NumPy would follow an address in __array_interface__
+            raise AttributeError(name)
         return _ask(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -205,18 +223,15 @@ def _operator(operation: str) -> Callable[..., Any]:
     return lambda remote, *arguments, **named: _ask(remote, operation, *arguments, **named)
 
 
-def _swapped(operation: str) -> Callable[..., Any]:
-    return lambda remote, other: object.__getattribute__(remote, "_ask")(operation, other, remote)
-
-
-def _comparison(operation: str) -> Callable[..., Any]:
-    def compare(remote: Remote, other: Any) -> Any:
+def _binary(operation: str, swapped: bool = False) -> Callable[..., Any]:
+    def compute(remote: Remote, other: Any) -> Any:
         if isinstance(other, Remote):
-            return bool(_ask(remote, operation, other))
-        copies = _ask(remote, "plain")
-        return OPERATIONS[operation](copies[0], other) if copies else NotImplemented
+            return _ask(remote, operation, other)
+        for copy in _ask(remote, "plain"):
+            return OPERATIONS[operation](other, copy) if swapped else OPERATIONS[operation](copy, other)
+        return NotImplemented
 
-    return compare
+    return compute
 
 
 _METHODS = {
@@ -227,9 +242,7 @@ _METHODS = {
 }  # fmt: skip
 for _name, _operation in _METHODS.items():
     setattr(Remote, f"__{_name}__", _operator(_operation))
+for _operation in (*_BINARY, *_COMPARISONS):
+    setattr(Remote, f"__{_operation.strip('_')}__", _binary(_operation))
 for _operation in _BINARY:
-    _name = _operation.strip("_")
-    setattr(Remote, f"__{_name}__", _operator(_operation))
-    setattr(Remote, f"__r{_name}__", _swapped(_operation))
-for _operation in _COMPARISONS:
-    setattr(Remote, f"__{_operation}__", _comparison(_operation))
+    setattr(Remote, f"__r{_operation.strip('_')}__", _binary(_operation, swapped=True))

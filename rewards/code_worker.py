@@ -1,7 +1,8 @@
 """The process that runs programs for the reward `code`. One request is one test of one program.
 
     request:  two lengths (4 bytes each), then a JSON object and the source of statements, of these lengths
-    reply:    a line of JSON, {"end": ..., "output": ...}, or {"error": ...} if the program could not be confined
+    reply:    a line of JSON, {"end": ..., "output": ...}, or {"error": ...} if the program could not be confined,
+              or {"busy": ...} if the machine has no process left
 
 The keys of a request are `kind`, `program`, `input`, `function`, and the limits in confined.py. The kinds are
 
@@ -10,8 +11,8 @@ The keys of a request are `kind`, `program`, `input`, `function`, and the limits
   the form of code_values.py.
 - statements: the statements run in a process of their own, and use the program's names (code_remote.py).
 
-The end is "passed" (the program ended without an error, or the statements did), "failed" (an exception, a signal, a
-full memory, too much output, too many threads) or "timeout".
+The end is "passed" (the program ended without an error, or the statements did), "failed" (an exception, a signal, no
+memory left, too much output, too many threads) or "timeout".
 
 The worker forks a supervisor *before* it reads the request, so the worker's memory never holds a program or a test. The
 supervisor forks a process that confines itself (confined.py) and runs the program, and reads the statements only
@@ -79,7 +80,8 @@ def run_program(request: dict[str, Any]) -> None:
     exec(compile(request["program"], "<program>", "exec"), vars(module))
     if kind == "call":
         owner = module.Solution() if hasattr(module, "Solution") else module
-        arguments = [read_json(line) for line in request["input"].split("\n")]
+        lines = request["input"].split("\n") if request["input"] else []
+        arguments = [read_json(line) for line in lines]
         result = to_text(getattr(owner, request["function"])(*arguments))
         with open(CHANNEL, "w", encoding="ascii") as channel:
             channel.write(result + "\n")
@@ -102,6 +104,8 @@ def supervise(request: dict[str, Any], statements: Callable[[], str], caller: in
         reply = _tested(watch, statements) if request["kind"] == "statements" else _run(watch)
     except Ended as end:
         reply = {"end": str(end)}
+    except BlockingIOError as error:  # no process, or no memory for one
+        reply = {"busy": str(error)}
     except OSError as error:
         reply = {"error": str(error)}
     watch.kill()  # not in `finally`, which a new process would run, too
@@ -119,7 +123,7 @@ def _run(watch: Watch) -> dict[str, Any]:
     process = watch.begin(files, partial(run_program, request))
     os.close(written)
     content = watch.read(output)
-    if request["kind"] == "stdin" and watch.wait(process) != 0:
+    if not content if request["kind"] == "call" else watch.wait(process):
         raise Ended("failed")
     return {"end": "passed", "output": content.decode("utf-8", "replace")}
 

@@ -46,7 +46,10 @@ def sandbox() -> Sandbox:
 
 
 class Forked(BaseException):
-    """Raised in a new process, so that it leaves all frames of the supervisor, and then calls `run`."""
+    """Raised in a new process, where it unwinds the supervisor's frames, so that a program cannot find their variables.
+
+    run : function that the process then calls
+    """
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run
@@ -62,6 +65,8 @@ def start(files: dict[int, int], request: dict[str, Any], run: Callable[[], obje
     if child:
         return child
     die_with(parent)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # if memory runs out, the kernel ends this process first
     try:
         if request["complete"] and not sandbox().complete:
             raise OSError("a part of the sandbox is missing")
@@ -100,8 +105,10 @@ def end_with(run: Callable[[], object]) -> NoReturn:
     sys.argv = ["program.py"]
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(MOST_DIGITS)
-    sys.stdin = os.fdopen(STDIN, encoding="utf-8", closefd=False)
-    sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8", closefd=False)
+    for name, number, mode in (("stdin", STDIN, "r"), ("stdout", STDOUT, "w")):
+        file = os.fdopen(number, mode, encoding="utf-8", closefd=False)
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
     status = 0
     try:
         run()
@@ -121,10 +128,9 @@ def finish() -> None:
 
     Python's own end does this, too, but frees all memory, which takes several times as long as most programs.
     """
-    while threads := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
-        threads[0].join()
+    threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors
     atexit._run_exitfuncs()
-    for file in gc.get_objects():  # without those from before `gc.freeze`
+    for file in gc.get_objects():  # omits objects that gc.freeze() saw
         if isinstance(file, io.TextIOWrapper | io.BufferedWriter) and not file.closed and file.writable():
             file.flush()
 
@@ -154,7 +160,7 @@ def file_of(text: str) -> int:
 
 
 class Ended(Exception):
-    """Raised with the end of a run: "passed", "failed" or "timeout"."""
+    """Raised with the end of a run: "failed" or "timeout"."""
 
 
 class Watch:
@@ -178,8 +184,10 @@ class Watch:
         while part := os.read(report, 4096):
             message += part
         os.close(report)
+        if not message:
+            raise BlockingIOError("a process ended before it was confined")
         if message != CONFINED:
-            raise OSError(message.decode(errors="replace") or "the process ended before it was confined")
+            raise OSError(message.decode(errors="replace"))
         return process
 
     def read(self, output: int) -> bytes:

@@ -1,17 +1,18 @@
 """Confines the calling process, for good, before it runs a program that a model wrote. Linux on x86-64 and arm64.
 
     absent_parts()             -> texts about the parts that this machine lacks; empty if the sandbox is complete
-    sandbox = Sandbox(readable)   prepares the parts that this machine has
-    sandbox.confine(limits)       the process can then no longer do what the list below excludes
+    sandbox = Sandbox(readable)    prepares the parts that this machine has
+    sandbox.confine(limits)    confines the process
 
 The parts need neither root nor user namespaces nor a server, and also work in a container:
 
-- Landlock (Linux 5.13): no file can be opened but those below `readable`, for reading, and /dev/null.
+- Landlock (Linux 5.13): the process can open only files below `readable`, for reading, and /dev/null.
 - seccomp: only the system calls in CALLS. There is no call among them that starts a process or a program, opens a
-  socket, changes the file system, sends a signal, looks into another process, or shares memory with one.
+  connection, changes the file system, sends a signal, looks into another process, or shares memory with one.
 - Limits of processor time, address space and open files. Without capabilities, root cannot raise them.
 
-The process keeps its open files, so the caller closes all that the program must not have.
+The process keeps its open files, so the caller closes all that the program must not have. Afterwards the process can
+do only what this list leaves.
 """
 
 from __future__ import annotations
@@ -242,15 +243,19 @@ def _conditions(writing: bool) -> Iterator[tuple[str, list[bytes]]]:
     yield "prctl", _one_of(0, NAMES, EPERM)
     yield "ioctl", _one_of(1, TERMINAL_QUESTIONS, ENOTTY)
     yield "fcntl", _one_of(1, FILE_FLAGS, EPERM)
-    yield "socketpair", _one_of(0, (1,), EPERM)  # AF_UNIX
+    # A pair of datagram sockets could send to any socket that has a name.
+    stream = [_argument(1), _instruction(AND, 0, 0, 0xF), _jump_unless(1, 1), _return(ALLOW), refuse]
+    yield "socketpair", [_argument(0), _instruction(JUMP_EQUAL, 1, 0, 1), refuse, *stream]  # AF_UNIX, SOCK_STREAM
     own = [_argument(0), _instruction(JUMP_EQUAL, 1, 0, 0), refuse]
     stack = [_argument(1), _jump_unless(RLIMIT_STACK, 1), _return(ALLOW)]
     question = [_argument(2), _jump_unless(0, 3), _argument(2, upper=True), _jump_unless(0, 1), _return(ALLOW)]
     yield "prlimit64", [*own, *stack, *question, refuse]
     for name, place in (("open", 1), ("openat", 2)):
         writes = [_instruction(JUMP_IF_ANY, 0, 1, WRITING), refuse]
+        # Landlock does not see these two: access mode 3, and truncation of a file that is opened for reading.
+        neither = [_instruction(AND, 0, 0, os.O_ACCMODE), _jump_unless(os.O_ACCMODE, 1), refuse, _argument(place)]
         truncates = [_instruction(AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), _jump_unless(os.O_TRUNC, 1), refuse]
-        yield name, [_argument(place), *(truncates if writing else writes), _return(ALLOW)]
+        yield name, [_argument(place), *([*neither, *truncates] if writing else writes), _return(ALLOW)]
 
 
 def _one_of(place: int, values: Iterable[int], error: int) -> list[bytes]:

@@ -14,7 +14,7 @@ FENCED = "Put the whole program into one block at the end of your answer, betwee
 def with_instruction(problem: Any, starter_code: Any) -> str:
     """Return the problem, followed by an instruction to write a program.
 
-    starter_code : code from which the program starts; None or empty: the program reads standard input
+    starter_code : code from which the program starts; if it is None or empty, the program reads standard input
 
     Raises UserError if the problem or the code is not text.
     """

@@ -40,7 +40,7 @@ def matching_rows(source: Any, where: Mapping[str, Any]) -> list[int]:
 
 
 def meets(value: Any, condition: Any) -> bool:
-    """Return True if a row's value meets a condition. A missing value meets none.
+    """Return True if a row's value meets a condition. A missing value meets no condition.
 
     A bound that is text is compared with the beginning of the value, so until: 2025-05-01 includes the whole day.
     """

@@ -1,7 +1,7 @@
 """Programs that attack the machine or the tests, and honest programs among which they are mixed.
 
 hostile_attacks.txt has the attacks: a line `######## CLASS` begins a class, and `----` separates two attacks. A hostile
-program first attacks, and whatever comes of that, it then gives its best guess. The right output of a test is a
+program attacks, and then prints or returns a guess. The right output of a test is a
 function of its input that no program knows, so only a program that steals it could score. In an attack, VICTIM stands
 for the path of a file that the caller chooses.
 """

@@ -84,6 +84,8 @@ def test_the_program_is_the_last_closed_block(text, program):
         (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1.0),
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
         (ADD, ["1 / 0"], 0.0),
+        (ADD, ["def test_add():\n    assert add(1, 2) == 3"], None),  # never called
+        (ADD, ["def check(f):\n    assert f(1, 2) == 3\ncheck(add)"], 1.0),
         (ADD, ["assert add(1, 2) =="], None),
         ("def add(a, b) return", ["assert True"], 0.0),
         ("1 / 0", ["assert True"], 0.0),
@@ -180,6 +182,9 @@ def test_metrics_count_completions():
         ("print(2 ** 100_000 % 10 ** 20_000 > 0, len(str(2 ** 100_000)))", "True 30103"),
         ("import threading\nthreading.Timer(0.1, print, ['from a thread']).start()", "from a thread"),
         ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", "3"),
+        ("from concurrent.futures import ThreadPoolExecutor\nprint(ThreadPoolExecutor(2).submit(sum, [1, 2]).result())",
+         "3"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nprint(1)\nsys.stdout = sys.__stdout__\nprint(3)", "3"),
         ("import socket\na, b = socket.socketpair()\na.send(b'x')\nprint(b.recv(1))", "b'x'"),
         ("import sys, threading\nthreading.stack_size(2**27)\nsys.setrecursionlimit(10**6)\n"
          "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(30_000))).start()", "30000"),
@@ -250,6 +255,17 @@ class Number(int):
 class Stack(list): push = list.append
 class Refused(ValueError): pass
 def refuse(): raise Refused("no")
+class Cheat:
+    __sub__ = __rsub__ = lambda self, other: 0.0
+class Pointer:
+    __array_interface__ = {"data": (id(None), False), "shape": (2,), "typestr": "<f8", "version": 3}
+def abs(x): return 0
+def sorted(x): return x
+def negative(): return -3
+def line(): return deque([1])
+def count_letters(): return Counter("ab")
+def day(): return datetime.timedelta(days=1)
+def steps(): return range(3)
 def raises(kind): raise kind("no")
 def count(): yield from (1, 2)
 def apply(function, x): return function(x)
@@ -277,6 +293,16 @@ LIMIT = 5
         ("assert Always() == 3", False),
         ("assert Always() == None or Always() == [] or 3 in Always()", False),
         ("assert Always() < 3", False),
+        ("assert abs(Cheat() - 3.5) < 1e-6 or abs(3.5 - Cheat()) < 1e-6", False),
+        ("assert abs(negative()) == 3", True),  # the program's abs returns 0
+        ("import math\nassert math.isclose(LIMIT, 5) and sorted([2, 1]) == [1, 2] and negative() == -3", True),
+        ("import numpy as np\nassert np.asarray(Pointer()).shape == ()", True),  # one object, not memory
+        ("items = [3, 1]\nsort_in_place(items=items)\nassert items == [1, 3]", True),
+        (
+            "from collections import Counter, deque\nassert line() == deque([1]) and count_letters() == Counter('ab')",
+            True,
+        ),
+        ("from datetime import timedelta\nassert day() == timedelta(days=1) and steps() == range(3)", True),
         ("assert abs(Always() - 1.5) < 1e-6", False),
         ("assert [Always()] == [3] or {'a': Always()} == {'a': 3} or (Always(),) == (3,)", False),
         ("import sys; sys.exit(0)", False),
@@ -306,6 +332,25 @@ def answer():
     assert score(patch, [secret]) == 0.0
     assert score("def answer(): return 918273", [secret]) == 1.0  # control
     assert score("kept = 'assert answer() == 918273'.upper().lower()\n" + spy, [secret]) == 1.0  # it sees what is there
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        '{"set": [{"int": "0x1"}]}', '{"Fraction": ["0x1", "0x2"]}', '{"dict": [[{"int": "0x1"}, 1]]}', "7.0", "[7]",
+        '{"object": 0}', "[" * 50_000, '{"Decimal": "7"}',
+    ],
+)  # fmt: skip
+def test_a_forged_result_counts_only_if_json_has_its_value(score, forged):
+    program = f"import os\ndef f(): os.write(3, {forged!r}.encode() + b'\\n'); os._exit(0)"
+    tests = {"inputs": [[]], "outputs": [7], "fn_name": "f"}
+    assert score(program, tests) == float(forged == "7.0")
+
+
+def test_an_exception_in_a_call_is_an_error_and_not_a_wrong_result():
+    metrics, tests = {}, [{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}]
+    CodeReward(workers=1)([block("def f(x): raise ValueError")], tests=tests, log_metric=metrics.__setitem__)
+    assert metrics["rewards/code_error"] == 1
 
 
 def test_time_is_processor_time_and_real_time():
@@ -344,7 +389,7 @@ def test_a_program_ends_when_the_trainer_is_killed():
     marker = f"sleeps_{os.getpid()}"
     script = (
         "from rewards.code import CodeReward\n"
-        f"CodeReward(timeout=30)(['```\\nimport time\\n{marker} = 1\\ntime.sleep(60)\\n```'], tests=[['pass']])"
+        f"CodeReward(timeout=30)(['```\\nimport time\\n{marker} = 1\\ntime.sleep(60)\\n```'], tests=[['x = 1']])"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
 

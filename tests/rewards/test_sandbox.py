@@ -202,6 +202,11 @@ def test_arguments_decide_about_some_calls():
     assert allowed("openat", 0, 0, os.O_RDONLY | os.O_CLOEXEC)
     assert not allowed("openat", 0, 0, os.O_RDONLY | os.O_TRUNC)
     assert allowed("openat", 0, 0, os.O_WRONLY | os.O_TRUNC)  # Landlock decides
+    assert not allowed("openat", 0, 0, 3)  # neither reading nor writing, for Landlock
+    assert not allowed("openat", 0, 0, 3 | os.O_TRUNC)
+    assert allowed("socketpair", 1, 1 | 0x80000)
+    assert not allowed("socketpair", 1, 2)  # datagrams could go to any socket that has a name
+    assert not allowed("socketpair", 2, 1)
     assert allowed("fcntl", 0, 3)
     assert not allowed("fcntl", 0, 8)  # F_SETOWN
     assert not allowed("prctl", 22)  # another filter
