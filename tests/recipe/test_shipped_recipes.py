@@ -69,6 +69,7 @@ def test_the_folders_of_shipped_recipes_are_these() -> None:
         "deepseek-r1-distill-qwen-7b",
         "eval",
         "llama-3.2-3b-instruct",
+        "one_liners",
         "quickstart",
         "qwen2.5-1.5b",
         "qwen3-4b",
