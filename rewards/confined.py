@@ -144,7 +144,9 @@ def file_of(text: str) -> int:
     """Return an open file with a text, for reading."""
     content = text.encode("utf-8", "replace")
     if not hasattr(fcntl, "F_ADD_SEALS"):
-        with tempfile.TemporaryFile() as temporary:
+        from sparse_rl.temporary import temporary_folder
+
+        with tempfile.TemporaryFile(dir=temporary_folder()) as temporary:
             temporary.write(content)
             temporary.seek(0)
             return os.dup(temporary.fileno())

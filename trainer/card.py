@@ -139,7 +139,7 @@ model = AutoModelForCausalLM.from_pretrained("{local}")
 
 ## The recipe, every key written out
 
-```yaml
+````yaml
 {recipe}
-```
+````
 """

@@ -64,7 +64,7 @@ def mistakes() -> list[tuple[list[str], str]]:
             ("output_dir=' '", "output_dir: expected text that is not empty"),
         ]
         if recipe.prompt_caches():
-            values.append(("prompt_cache.ratio=2", "prompt_cache.ratio: expected a number above 0, at most 1, got 2"))
+            values.append(("prompt_cache={policy: am, ratio: 2}", "ratio: expected a number above 0, at most 1, got 2"))
             values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))

@@ -124,7 +124,7 @@ def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any
     assert card.data.base_model is None
     for fact in (f"| `{recipe.model}` |", "budget=16", "16 entries", "1 steps", f"--local-dir {Path(REPOSITORY).name}"):
         assert fact in card.text, fact
-    written = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    written = yaml.safe_load(card.text.partition("````yaml\n")[2].partition("````")[0])
     assert make_recipe(written) == recipe.with_attention_kernel(written["attention_kernel"])
 
     modes = {file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
@@ -190,4 +190,4 @@ def test_the_model_card_of_each_shipped_recipe_describes_the_recipe(name: str, t
     if cache is not None and policy.schedule.peak is not None:
         assert f"| Budget | {cache.budget} entries per kv head" in card.text
         assert f"; at most {policy.schedule.peak} are held" in card.text
-    assert make_recipe(yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])) == recipe
+    assert make_recipe(yaml.safe_load(card.text.partition("````yaml\n")[2].partition("````")[0])) == recipe
