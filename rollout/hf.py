@@ -35,6 +35,7 @@ from rollout.requests import (
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
@@ -278,6 +279,8 @@ class HFEngine:
             forced = torch.tensor(tokens, device=device) if max(tokens) >= 0 else None
             drawn = sample(logits, sampling, uniform, forced)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
+            if Clock.running is not None:
+                Clock.running.step(sum(row.finish_reason is None for row in rows), cache.allocated_bytes())
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue

@@ -21,6 +21,7 @@ from torch import Tensor
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
+from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, choose, match, refit
 from sparse_rl.matching.select import attention_score
@@ -232,11 +233,11 @@ def _compacted(
     place = torch.arange(tokens, device=entries.keys.device)
     competing = (place >= config.first) & (place < tokens - config.last)
     kept = [LayerEntries(*(x[:, :, ~competing] for x in entries))]
-    for part in range(parts):
-        start, end = (between * n // parts for n in (part, part + 1))
+    for number in range(parts):
+        start, end = (between * n // parts for n in (number, number + 1))
         share = count * end // between - count * start // between
         # `first` and `last` join the first and the last part, so that a single part is the whole context.
-        selected = slice(config.first + start if part else 0, config.first + end if part + 1 < parts else tokens)
+        selected = slice(config.first + start if number else 0, config.first + end if number + 1 < parts else tokens)
         if share:
             held = LayerEntries(*(x[:, :, selected] for x in entries))
             block = Block(held.keys, held.values, queries, held.bias, competing[selected].expand(1, 1, -1), scaling)
@@ -256,6 +257,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
     return index, block.bias.gather(2, index), at_slots(block.values, index)
 
 
+@part("selection", detail=True)
 def _most_attended(block: Block, count: int, config: PromptCacheConfig) -> Tensor:
     """Return the indices of the `count` entries with the highest pooled scores, as `match` does."""
     score = _score(block, config.aggregate)

@@ -24,6 +24,7 @@ from rollout.vllm.messages import Begun, Due
 from rollout.vllm.plan import NOBODYS, Fixed, Group, Plan, Watch, last_of_each
 from rollout.vllm.record import RunRecord
 from rollout.vllm.slabs import Arrangement, Slab
+from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.entries import Entries
 
@@ -265,7 +266,8 @@ class CacheState:
         for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
             while group:
                 count = max(1, compacting.MOST // (heads * dim * max(d.held for d in group)))
-                self._compact(group[:count])
+                with part("compaction"):
+                    self._compact(group[:count])
                 group = group[count:]
 
     def _compact(self, due: list[Due]) -> None:

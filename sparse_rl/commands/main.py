@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sparse_rl import __version__
 from sparse_rl.commands import (
+    bench,
     doctor,
     eval,
     inspect,
@@ -27,7 +28,9 @@ from sparse_rl.errors import UserError
 from sparse_rl.progress import screen
 from sparse_rl.recipe import list_recipes
 
-_MODULES = (train, teacher, rollout, eval, perplexity, serve, inspect, verify, plot, doctor, keys, quickstart)
+_MODULES = (
+    *(train, teacher, rollout, eval, perplexity, bench, serve, inspect, verify, plot, doctor, keys, quickstart),
+)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 

@@ -67,7 +67,12 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
 
     live : module in memory to sample from; by default the recipe's model is loaded later
     """
-    config = load_config(recipe.model)
+    prepared = prepare_model(recipe, load_config(recipe.model), live)
+    return replace(prepared, tokenizer=load_tokenizer(recipe.model))
+
+
+def prepare_model(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
+    """Do what `prepare` does, for a model with this configuration, but load no tokenizer."""
     fresh = isinstance(recipe, SFTRecipe) and recipe.sft.from_scratch
     skeleton = (meta_model if fresh else check_weights)(config, recipe.model)
     prepared = resolve(recipe, config, live)
@@ -81,7 +86,7 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
         check_scorers(recipe.model, policy)
     for remark in prepared.remarks:
         warn(remark)
-    return replace(prepared, skeleton=skeleton, tokenizer=load_tokenizer(recipe.model))
+    return replace(prepared, skeleton=skeleton)
 
 
 def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:

@@ -59,7 +59,7 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
     compute_exactly(rollout.exact)
     source = prepared.live
     if source is None:
-        source = _load_model(recipe) if rollout.engine in SAMPLE_LIVE else recipe.model
+        source = load_for_sampling(recipe) if rollout.engine in SAMPLE_LIVE else recipe.model
 
     @contextmanager
     def open_engine(policy: Policy, **options: Any) -> Iterator[Engine]:
@@ -111,7 +111,8 @@ def identity(prepared: Prepared, *parts: Any) -> str:
     return point_key(model, recipe.dtype, recipe.rollout.engine, recipe.rollout.exact, recipe.seed, *parts)
 
 
-def _load_model(recipe: Recipe) -> Any:
+def load_for_sampling(recipe: Recipe) -> Any:
+    """Load the recipe's model, onto a GPU if there is one."""
     import torch
 
     from sparse_rl.models.load import load_model

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, pursuit_weights
 from sparse_rl.matching.select import PURSUIT_BOUND, attention_score, pursued
@@ -83,6 +84,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     return index, bias, values
 
 
+@part("selection", detail=True)
 def choose(block: Block, count: int, fit: Fit) -> Tensor:
     """Choose the entries of a block that stay, as `match` does, without a fit.
 
@@ -130,23 +132,25 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
 
     Returns the biases, float32 [R, H, t], and the values, [R, H, t, D].
     """
-    logits = block.logits()
-    phi, mass = features(logits)
-    wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
-    kept = phi.gather(3, wide)
-    omp = fit.select == "omp"
-    bound = PURSUIT_BOUND if omp else BOUND
-    if fit.paper:
-        weights = paper_weights(kept, mass, bound, steps=0 if omp else 2)
-    else:
-        weights = (pursuit_weights if omp else fit_weights)(kept, mass, bound)
-    bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
-    deep = index[..., None].expand(*index.shape, block.values.shape[-1])
-    keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()
-    x = (block.queries.double() @ keys.mT * block.scaling + bias.double()[:, :, None]).softmax(-1)
-    y = logits.softmax(-1) @ block.values.double()
-    fitted = paper_values(x, y) if fit.paper else fit_values(x, y, values, fit.ridge)
-    return bias, fitted.to(block.values.dtype)
+    with part("fit of biases", detail=True):
+        logits = block.logits()
+        phi, mass = features(logits)
+        wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
+        kept = phi.gather(3, wide)
+        omp = fit.select == "omp"
+        bound = PURSUIT_BOUND if omp else BOUND
+        if fit.paper:
+            weights = paper_weights(kept, mass, bound, steps=0 if omp else 2)
+        else:
+            weights = (pursuit_weights if omp else fit_weights)(kept, mass, bound)
+        bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
+    with part("fit of values", detail=True):
+        deep = index[..., None].expand(*index.shape, block.values.shape[-1])
+        keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()
+        x = (block.queries.double() @ keys.mT * block.scaling + bias.double()[:, :, None]).softmax(-1)
+        y = logits.softmax(-1) @ block.values.double()
+        fitted = paper_values(x, y) if fit.paper else fit_values(x, y, values, fit.ridge)
+        return bias, fitted.to(block.values.dtype)
 
 
 def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:

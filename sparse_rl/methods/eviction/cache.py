@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.clock import part
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.entries import Arriving, Chunk, Entries
@@ -190,7 +191,8 @@ class EvictingCache:
             self.policy.observe(index, entries, query, rows)
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
-            self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
+            with part("compaction"):
+                self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
         # The prompt's buffers are freed, because only the kept entries are copied.
         capacity = max(self.lengths)
         layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
@@ -247,14 +249,16 @@ class EvictingCache:
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         # The G query heads of a group attend as G "queries" to their kv head, so that no key is repeated.
         grouped = query.reshape(batch, kv_heads, -1, dim)
-        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
+        with part("attention", detail=True):
+            out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
 
         if self.policy.every_query:
             entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
             self.policy.observe(index, entries, query, now[:, None])
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
-            self._compact(index, layer, due, held, scaling)
+            with part("compaction"):
+                self._compact(index, layer, due, held, scaling)
         return out
 
     def _slots_seen(self, layer: Layer) -> tuple[int, Tensor | None]:
@@ -369,6 +373,7 @@ def _oldest_first(queries: Tensor, seen: Tensor) -> Tensor:
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
 
 
+@part("gather", detail=True)
 def at_slots(x: Tensor, slots: Tensor) -> Tensor:
     """Gather the slots int64 [B, Hkv, N] of keys or values x [B, Hkv, C, D]. Returns [B, Hkv, N, D]."""
     return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype
+from sparse_rl.clock import part
 from sparse_rl.errors import UserError
 from sparse_rl.methods.eviction.cache import EvictingCache, Layer, at_slots
 from sparse_rl.methods.pages.clustered import Clustered
@@ -40,14 +41,15 @@ class PagedCache(EvictingCache):
         self.config, self.pages, self.most_opened = policy.config, policy.pages, policy.most_opened
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        super().begin_decode(active, device)
-        queries = [n - 1 for n in self.seen]
-        self._closed = self.pages.all_closed(self.prompt_lengths, queries)
-        if max(self._closed) > MOST_PAGES:
-            raise UserError(f"a sequence has more than {MOST_PAGES} pages; use larger pages", "cache.page")
-        before = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
-        self._were = [b if a else c for a, b, c in zip(active, before, self._closed, strict=True)]
-        self._plan_cover(device)
+        with part("plan", detail=True):
+            super().begin_decode(active, device)
+            queries = [n - 1 for n in self.seen]
+            self._closed = self.pages.all_closed(self.prompt_lengths, queries)
+            if max(self._closed) > MOST_PAGES:
+                raise UserError(f"a sequence has more than {MOST_PAGES} pages; use larger pages", "cache.page")
+            before = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
+            self._were = [b if a else c for a, b, c in zip(active, before, self._closed, strict=True)]
+            self._plan_cover(device)
 
     def _plan_cover(self, device: torch.device) -> None:
         """Prepare a forward pass for all layers: store the columns of the raw tokens to read, and the closed pages."""
@@ -110,7 +112,8 @@ class PagedCache(EvictingCache):
         layer.values[rows, :, self._slots] = value[:, :, 0]
         layer.positions[rows, :, self._slots] = now[:, None]
         if self._were != self._closed:
-            self._close(index, layer)
+            with part("close", detail=True):
+                self._close(index, layer)
 
         wide = computing_dtype(query, value)
         # The G query heads of a group attend as G "queries" to their kv head, so that no key is repeated.
@@ -179,6 +182,7 @@ class PagedCache(EvictingCache):
             )
 
 
+@part("sum", detail=True)
 def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attend from T queries to several parts of N entries each, with one softmax over all parts.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl.clock import part
 from sparse_rl.kernels.ranked import ranked
 
 
@@ -130,6 +131,7 @@ def random_weights(layer: int, heads: int, numbers: Tensor, size: int) -> Tensor
     return one_hot.to(numbers.device, torch.float32)
 
 
+@part("choose", detail=True)
 def choose(
     logits: Tensor, raw: int, most: int, threshold: float | None = None, allowed: Tensor | None = None
 ) -> Tensor:

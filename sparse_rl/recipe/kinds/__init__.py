@@ -12,6 +12,7 @@ TRL to PASSED_THROUGH in passed_through.py. Then regenerate docs/recipes.md (ref
 from __future__ import annotations
 
 from sparse_rl.recipe.kinds.base import Recipe
+from sparse_rl.recipe.kinds.bench import BenchRecipe
 from sparse_rl.recipe.kinds.distill import DistillRecipe
 from sparse_rl.recipe.kinds.evaluation import EvalRecipe
 from sparse_rl.recipe.kinds.grpo import GRPORecipe
@@ -26,5 +27,6 @@ KINDS: dict[str, type[Recipe]] = {
     "sft": SFTRecipe,
     "eval": EvalRecipe,
     "perplexity": PerplexityRecipe,
+    "bench": BenchRecipe,
 }
 """The class of each kind of recipe, by the value of the key `kind`."""

@@ -1,0 +1,117 @@
+"""Time and memory of sampling, at several lengths of the sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparse_rl.clock import Clock, Step
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What sampling took until all sequences had `length` tokens.
+
+    length : tokens of a sequence, prompt and completion
+    seconds : from the call of the engine on; it includes the reading of the prompts
+    decode_seconds, decode_tokens, decode_steps : the same without the reading of the prompts: seconds, sampled tokens
+        of all sequences, and steps of the engine
+    parts : name of a part of a step -> seconds while decoding
+    compactions : number of decode steps in which a sequence was compacted
+    cache_bytes : maximum number of bytes of keys and values
+    peak_bytes : maximum number of bytes of the GPU's memory or, without a GPU, of this process; None means unknown
+    """
+
+    length: int
+    seconds: float
+    decode_seconds: float
+    decode_tokens: int
+    decode_steps: int
+    parts: dict[str, float]
+    compactions: int
+    cache_bytes: int
+    peak_bytes: int | None
+
+
+def now() -> float:
+    """Return the time in seconds, after a GPU has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_sampling(
+    sample: Callable[[], object],
+    sequences: int,
+    prompt: int,
+    lengths: Sequence[int],
+    *,
+    detailed: bool = False,
+    observed: AbstractContextManager | None = None,
+) -> list[Measured]:
+    """Call `sample` and return what it took until each of the lengths.
+
+    sample : samples `sequences` sequences from prompts of `prompt` tokens, up to the greatest length
+    lengths : tokens of a sequence, prompt and completion
+    detailed : True also times the parts that occur in every layer of every step
+    observed : context manager in which the engine reports its steps to the running clock; None if it always does
+    """
+    peaks: dict[int, int | None] = {}
+
+    def read_peak(step: Step) -> None:
+        for length in lengths:
+            if length not in peaks and step.tokens >= sequences * (length - prompt):
+                peaks[length] = _peak_bytes()
+
+    _reset_peak_bytes()
+    with Clock(detailed, now, read_peak) as clock, observed or nullcontext():
+        start = now()
+        sample()
+        now()
+    return [_measured(clock, start, length, sequences * (length - prompt), peaks.get(length)) for length in lengths]
+
+
+def _measured(clock: Clock, start: float, length: int, tokens: int, peak: int | None) -> Measured:
+    steps = clock.steps
+    last = next((place for place, step in enumerate(steps) if step.tokens >= tokens), len(steps) - 1)
+    first = next((place for place, step in enumerate(steps) if step.prefilled), last)
+    first = min(first, last)
+    parts: dict[str, float] = {}
+    compacted = set()
+    for name, place, seconds in clock.parts:
+        if first < place <= last:
+            parts[name] = parts.get(name, 0.0) + seconds
+            compacted |= {place} if name == "compaction" else set()
+    return Measured(
+        length=length,
+        seconds=steps[last].time - start,
+        decode_seconds=steps[last].time - steps[first].time,
+        decode_tokens=steps[last].tokens - steps[first].tokens,
+        decode_steps=last - first,
+        parts=parts,
+        compactions=len(compacted),
+        cache_bytes=max(step.cache_bytes for step in steps[: last + 1]),
+        peak_bytes=peak,
+    )
+
+
+def _reset_peak_bytes() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int | None:
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return None

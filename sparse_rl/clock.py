@@ -1,0 +1,89 @@
+"""Times the parts of a forward pass while a `Clock` runs. Without a running clock, a `part` costs almost nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+
+@dataclass(frozen=True)
+class Step:
+    """State of an engine after a step.
+
+    time : time in seconds, of the clock's own `now`
+    tokens : number of tokens sampled so far, over all sequences
+    prefilled : True if no prompt waits to be read
+    cache_bytes : bytes of keys and values that the sequences hold
+    """
+
+    time: float
+    tokens: int
+    prefilled: bool
+    cache_bytes: int
+
+
+class Clock:
+    """Context manager that records the steps of an engine and the durations of the parts of a step.
+
+    detailed : True records also parts that occur in every layer of every step. On a GPU this slows the engine down,
+        because each measured part waits for the GPU
+    now : function that returns the time in seconds, after all work has ended
+    on_step : called after each step
+    """
+
+    running: ClassVar[Clock | None] = None
+
+    def __init__(
+        self,
+        detailed: bool = False,
+        now: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self.detailed, self.now, self.on_step = detailed, now, on_step
+        self.within_part = False
+        self.steps: list[Step] = []
+        self.parts: list[tuple[str, int, float]] = []  # name of a part, number of its step, seconds
+
+    def __enter__(self) -> Self:
+        Clock.running = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Clock.running = None
+
+    def step(self, sampled: int, cache_bytes: int, prefilled: bool = True) -> None:
+        """Record the end of a step that sampled `sampled` tokens; the other arguments are fields of `Step`."""
+        tokens = sampled + (self.steps[-1].tokens if self.steps else 0)
+        self.steps.append(Step(self.now(), tokens, prefilled, cache_bytes))
+        self.on_step(self.steps[-1])
+
+
+class part(ContextDecorator):  # used like a function
+    """Context manager, and decorator: if a clock runs, it records the duration of the block under `name`.
+
+    A part that runs within another part is not recorded, so the recorded durations can be added.
+
+    detail : True if the block runs in every layer of every step; only a detailed clock records it
+    """
+
+    def __init__(self, name: str, detail: bool = False) -> None:
+        self.name, self.detail = name, detail
+        self.clock: Clock | None = None
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self.name, self.detail)  # a decorated function may run in several threads
+
+    def __enter__(self) -> None:
+        clock = Clock.running
+        if clock is None or clock.within_part or (self.detail and not clock.detailed):
+            return
+        self.clock, clock.within_part = clock, True
+        self.start = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        if (clock := self.clock) is not None:
+            clock.parts.append((self.name, len(clock.steps), clock.now() - self.start))
+            self.clock, clock.within_part = None, False

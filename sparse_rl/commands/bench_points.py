@@ -1,0 +1,332 @@
+"""The points of `sparse-rl bench`: what each measures, about how long it takes, and its row of medians."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.context.config import PromptCacheConfig
+from rollout.evaluation.contexts import label
+from rollout.evaluation.journal import Journal, point_key, settings_of
+from rollout.timing.estimate import START, Machine, context_seconds, measured_machine, sampling_seconds
+from sparse_rl.attention.families import window_of
+from sparse_rl.attention.kernels.masked import mask_bytes
+from sparse_rl.commands.memory import computes_exactly
+from sparse_rl.commands.prepared import Prepared, prepare_model, resolve
+from sparse_rl.commands.sampling import identity, load_for_sampling
+from sparse_rl.errors import UserError
+from sparse_rl.models.known import load_shape
+from sparse_rl.models.load import load_config
+from sparse_rl.models.random_weights import changed_config, random_model
+from sparse_rl.models.weights import meta_model
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes
+from sparse_rl.recipe import BenchRecipe
+from sparse_rl.trace.record import trace_bytes
+from trainer.memory import count_parameters
+
+WARM_UP = 8  # tokens that an engine samples before it is timed
+STUDY_PROMPT = 16  # tokens of the prompt of self-study
+PLAIN = "vllm without the plugin"
+OUT_OF_MEMORY = "out of memory"
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to time, `repetitions` times.
+
+    engine : name of the engine, or PLAIN
+    cache : cache policy or, for contexts, settings of the compaction
+    size : number of sequences that are sampled at the same time; for contexts, number of tokens
+    seconds : estimated duration of all runs
+    """
+
+    engine: str
+    cache: Policy | PromptCacheConfig
+    size: int
+    key: str
+    seconds: float
+    repetitions: int
+
+    def missing(self, journal: Journal) -> list[int]:
+        """Return the numbers of the runs that the journal lacks."""
+        return [number for number in range(self.repetitions) if (number,) not in journal.units(self.key)]
+
+    def __str__(self) -> str:
+        if isinstance(self.cache, PromptCacheConfig):
+            return f"a context of {self.size:,} tokens, {label(self.cache)}"
+        name = self.engine if self.engine == PLAIN else repr(self.cache)
+        return f"{name}, {self.size} sequences"
+
+
+@dataclass
+class Bench:
+    """The points of one model.
+
+    exact : True if float32 attention is computed in float64
+    parameters : number of the model's parameters
+    left_out : lengths and points that are not timed, with the reason
+    journal : finished runs; None before `time_benches`
+    loaded : the model, once the hf engine has sampled from it
+    """
+
+    prepared: Prepared[BenchRecipe]
+    exact: bool
+    parameters: int
+    points: list[Point]
+    left_out: list[str]
+    journal: Journal | None = field(default=None, repr=False)
+    loaded: Any = field(default=None, repr=False)
+
+    def live(self) -> Prepared[BenchRecipe]:
+        """Return the prepared recipe with its model in memory, for the hf engine."""
+        if self.loaded is None:
+            self.loaded = (
+                self.random_model() if self.prepared.recipe.random_weights else load_for_sampling(self.prepared.recipe)
+            )
+        return replace(self.prepared, recipe=self.prepared.recipe.with_rollout(engine="hf"), live=self.loaded)
+
+    def random_model(self) -> Any:
+        recipe, device = self.prepared.recipe, "cuda" if torch.cuda.is_available() else "cpu"
+        return random_model(self.prepared.config, recipe.dtype, recipe.seed, device)
+
+    def findings(self) -> dict[str, str]:
+        """Return topic -> text: the lines that --dry-run prints."""
+        recipe = self.prepared.recipe
+        sampled = [point for point in self.points if isinstance(point.cache, Policy)]
+        lines = {
+            "recipe": f"{recipe.kind}, into {recipe.output_dir}",
+            **self.prepared.findings,
+            "weights": f"{'random, ' if recipe.random_weights else ''}{self.parameters:,} parameters, {recipe.dtype}",
+        }
+        if sampled:
+            sizes = ", ".join(map(str, recipe.batch))
+            lengths = ", ".join(f"{length:,}" for length in recipe.length)
+            lines["sampling"] = (
+                f"{sizes} sequences, prompts of {recipe.prompt_tokens:,} tokens, measured at {lengths} tokens"
+            )
+        if recipe.contexts is not None:
+            lengths = ", ".join(f"{length:,}" for length in recipe.contexts.length)
+            lines["contexts"] = f"{lengths} tokens, {len(recipe.contexts.points())} compactions each"
+        for number, line in enumerate(self.left_out):
+            lines["left out" + " " * number] = line
+        total = sum(point.seconds for point in self.points)
+        runs = f"{len(self.points)} points, {recipe.repetitions} runs each"
+        lines["duration"] = f"about {duration(total)} ({runs}), without the policies' own computations"
+        return lines
+
+    def rows(self) -> list[Line]:
+        """Return a row for each sampled point and length that has been measured."""
+        rows = [
+            row for point in self.points if isinstance(point.cache, Policy) for row in self._rows(point, point.cache)
+        ]
+        return [*_with_ratios(rows)]
+
+    def context_rows(self) -> list[Line]:
+        """Return a row for each context and compaction that has been measured."""
+        rows = []
+        for point in self.points:
+            if isinstance(point.cache, Policy) or not (lines := self._lines(point)):
+                continue
+            row = {"model": self.prepared.recipe.model, "compaction": label(point.cache), "tokens": point.size}
+            row |= {"settings": settings_of(point.cache), "runs": len(lines)}
+            if any("failure" in line for line in lines):
+                rows.append({**row, "failure": OUT_OF_MEMORY})
+                continue
+            stages = {name: [line["seconds"][name] for line in lines] for name in lines[0]["seconds"]}
+            row |= {"entries": lines[0]["entries"], "seconds": {n: statistics.median(v) for n, v in stages.items()}}
+            rows.append({**row, "spread": {name: spread(values) for name, values in stages.items()}})
+        return rows
+
+    def _lines(self, point: Point) -> list[Line]:
+        return [] if self.journal is None else self.journal.lines(point.key)
+
+    def _rows(self, point: Point, policy: Policy) -> Iterator[Line]:
+        lines, recipe = self._lines(point), self.prepared.recipe
+        for place, length in enumerate(recipe.length if lines else ()):
+            row = {
+                "model": recipe.model,
+                "engine": point.engine,
+                "policy": policy.name,
+                "parameters": policy.parameters(),
+                "batch": point.size,
+                "prompt_tokens": recipe.prompt_tokens,
+                "length": length,
+                "runs": len(lines),
+                "memory": self._memory(policy, point.size, length),
+            }
+            if any("failure" in line for line in lines):
+                yield {**row, "failure": OUT_OF_MEMORY}
+                continue
+            yield {**row, **_medians([line["lengths"][place] for line in lines], point.size, recipe.prompt_tokens)}
+
+    def _memory(self, policy: Policy, batch: int, length: int) -> dict[str, int]:
+        """Return name -> computed bytes of `batch` sequences of `length` tokens (G-KV, appendix G)."""
+        (layers, kv_heads, dim), itemsize = self.prepared.shape, ITEMSIZE[self.prepared.recipe.dtype]
+        entries = batch * policy.schedule.most_held(self.prepared.recipe.prompt_tokens, length - 1)
+        per_head = layers * kv_heads * entries
+        queries = query_bytes(policy, layers, self.prepared.config.num_attention_heads, dim, itemsize)
+        evicts = policy.schedule.evicts
+        return {
+            "keys and values": cache_bytes(entries, layers, kv_heads, dim, itemsize),
+            "scores": 4 * len(policy.entry_memory) * per_head,
+            "positions": 8 * per_head if evicts else 0,
+            "last queries": batch * queries,
+            "trace": trace_bytes(layers, kv_heads, length, batch, policy.config.recorded) if evicts else 0,
+            "dense masks instead": mask_bytes(batch, kv_heads, length, layers) if evicts else 0,
+        }
+
+
+def _medians(runs: Sequence[Mapping[str, Any]], batch: int, prompt: int) -> Line:
+    """Return the medians of one length's runs (`Measured`, as mappings)."""
+    length = runs[0]["length"]
+    speeds = [batch * (length - prompt) / run["seconds"] for run in runs]
+    decoding = [run for run in runs if run["decode_steps"]]
+    row: Line = {"tokens_per_second": statistics.median(speeds), "spread": spread(speeds), "speeds": speeds}
+    row["seconds"] = statistics.median(run["seconds"] for run in runs)
+    if decoding:
+        row["decode_tokens_per_second"] = statistics.median(r["decode_tokens"] / r["decode_seconds"] for r in decoding)
+        row["step_ms"] = statistics.median(1e3 * r["decode_seconds"] / r["decode_steps"] for r in decoding)
+        names = list(dict.fromkeys(name for run in decoding for name in run["parts"]))
+        parts = {n: statistics.median(1e6 * r["parts"].get(n, 0) / r["decode_steps"] for r in decoding) for n in names}
+        row["parts_us"] = parts
+        if any(run["compactions"] for run in decoding):
+            compacting = [(run["parts"]["compaction"], run) for run in decoding]
+            row["compaction_ms"] = statistics.median(1e3 * spent / run["compactions"] for spent, run in compacting)
+            row["compaction_share"] = statistics.median(spent / run["decode_seconds"] for spent, run in compacting)
+    row["cache_bytes"] = max(run["cache_bytes"] for run in runs)
+    peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
+    return {**row, "peak_bytes": max(peaks, default=None)}
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return (greatest - smallest) / median; None for a single value."""
+    return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None
+
+
+def _with_ratios(rows: Sequence[Line]) -> Iterator[Line]:
+    """Yield the rows with `ratio_to_full`: the median, over the runs, of the speed divided by the full cache's."""
+    full = {(row["batch"], row["length"]): row for row in rows if row["policy"] == "full" and row["engine"] != PLAIN}
+    for row in rows:
+        beside = full.get((row["batch"], row["length"]), {})
+        pairs = zip(row.get("speeds", ()), beside.get("speeds", ()), strict=False)
+        ratios = [own / theirs for own, theirs in pairs]
+        yield {**row, **({"ratio_to_full": statistics.median(ratios)} if ratios else {})}
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
+    """Check everything that can be checked without loading a model. Returns a bench for each model.
+
+    Raises UserError for mistakes, and if no point is left within the recipe's minutes.
+    """
+    benches = [_prepare(one) for one in recipe.by_model()]
+    if recipe.minutes is not None:
+        _leave_out(benches, 60 * recipe.minutes)
+    return benches
+
+
+def _prepare(recipe: BenchRecipe) -> Bench:
+    config = load_shape(recipe.model) if recipe.random_weights else load_config(recipe.model)
+    if recipe.shape:
+        config = changed_config(config, recipe.shape, "shape")
+    left_out = []
+    if (most := window_of(config)) is not None:
+        recipe, dropped = recipe.with_lengths_below(most)
+        left_out = [f"{length:,} tokens: the model's context length is {most:,}" for length in sorted({*dropped})]
+    recipe = recipe.with_rollout(max_batch=max(recipe.batch))
+    prepared = resolve(recipe, config) if recipe.random_weights else prepare_model(recipe, config)
+    recipe, exact = prepared.recipe, computes_exactly(prepared.recipe, torch.cuda.is_available())
+    if recipe.plain_vllm and recipe.rollout.engine != "vllm":
+        raise UserError(
+            "needs the engine vllm; install it and set rollout.engine=vllm, or remove the key", "plain_vllm"
+        )
+    if recipe.parts and recipe.rollout.engine != "hf":
+        raise UserError("the parts of a step are timed in the hf engine; set rollout.engine=hf", "parts")
+    if recipe.rollout.tensor_parallel > 1:
+        raise UserError(
+            "the steps of an engine in separate processes cannot be timed; set 1", "rollout.tensor_parallel"
+        )
+    parameters = count_parameters(meta_model(config))
+    machine = measured_machine(recipe.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    points = [*_sampling_points(prepared, machine, parameters, exact), *_context_points(prepared, machine, parameters)]
+    return Bench(prepared, exact, parameters, points, left_out)
+
+
+def _sampling_points(
+    prepared: Prepared[BenchRecipe], machine: Machine, parameters: int, exact: bool
+) -> Iterator[Point]:
+    recipe, engine = prepared.recipe, prepared.recipe.rollout.engine
+    if not recipe.length:
+        return
+    unique = {point_key(settings_of(policy)): policy for policy in prepared.policies}
+    timed: list[tuple[str, Policy]] = [(engine, policy) for policy in unique.values()]
+    timed += [(PLAIN, policy) for policy in unique.values() if policy.name == "full" and recipe.plain_vllm]
+    for name, policy in timed:
+        for batch in recipe.batch:
+            seconds = sampling_seconds(
+                machine, prepared.config, parameters, policy, batch, recipe.prompt_tokens, max(recipe.length),
+                recipe.dtype, exact,
+            )  # fmt: skip
+            seconds += START / len(recipe.batch) if name != "hf" else 0
+            what = [recipe.prompt_tokens, recipe.length, recipe.parts, recipe.shape, recipe.random_weights]
+            key = identity(prepared, describe_machine(), name, batch, what, settings_of(policy))
+            yield Point(name, policy, batch, key, recipe.repetitions * seconds, recipe.repetitions)
+
+
+def _context_points(prepared: Prepared[BenchRecipe], machine: Machine, parameters: int) -> Iterator[Point]:
+    recipe = prepared.recipe
+    if recipe.contexts is None:
+        return
+    for tokens in recipe.contexts.length:
+        for compaction in recipe.contexts.points():
+            try:
+                compaction.kept(tokens)
+            except UserError as error:
+                raise UserError(error.message, "contexts.length") from None
+            seconds = context_seconds(machine, prepared.config, parameters, compaction, tokens)
+            what = [recipe.shape, recipe.random_weights]
+            key = identity(prepared, describe_machine(), tokens, what, settings_of(compaction))
+            yield Point("hf", compaction, tokens, key, recipe.repetitions * seconds, recipe.repetitions)
+
+
+def _leave_out(benches: Sequence[Bench], most: float) -> None:
+    """Remove the points that take longest until the rest takes at most `most` seconds by the estimate."""
+    while (total := sum(point.seconds for bench in benches for point in bench.points)) > most:
+        bench = max(benches, key=lambda bench: max((point.seconds for point in bench.points), default=0))
+        longest = max(bench.points, key=lambda point: point.seconds)
+        bench.points.remove(longest)
+        bench.left_out.append(f"{longest}: about {duration(longest.seconds)}, more than `minutes` allows")
+        if not any(bench.points for bench in benches):
+            raise UserError(f"no point fits; the last takes about {duration(total)}. Raise it", "minutes")
+
+
+def duration(seconds: float) -> str:
+    """Format a duration with one unit."""
+    for size, unit in ((3600, "hours"), (60, "minutes")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def describe_machine() -> dict[str, str]:
+    """Return processor or GPU, number of threads, and the version of torch."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return {"device": device, "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor() or platform.machine()}"

@@ -1,0 +1,77 @@
+"""Models with random weights, for measurements of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.families import check_replayable
+from sparse_rl.config import show
+from sparse_rl.errors import UserError, listed, reason
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.models.directory import SCORERS, attach_scorers, save_policy, write_scorers
+from sparse_rl.policies.base import Policy
+
+SCORER_NOISE = 0.1  # standard deviation added to new scorers, which would otherwise rank by recency
+
+
+def changed_config(config: Any, changes: Mapping[str, Any], key: str) -> Any:
+    """Return a copy of a model's configuration with some of its keys replaced.
+
+    Raises UserError, which names the recipe key `key`, for keys that the configuration lacks, and for invalid values.
+    """
+    from transformers import AutoConfig
+
+    settings = config.to_dict()
+    for name in changes:
+        if name not in settings:
+            raise UserError(f"unknown key; the configuration has {listed(sorted(settings), name)}", f"{key}.{name}")
+    if "num_hidden_layers" in changes:
+        settings.pop("layer_types", None)  # a list with an item for each layer
+    try:
+        changed = AutoConfig.for_model(**{**settings, **changes})
+    except Exception as error:  # any exception of the library for an invalid value
+        raise UserError(f"{show(dict(changes))} is not a shape of {config.model_type}: {reason(error)}", key) from error
+    check_replayable(changed, "the model with this shape")
+    return changed
+
+
+def random_model(config: Any, dtype: str, seed: int, device: str = "cpu") -> Any:
+    """Return a model with random weights from `seed`. The global generator is not changed."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def attach_random_scorers(model: Any, policy: Policy) -> None:
+    """Attach scorers with random weights to a model if the policy is a learned one. They replace earlier scorers."""
+    if not isinstance(policy, LearnedPolicy):
+        return
+    attach_scorers(model, policy)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in getattr(model, SCORERS).parameters():
+            weight += SCORER_NOISE * torch.randn(weight.shape, generator=generator).to(weight)
+
+
+def save_random_model(model: Any, policy: Policy, folder: Path) -> Path:
+    """Write a model, and random scorers if the policy is a learned one, to a directory below `folder`; return it.
+
+    All policies without scorers share a directory. A directory that exists is returned as it is.
+    """
+    learned = isinstance(policy, LearnedPolicy)
+    words = [policy.name, *map(str, vars(policy.config.scorer).values())] if learned else ["full"]
+    place = folder / "-".join(words)
+    if place.is_dir():
+        return place
+    attach_random_scorers(model, policy)
+    model.save_pretrained(place)
+    if learned:
+        write_scorers(place, model.state_dict())
+        save_policy(place, policy)
+    return place
