@@ -280,7 +280,8 @@ class HFEngine:
             drawn = sample(logits, sampling, uniform, forced)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
             if Clock.running is not None:
-                Clock.running.step(sum(row.finish_reason is None for row in rows), cache.allocated_bytes())
+                sampled = sum(row.finish_reason is None for row in rows)
+                Clock.running.step(sampled, cache.allocated_bytes(), sampled)
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue

@@ -17,12 +17,14 @@ class Step:
     tokens : number of tokens sampled so far, over all sequences
     prefilled : True if no prompt waits to be read
     cache_bytes : bytes of keys and values that the sequences hold
+    at_once : number of sequences that the step worked on
     """
 
     time: float
     tokens: int
     prefilled: bool
     cache_bytes: int
+    at_once: int
 
 
 class Clock:
@@ -54,10 +56,10 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         Clock.running = None
 
-    def step(self, sampled: int, cache_bytes: int, prefilled: bool = True) -> None:
+    def step(self, sampled: int, cache_bytes: int, at_once: int, prefilled: bool = True) -> None:
         """Record the end of a step that sampled `sampled` tokens; the other arguments are fields of `Step`."""
         tokens = sampled + (self.steps[-1].tokens if self.steps else 0)
-        self.steps.append(Step(self.now(), tokens, prefilled, cache_bytes))
+        self.steps.append(Step(self.now(), tokens, prefilled, cache_bytes, at_once))
         self.on_step(self.steps[-1])
 
 

@@ -24,6 +24,7 @@ class Measured:
     parts : name of a part of a step -> seconds while decoding
     compactions : number of decode steps in which a sequence was compacted
     cache_bytes : maximum number of bytes of keys and values
+    at_once : maximum number of sequences that a step worked on; fewer than all if the cache of the vllm engine is full
     peak_bytes : maximum number of bytes of the GPU's memory or, without a GPU, of this process; None means unknown
     """
 
@@ -35,6 +36,7 @@ class Measured:
     parts: dict[str, float]
     compactions: int
     cache_bytes: int
+    at_once: int
     peak_bytes: int | None
 
 
@@ -96,6 +98,7 @@ def _measured(clock: Clock, start: float, length: int, tokens: int, peak: int | 
         parts=parts,
         compactions=len(compacted),
         cache_bytes=max(step.cache_bytes for step in steps[: last + 1]),
+        at_once=max(step.at_once for step in steps[: last + 1]),
         peak_bytes=peak,
     )
 

@@ -29,7 +29,7 @@ def observed(llm: Any) -> Iterator[None]:
         reads = any(request.num_computed_tokens < request.num_prompt_tokens for request in unfinished)
         if Clock.running is not None:
             used = free - pool.get_num_free_blocks()
-            Clock.running.step(sampled - reported, used * block_bytes, prefilled=not reads)
+            Clock.running.step(sampled - reported, used * block_bytes, len(scheduler.running), prefilled=not reads)
         reported = sampled
         return outputs
 

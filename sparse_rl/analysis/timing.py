@@ -72,9 +72,16 @@ def speed_table(content: Mapping[str, Any]) -> Table:
     for name in (*columns, "share", "cache", "peak\nmemory"):
         table.add_column(name, justify="left" if name == "cache" and not table.columns else "right", no_wrap=True)
     for row, name in zip(rows, labels(rows), strict=True):
-        table.add_row(escape(name), str(row["batch"]), f"{row['length']:,}", *_speed_cells(row))
+        table.add_row(escape(name), _batch(row), f"{row['length']:,}", *_speed_cells(row))
     table.caption = "±: half of (fastest - slowest) / median; share: compactions' share of decoding"
+    if any(row.get("at_once", row["batch"]) < row["batch"] for row in rows):
+        table.caption += "; (n): the cache had room for n sequences at a time"
     return table
+
+
+def _batch(row: Mapping[str, Any]) -> str:
+    at_once = row.get("at_once", row["batch"])
+    return str(row["batch"]) + (f" ({at_once})" if at_once < row["batch"] else "")
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:

@@ -202,6 +202,7 @@ def _medians(runs: Sequence[Mapping[str, Any]], batch: int, prompt: int) -> Line
             compacting = [(run["parts"]["compaction"], run) for run in decoding]
             row["compaction_ms"] = statistics.median(1e3 * spent / run["compactions"] for spent, run in compacting)
             row["compaction_share"] = statistics.median(spent / run["decode_seconds"] for spent, run in compacting)
+    row["at_once"] = min(run["at_once"] for run in runs)
     row["cache_bytes"] = max(run["cache_bytes"] for run in runs)
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
     return {**row, "peak_bytes": max(peaks, default=None)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.origin import TRACES
-from sparse_rl.commands import eval, perplexity
+from sparse_rl.commands import bench, eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session, print_table
 from sparse_rl.errors import UserError, nearest_few, one_line
@@ -18,7 +19,8 @@ from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
     "Draw reward and gap of runs, or any metric that they logged; the tokens that a trace holds, or its opened "
-    "pages; accuracy or perplexity of an evaluation against a swept setting. A single point is printed as a table."
+    "pages; accuracy or perplexity of an evaluation against a swept setting; the times of a bench. A single point is "
+    "printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
@@ -26,10 +28,10 @@ GAP = ("replay/gap_mean", "replay/gap_max")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
-        metavar="RUN_DIR|TRACE|EVAL",
+        metavar="RUN_DIR|TRACE|EVAL|BENCH",
         nargs="+",
         type=file_path,
-        help="run, trace file or evaluation, or a folder that holds one",
+        help="run, trace file, evaluation or bench, or a folder that holds one",
     )
     examples = "reward, loss, length, retention, entropy, tokens_per_second"
     parser.add_argument("--metric", help=f"metric to draw against the step: {examples}, or any key of metrics.jsonl")
@@ -55,7 +57,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if options.metric is not None:
         raise UserError(f"{files[0]} has no metrics, only runs have; remove --metric", "--metric")
     out = out or files[0].with_suffix(".png")
-    if files[0].suffix == ".json":
+    if files[0].name == bench.RESULTS:
+        draw_bench(files[0], out)
+    elif files[0].suffix == ".json":
         draw_evaluation(files[0], out, options.axis)
     elif options.axis is not None:
         raise UserError(f"{files[0]} is not an evaluation; remove --axis", "--axis")
@@ -71,7 +75,7 @@ def source_of(path: Path) -> Path:
     runs = runs_below(path)
     if runs == [path]:
         return path
-    for results in (path / eval.RESULTS, path / perplexity.RESULTS):
+    for results in (path / eval.RESULTS, path / perplexity.RESULTS, path / bench.RESULTS):
         if results.is_file():
             return results
     traces = sorted(path.glob(TRACES))
@@ -130,6 +134,16 @@ def others(labels: Sequence[str]) -> str:
     if len(names) > 100:
         names = f"{names[:80]}_{zlib.crc32(names.encode()):08x}"
     return f"_with_{names}" if names else ""
+
+
+def draw_bench(file: Path, out: Path) -> None:
+    """Draw the results of `sparse-rl bench`, and print their tables. Raises UserError for a damaged file."""
+    try:
+        content = json.loads(read_text(file))
+        bench.print_tables(content)
+        print(bench.draw(content, out))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is not a file of results that sparse-rl bench wrote: {one_line(error)}") from error
 
 
 def draw_traces(file: Path, out: Path) -> None:

@@ -19,6 +19,7 @@ KEYS = (
 )
 TABLE: dict[str, tuple[Any, ...]] = {
     "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 28, 12, 2, 1536, 8960, 151_936, 32_768, True),
+    "Qwen/Qwen3-0.6B": ("qwen3", 28, 16, 8, 1024, 3072, 151_936, 40_960, True),
     "Qwen/Qwen3-1.7B-Base": ("qwen3", 28, 16, 8, 2048, 6144, 151_936, 32_768, True),
     "Qwen/Qwen3-4B": ("qwen3", 36, 32, 8, 2560, 9728, 151_936, 40_960, True),
     "Qwen/Qwen3-4B-Instruct-2507": ("qwen3", 36, 32, 8, 2560, 9728, 151_936, 262_144, True),

@@ -17,6 +17,7 @@ from trainer.memory import count_parameters
 
 PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,

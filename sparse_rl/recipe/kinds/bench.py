@@ -82,7 +82,8 @@ class BenchRecipe(SweptRecipe):
 
     def read_points(self) -> list[PolicyConfig | None]:
         full = FullConfig()
-        return [full, *(point for point in super().read_points() if point != full)]
+        points = [point for point in super().read_points() if point is not None or not self.random_weights]
+        return [full, *(point for point in points if point != full)]
 
     def with_lengths_below(self, most: int) -> tuple[Self, list[int]]:
         """Return the recipe without lengths above `most`, and the lengths that were left out."""
