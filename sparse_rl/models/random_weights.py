@@ -52,11 +52,11 @@ def attach_random_scorers(model: Any, policy: Policy) -> None:
     """Attach scorers with random weights to a model if the policy is a learned one. They replace earlier scorers."""
     if not isinstance(policy, LearnedPolicy):
         return
-    attach_scorers(model, policy)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        attach_scorers(model, policy)
         for weight in getattr(model, SCORERS).parameters():
-            weight += SCORER_NOISE * torch.randn(weight.shape, generator=generator).to(weight)
+            weight += SCORER_NOISE * torch.randn_like(weight)
 
 
 def save_random_model(model: Any, policy: Policy, folder: Path) -> Path:
