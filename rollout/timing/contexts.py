@@ -15,7 +15,7 @@ FITS = "selection", "fit of biases", "fit of values"  # the parts of a compactio
 
 @dataclass(frozen=True)
 class MeasuredContext:
-    """What the compaction of one context took.
+    """Time of the compaction of one context.
 
     entries : number of entries that a kv head keeps
     seconds : stage -> seconds: prefill, queries, compaction; and the parts of the compaction

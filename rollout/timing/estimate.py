@@ -1,7 +1,7 @@
 """About how long sampling and compactions will take on this machine, from short measurements of the machine.
 
 The estimate counts the bytes and operations of weights, keys and values, and the overhead of a layer and of a step. It
-does not count what a policy computes. It is meant to tell minutes from hours.
+does not count the policies' own computations. It is meant to tell minutes from hours.
 """
 
 from __future__ import annotations

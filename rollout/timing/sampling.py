@@ -15,7 +15,7 @@ from sparse_rl.clock import Clock, Step
 
 @dataclass(frozen=True)
 class Measured:
-    """What sampling took until all sequences had `length` tokens.
+    """Time and memory of sampling until all sequences have `length` tokens.
 
     length : tokens of a sequence, prompt and completion
     seconds : from the call of the engine on; it includes the reading of the prompts
@@ -56,7 +56,7 @@ def time_sampling(
     detailed: bool = False,
     observed: AbstractContextManager | None = None,
 ) -> list[Measured]:
-    """Call `sample` and return what it took until each of the lengths.
+    """Call `sample` and return the time and memory until each of the lengths.
 
     sample : samples `sequences` sequences from prompts of `prompt` tokens, up to the greatest length
     lengths : tokens of a sequence, prompt and completion

@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.commands.bench_points import prepare_benches
-
     recipe = read_recipe(options, load=load_bench, available=False).expect(BenchRecipe)
     folder = Path(recipe.output_dir)
     refuse_used(folder, (RESULTS, RUNS), "output_dir", options.overwrite or options.resume, resumable=True)
     quiet_loading(session.verbose)
+    from sparse_rl.commands.bench_points import prepare_benches  # imports torch, after the recipe is checked
+
     with stage("preparing", recipe.model, shown=recipe.rollout.progress):
         benches = prepare_benches(recipe)
     if options.dry_run:

@@ -1,4 +1,4 @@
-"""The points of `sparse-rl bench`: what each measures, about how long it takes, and its row of medians."""
+"""The points of `sparse-rl bench`, with an estimate of their duration, and with their rows of medians."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from rollout.timing.estimate import START, Machine, context_seconds, measured_ma
 from sparse_rl.attention.families import window_of
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.memory import computes_exactly
-from sparse_rl.commands.prepared import Prepared, prepare_model, resolve
+from sparse_rl.commands.prepared import Prepared, prepare_model, resolve, shape_of
 from sparse_rl.commands.sampling import identity, load_for_sampling
 from sparse_rl.errors import UserError
-from sparse_rl.models.known import load_shape
 from sparse_rl.models.load import load_config
-from sparse_rl.models.random_weights import changed_config, random_model
+from sparse_rl.models.random_weights import random_model
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes
@@ -223,7 +222,7 @@ def _with_ratios(rows: Sequence[Line]) -> Iterator[Line]:
         yield {**row, **({"ratio_to_full": statistics.median(ratios)} if ratios else {})}
 
 
-# ---- what is timed --------------------------------------------------------------------------------------------------
+# ---- choice of points --------------------------------------------------------------------------------------------------
 
 
 def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
@@ -238,9 +237,7 @@ def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
 
 
 def _prepare(recipe: BenchRecipe) -> Bench:
-    config = load_shape(recipe.model) if recipe.random_weights else load_config(recipe.model)
-    if recipe.shape:
-        config = changed_config(config, recipe.shape, "shape")
+    config = shape_of(recipe) if recipe.random_weights else load_config(recipe.model)
     left_out = []
     if (most := window_of(config)) is not None:
         recipe, dropped = recipe.with_lengths_below(most)
@@ -280,8 +277,8 @@ def _sampling_points(
                 recipe.dtype, exact,
             )  # fmt: skip
             seconds += START / len(recipe.batch) if name != "hf" else 0
-            what = [recipe.prompt_tokens, recipe.length, recipe.parts, recipe.shape, recipe.random_weights]
-            key = identity(prepared, describe_machine(), name, batch, what, settings_of(policy))
+            sizes = [recipe.prompt_tokens, recipe.length, recipe.parts, recipe.shape, recipe.random_weights]
+            key = identity(prepared, describe_machine(), name, batch, sizes, settings_of(policy))
             yield Point(name, policy, batch, key, recipe.repetitions * seconds, recipe.repetitions)
 
 
@@ -296,8 +293,8 @@ def _context_points(prepared: Prepared[BenchRecipe], machine: Machine, parameter
             except UserError as error:
                 raise UserError(error.message, "contexts.length") from None
             seconds = context_seconds(machine, prepared.config, parameters, compaction, tokens)
-            what = [recipe.shape, recipe.random_weights]
-            key = identity(prepared, describe_machine(), tokens, what, settings_of(compaction))
+            weights = [recipe.shape, recipe.random_weights]
+            key = identity(prepared, describe_machine(), tokens, weights, settings_of(compaction))
             yield Point("hf", compaction, tokens, key, recipe.repetitions * seconds, recipe.repetitions)
 
 

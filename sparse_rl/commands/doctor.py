@@ -40,11 +40,12 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print(f"{topic:<13} {finding}")
     if recipe is None:
         return 0
+    from sparse_rl.commands.prepared import shape_of
     from sparse_rl.models.hub import UnavailableError
-    from sparse_rl.models.known import is_tabled, load_shape
+    from sparse_rl.models.known import is_tabled
 
     try:
-        table, lines = fit(recipe, load_shape(recipe.model))
+        table, lines = fit(recipe, shape_of(recipe))
     except UnavailableError as error:
         print(f"\nmemory        unknown: {error.message}")
         return 0

@@ -15,11 +15,13 @@ from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
 from sparse_rl.models.directory import check_scorers, saved_policy
+from sparse_rl.models.known import load_shape
 from sparse_rl.models.load import load_config, load_tokenizer
+from sparse_rl.models.random_weights import changed_config
 from sparse_rl.models.weights import check_weights, meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import Recipe, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import BenchRecipe, Recipe, SFTRecipe, TrainRecipe
 
 R = TypeVar("R", bound=Recipe)
 
@@ -115,6 +117,17 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
             remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
     config = config if live is None else live.config
     return Prepared(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
+
+
+def shape_of(recipe: Recipe) -> Any:
+    """Return the configuration of a recipe's model, which may come from the table of known models (models/known.py).
+
+    Raises UnavailableError if no file and no row of the table describes the model.
+    """
+    config = load_shape(recipe.model)
+    if isinstance(recipe, BenchRecipe) and recipe.shape:
+        config = changed_config(config, recipe.shape, "shape")
+    return config
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:

@@ -107,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
     """With TRL blocked, a dry run of every kind of training succeeds, even if the recipe names TRL's own rewards, which
     are not called. Control: importing TRL in such a process fails."""
-    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity"}
+    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity", "bench"}
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
     runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])

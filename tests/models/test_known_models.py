@@ -8,7 +8,7 @@ import pytest
 
 from sparse_rl.attention.families import check_replayable
 from sparse_rl.commands.main import main
-from sparse_rl.commands.prepared import check_lengths
+from sparse_rl.commands.prepared import check_lengths, shape_of
 from sparse_rl.models import hub
 from sparse_rl.models.known import SHAPES, load_shape
 from sparse_rl.models.weights import meta_model
@@ -51,7 +51,7 @@ def test_parameter_counts_equal_the_published_ones(model: str) -> None:
 
 @pytest.mark.parametrize("name", ON_A_HUB)
 def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
-    check_lengths(ON_A_HUB[name], load_shape(ON_A_HUB[name].model))
+    check_lengths(ON_A_HUB[name], shape_of(ON_A_HUB[name]))
 
 
 def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:

@@ -26,6 +26,7 @@ TEXTS = {
     "kvpop": f"{{kind: kvpop, model: m, output_dir: o, {DATA}, cache: {{policy: kvpop, budget: 512}}}}",
     "sft": "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}, lora: {r: 4}}",
     "eval": "{kind: eval, model: m, output_dir: o, tasks: {a: {path: x.jsonl}}, cache: {policy: cake, budget: 64}}",
+    "bench": "{kind: bench, model: m, output_dir: o, contexts: {length: [64], compactions: [{ratio: [0.1]}]}}",
     "perplexity": "{kind: perplexity, model: m, output_dir: o, text: t, cache: {policy: gkv, budget: 64}}",
 }
 

@@ -65,6 +65,7 @@ def test_each_shipped_recipe_is_valid_and_names_its_command(name: str) -> None:
 
 def test_the_folders_of_shipped_recipes_are_these() -> None:
     assert {name.split("/")[0] for name in NAMES} == {
+        "bench",
         "deepseek-r1-distill-llama-8b",
         "deepseek-r1-distill-qwen-7b",
         "eval",
