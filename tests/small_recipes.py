@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from sparse_rl.recipe import (
+    BenchRecipe,
     DistillRecipe,
     EvalRecipe,
     GRPORecipe,
@@ -64,6 +65,9 @@ def small_evaluation(recipe: Any) -> list[str]:
     if isinstance(recipe, PerplexityRecipe):
         fraction = ["sweep.cache.fraction=[0.5]"] if "fraction" in recipe.sweep.cache else []
         return [*overrides, "prompt_tokens=4", "completion_tokens=60", "pieces=1", *fraction]
+    if isinstance(recipe, BenchRecipe):
+        sizes = ["batch=[2]", "prompt_tokens=8", "repetitions=1", *(["length=[16, 24]"] if recipe.length else [])]
+        return ["rollout.engine=hf", *sizes, *(["contexts.length=[64]"] if recipe.contexts else [])]
     assert isinstance(recipe, EvalRecipe)
     overrides += [f"samples={min(recipe.samples, 2)}", "max_completion_length=12"]
     overrides += [f"tasks.{task}.limit=2" for task in recipe.tasks]

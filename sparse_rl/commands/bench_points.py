@@ -222,7 +222,7 @@ def _with_ratios(rows: Sequence[Line]) -> Iterator[Line]:
         yield {**row, **({"ratio_to_full": statistics.median(ratios)} if ratios else {})}
 
 
-# ---- choice of points --------------------------------------------------------------------------------------------------
+# ---- choice of points -----------------------------------------------------------------------------------------------
 
 
 def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
@@ -242,7 +242,6 @@ def _prepare(recipe: BenchRecipe) -> Bench:
     if (most := window_of(config)) is not None:
         recipe, dropped = recipe.with_lengths_below(most)
         left_out = [f"{length:,} tokens: the model's context length is {most:,}" for length in sorted({*dropped})]
-    recipe = recipe.with_rollout(max_batch=max(recipe.batch))
     prepared = resolve(recipe, config) if recipe.random_weights else prepare_model(recipe, config)
     recipe, exact = prepared.recipe, computes_exactly(prepared.recipe, torch.cuda.is_available())
     if recipe.plain_vllm and recipe.rollout.engine != "vllm":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_recipes import family_of
 
-from sparse_rl.recipe import EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
+from sparse_rl.recipe import BenchRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
 from sparse_rl.recipe.kinds.base import TrainRecipe
 
 CHAT = (
@@ -112,6 +112,8 @@ def stand_ins(
             if any(cache.budgets for cache in recipe.prompt_caches()):
                 (tmp_path / "budgets.json").write_text(json.dumps({"shares": [[1.0, 1.0]] * 2}))  # of the tiny model
                 replaced.append(f"prompt_cache.budgets={tmp_path / 'budgets.json'}")
+        if isinstance(recipe, BenchRecipe):
+            replaced += ["random_weights=true", "shape={max_position_embeddings: 200000}"]
         if isinstance(recipe, PerplexityRecipe):
             (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 2000)
             replaced.append(f"text={tmp_path / 'book.txt'}")

@@ -35,7 +35,7 @@ class BenchRecipe(SweptRecipe):
     """Time and memory of sampling over cache policies × batch sizes × lengths, and of compactions of contexts.
 
     The prompts are random tokens, and sampling does not stop at an end-of-sequence token. A full cache is always timed
-    too.
+    too. `rollout.max_batch` is always the greatest number in `batch`.
 
     random_weights : time a model with random weights; then only the model's configuration is needed
     shape : keys of the model's configuration that are replaced, such as num_hidden_layers; only with random_weights
@@ -77,6 +77,7 @@ class BenchRecipe(SweptRecipe):
             raise UserError("name at least one batch size", "batch")
         if self.shape and not self.random_weights:
             raise UserError("only a model with random weights can have another shape; set random_weights", "shape")
+        object.__setattr__(self, "rollout", replace(self.rollout, max_batch=max(self.batch)))
         if self.length:
             self.check_model_len()
 
