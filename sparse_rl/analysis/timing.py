@@ -55,11 +55,14 @@ def _short(value: Any) -> str:
 
 
 def timing_tables(content: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a bench: speed, memory, parts of a step, and stages of compactions, where there are rows."""
+    """Return the tables of a bench where there are rows: speed; memory and parts of a step, at the greatest length; and
+    stages of compactions.
+    """
     rows, contexts = content["rows"], content["contexts"]
-    tables = [speed_table(content), memory_table(rows)] if rows else []
+    longest = [row for row in rows if row["length"] == max(row["length"] for row in rows)]
+    tables = [speed_table(content), memory_table(longest)] if rows else []
     if content["recipe"]["parts"] and rows:
-        tables.append(parts_table(rows))
+        tables.append(parts_table(longest))
     return [*tables, *([contexts_table(contexts)] if contexts else [])]
 
 
@@ -277,7 +280,7 @@ def _draw_bars(
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(title=title, xlabel=unit)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_contexts(axes: Any, rows: Rows) -> None:
