@@ -14,6 +14,7 @@ files.py     rollouts as files;  origin.py  record of how the rollouts in files 
 verify.py    checks that replay of rollouts in files gives the log-probs of the sampler
 vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k of tasks, and perplexity, under each of several cache policies
+timing/      time and memory of sampling, and of the compaction of contexts
 
 To add an engine, write a class with the methods of `Engine`, and add a line to `make.engine_class`, the engine's name
 to `config.EngineName` and `config.RolloutConfig.engine`, and the condition for choosing it to choice.py.

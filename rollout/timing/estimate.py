@@ -27,7 +27,7 @@ from sparse_rl.policies.registry import make_policy
 
 STEPS = 24  # decode steps of a tiny model
 EXACT = 6  # times as many bytes are moved if float32 attention is computed in float64
-START = 20.0  # seconds to start vLLM
+START = 8.0  # seconds to start vLLM
 QUERY_PASSES = {"repeat": 3, "self_study": 1}  # readings of queries x tokens by the attention, in halves of T x T
 
 

@@ -217,6 +217,7 @@ def plot_timing(content: Mapping[str, Any], out: str | Path) -> Path:
             draw(axes)
         shape = content["recipe"]
         random = ", random weights" if shape["random_weights"] else ""
+        random = f", another shape{random}" if shape["shape"] else random
         figure.suptitle(f"{model_label(shape['model'])}{random}, {content['machine']['device']}", x=0.01, ha="left")
     return save_figure(figure, out)
 

@@ -59,11 +59,16 @@ class Point:
         """Return the numbers of the runs that the journal lacks."""
         return [number for number in range(self.repetitions) if (number,) not in journal.units(self.key)]
 
+    @property
+    def group(self) -> str:
+        """The number of sequences, or the length of the context, in words."""
+        one_context = isinstance(self.cache, PromptCacheConfig)
+        return f"contexts of {self.size:,} tokens" if one_context else f"{self.size} sequences"
+
     def __str__(self) -> str:
         if isinstance(self.cache, PromptCacheConfig):
-            return f"a context of {self.size:,} tokens, {label(self.cache)}"
-        name = self.engine if self.engine == PLAIN else repr(self.cache)
-        return f"{name}, {self.size} sequences"
+            return f"{self.group}, {label(self.cache)}"
+        return f"{self.engine if self.engine == PLAIN else self.cache.name}, {self.group}"
 
 
 @dataclass
@@ -298,14 +303,23 @@ def _context_points(prepared: Prepared[BenchRecipe], machine: Machine, parameter
 
 
 def _leave_out(benches: Sequence[Bench], most: float) -> None:
-    """Remove the points that take longest until the rest takes at most `most` seconds by the estimate."""
+    """Remove the batch sizes and contexts that take longest until the rest takes at most `most` seconds.
+
+    All caches of a batch size are removed together, so that those that stay can be compared.
+    """
     while (total := sum(point.seconds for bench in benches for point in bench.points)) > most:
-        bench = max(benches, key=lambda bench: max((point.seconds for point in bench.points), default=0))
-        longest = max(bench.points, key=lambda point: point.seconds)
-        bench.points.remove(longest)
-        bench.left_out.append(f"{longest}: about {duration(longest.seconds)}, more than `minutes` allows")
-        if not any(bench.points for bench in benches):
-            raise UserError(f"no point fits; the last takes about {duration(total)}. Raise it", "minutes")
+        groups: dict[tuple[int, str], list[Point]] = {}
+        for number, bench in enumerate(benches):
+            for point in bench.points:
+                groups.setdefault((number, point.group), []).append(point)
+        if len(groups) == 1:
+            wrong = f"the smallest part takes about {duration(total)}; raise it, or lower length or repetitions"
+            raise UserError(wrong, "minutes")
+        longest = max(groups, key=lambda group: sum(point.seconds for point in groups[group]))
+        seconds = sum(point.seconds for point in groups[longest])
+        bench = benches[longest[0]]
+        bench.points = [point for point in bench.points if point.group != longest[1]]
+        bench.left_out.append(f"{longest[1]}: about {duration(seconds)}, more than `minutes` allows")
 
 
 def duration(seconds: float) -> str:

@@ -47,8 +47,8 @@ class BenchRecipe(SweptRecipe):
     plain_vllm : also time vLLM without this project's plugin, if the engine is vllm
     contexts : compactions of contexts to time; null means none
     repetitions : number of runs of each point; medians are reported
-    minutes : limit for the estimated duration of all runs; the points that take longest are left out. null means no
-        limit
+    minutes : limit for the estimated duration of all runs; the batch sizes and contexts that take longest are left out.
+        null means no limit
     """
 
     kind: ClassVar[str] = "bench"
