@@ -1,0 +1,34 @@
+"""A running clock sees the steps, compactions and blocks of a vLLM engine (rollout/vllm/observed.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout import SamplingConfig
+from rollout.timing.sampling import time_sampling
+from rollout.vllm.observed import observed
+from sparse_rl.policies import make_policy
+
+PROMPT, LENGTH, BATCH = 10, 60, 3
+CACHE = {"policy": "streaming", "budget": 16, "period": 8}
+
+
+def test_a_clock_sees_steps_compactions_and_blocks(open_engine: Callable, random_prompts: Callable) -> None:
+    """Tokens, steps, compactions and used blocks are those of the schedule. Afterwards the engine samples as before."""
+    engine, prompts = open_engine(CACHE), random_prompts([PROMPT] * BATCH)
+    sampling = SamplingConfig(LENGTH - PROMPT, seed=0, ignore_eos=True)
+    short, whole = time_sampling(
+        lambda: engine.generate(prompts, sampling), BATCH, PROMPT, [30, LENGTH], observed=observed(engine.llm)
+    )
+    schedule = make_policy(CACHE).schedule
+    for measured in (short, whole):
+        due = [schedule.due(PROMPT, seen) for seen in range(PROMPT + 1, measured.length)]
+        assert measured.decode_steps == measured.length - PROMPT - 1
+        assert measured.decode_tokens == BATCH * measured.decode_steps
+        assert measured.compactions == sum(due) > 0
+        assert measured.at_once == BATCH
+        assert 0 < measured.parts["compaction"] < measured.decode_seconds < measured.seconds
+    layers, heads, dim, block = engine.shape[0], engine.shape[1], engine.config.head_dim, 32
+    most_blocks = -(-schedule.most_held(PROMPT, LENGTH) // block)
+    assert whole.cache_bytes == BATCH * most_blocks * block * 2 * layers * heads * dim * 4
+    assert len(engine.generate(prompts, sampling)) == BATCH  # the engine's own method is back
