@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine import TimedCache, now
 from benchmarks.gpu.shapes import config_of, dtype_name, dummy_model, random_prompts, sizes
 from benchmarks.gpu.timing import interleaved
 from benchmarks.gpu.worker import Options, Row, attempt
 from benchmarks.matching import entries
 from rollout import SamplingConfig
 from rollout.hf import HFEngine
+from rollout.timing.sampling import time_sampling
 from rollout.vllm.compacting import folded_rows
 from sparse_rl.attention.families import cache_shape
-from sparse_rl.models.directory import attach_scorers
+from sparse_rl.models.random_weights import attach_random_scorers
 from sparse_rl.policies import make_policy
 
 REPETITIONS = 2
@@ -99,9 +99,6 @@ def _launches(work: Callable[[], Any], device: str) -> dict[str, int]:
 
 def decoding(device: str, small: bool, options: Options) -> Iterator[Row]:
     """Yield a row for each policy and number of requests: tokens/s of decoding, and compaction's share of the time."""
-    import rollout.hf
-
-    rollout.hf.make_cache = TimedCache  # type: ignore[attr-defined]
     size = sizes(small)
     config = config_of(size.large_model)
     model = dummy_model(config, device, dtype_name(device))
@@ -123,24 +120,19 @@ def decoding(device: str, small: bool, options: Options) -> Iterator[Row]:
 
 
 def _decoded(model: Any, block: dict[str, Any], requests: int, lengths: tuple[int, int]) -> Row:
-    """Sample once with one token and once with all tokens. The difference of the times contains no prefill."""
+    """Sample after random prompts. The times do not include the reading of the prompts."""
     prompt, generated = lengths
     policy = make_policy(block)
-    if policy.layered_parameters and not hasattr(model, "cache_scorers"):
-        attach_scorers(model, policy)
+    attach_random_scorers(model, policy)
     engine = HFEngine(model, policy, max_batch=requests)
-    prompts = random_prompts(requests, prompt)
-    seconds = []
-    for tokens in (1, generated):
-        sampling = SamplingConfig(tokens, seed=0, ignore_eos=True)
-        TimedCache.seconds, start = 0.0, now()
-        engine.generate(prompts, sampling)
-        seconds.append(now() - start)
-    decode = seconds[1] - seconds[0]
-    tokens_per_second = requests * (generated - 1) / decode
+    sample = partial(
+        engine.generate, random_prompts(requests, prompt), SamplingConfig(generated, seed=0, ignore_eos=True)
+    )
+    (measured,) = time_sampling(sample, requests, prompt, [prompt + generated])
+    seconds = measured.decode_seconds
     return {
-        "tokens/s": tokens_per_second, "ms per step": decode / (generated - 1) * 1e3,
-        "share of compaction": TimedCache.seconds / decode, "cache MB": engine.peak_cache_bytes / 1e6,
+        "tokens/s": measured.decode_tokens / seconds, "ms per step": seconds / measured.decode_steps * 1e3,
+        "share of compaction": measured.parts.get("compaction", 0.0) / seconds, "cache MB": measured.cache_bytes / 1e6,
     }  # fmt: skip
 
 

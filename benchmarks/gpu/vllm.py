@@ -15,16 +15,18 @@ import torch
 from benchmarks.gpu.compaction import caches
 from benchmarks.gpu.shapes import config_of, dtype_name, random_prompts, sizes
 from benchmarks.gpu.worker import FAILURE, Options, Row, attempt
-from benchmarks.rollout import BLOCK, Watch, open_engine, run, save_model
-from rollout import SamplingConfig
+from rollout import SamplingConfig, make_engine
+from rollout.timing.sampling import time_sampling
+from rollout.vllm.observed import observed
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.models.random_weights import random_model, save_random_model
+from sparse_rl.policies import make_policy
+from sparse_rl.policies.cache import ITEMSIZE
 
 CACHES = ("full", "gkv", "streaming", "kvpop", "am")
 MODES = ("eager", "piecewise", "full graphs")
 GREEDY_REQUESTS, GREEDY_PROMPT = 16, 200
-COLUMNS = {
-    "tokens_per_second": "tokens/s", "decoded_per_second": "decoding tokens/s", "peak_blocks": "peak blocks",
-    "in_flight": "in flight", "preemptions": "preempted", "compaction_share": "share of compaction",
-}  # fmt: skip
+BLOCK = 32  # tokens of a block of the cache
 
 
 def throughput_small_model(device: str, small: bool, options: Options) -> Iterator[Row]:
@@ -75,10 +77,10 @@ def _of_cache(
     if FAILURE in opened:
         yield {"cache": name, **opened}
         return
-    engine, watch = opened["engine"], opened["watch"]
+    engine = opened["engine"]
     try:
         for batch, length in cells:
-            work = partial(_timed, engine, watch, batch, length, sizes(small).generated)
+            work = partial(_timed, engine, batch, length - sizes(small).generated, length)
             yield attempt({"cache": name, "batch": batch, "tokens": length}, work)
     finally:
         engine.close()
@@ -98,34 +100,44 @@ def _others_are_missing(options: Options, cells: list[tuple[int, int]]) -> bool:
 
 
 def _opened(config: Any, block: dict[str, Any], device: str, small: bool, folder: Path) -> Row:
-    """Return an engine for the largest batch and the longest sequence, and its watch, after a warm-up."""
+    """Return an engine for the largest batch and the longest sequence, after a warm-up."""
     size = sizes(small)
     engine = _engine(config, block, device, folder, max(size.served), max(size.contexts))
     engine.generate(random_prompts(2, 16), SamplingConfig(8, seed=0, ignore_eos=True))
-    return {"engine": engine, "watch": Watch(engine)}
+    return {"engine": engine}
 
 
 def _engine(
     config: Any, block: dict[str, Any], device: str, folder: Path, requests: int, length: int, **options: Any
 ) -> Any:
     """Return a vLLM engine with dummy weights. All caches without scorers share the weights, written to `folder`."""
-    learned = block if "scorer" in block else {"policy": "full"}
-    model = save_model(config, learned, folder, device, dtype_name(device))
+    dtype, policy = dtype_name(device), make_policy(block)
+    model = save_random_model(partial(random_model, config, dtype, 0, device), policy, folder)
     if device == "cuda":
         torch.cuda.empty_cache()
         options = {"gpu_memory_utilization": 0.85, **options}
     elif "blocks" not in options:
         options["kv_cache_gb"] = 0.1
-    blocks = options.pop("blocks", None)
-    return open_engine(model, config, block, blocks, dtype_name(device), requests=requests, length=length, **options)
+    if (blocks := options.pop("blocks", None)) is not None:
+        layers, heads, dim = cache_shape(config)
+        options["kv_cache_gb"] = (blocks + 1) * BLOCK * 2 * layers * heads * dim * ITEMSIZE[dtype] / 2**30
+    return make_engine(
+        "vllm", model=str(model), policy=policy, dtype=dtype, max_batch=requests, max_model_len=length,
+        block_size=BLOCK, exact=False, **options,
+    )  # fmt: skip
 
 
-def _timed(engine: Any, watch: Watch, batch: int, length: int, generated: int) -> Row:
-    return _named(run(engine, watch, random_prompts(batch, length - generated), generated))
-
-
-def _named(result: dict[str, float]) -> Row:
-    return {name: result[key] for key, name in COLUMNS.items() if key in result}
+def _timed(engine: Any, batch: int, prompt: int, length: int) -> Row:
+    """Sample `batch` sequences up to `length` tokens. The speed of decoding is left out if not all ran at once."""
+    sample = partial(
+        engine.generate, random_prompts(batch, prompt), SamplingConfig(length - prompt, seed=0, ignore_eos=True)
+    )
+    (measured,) = time_sampling(sample, batch, prompt, [length], observed=observed(engine.llm))
+    row: Row = {"tokens/s": batch * (length - prompt) / measured.seconds}
+    if measured.at_once == batch and measured.decode_steps:
+        row["decoding tokens/s"] = measured.decode_tokens / measured.decode_seconds
+    row |= {"cache GB": measured.cache_bytes / 1e9, "at once": measured.at_once}
+    return {**row, "share of compaction": measured.parts.get("compaction", 0.0) / measured.seconds}
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
@@ -169,12 +181,12 @@ def _mode(
         greedy = SamplingConfig(size.generated, temperature=0, ignore_eos=True)
         prompts = random_prompts(min(GREEDY_REQUESTS, batch), min(GREEDY_PROMPT, length - size.generated))
         tokens = [rollout.completion_ids for rollout in engine.generate(prompts, greedy)]
-        result = run(engine, Watch(engine), random_prompts(batch, length - size.generated), size.generated)
+        result = _timed(engine, batch, length - size.generated, length)
     finally:
         engine.close()
     if mode == MODES[0]:
         eager[:] = tokens
-    row: Row = {"graphs": graphs, **_named(result)}
+    row: Row = {"graphs": graphs, **result}
     if eager:
         row["same sequences"] = statistics.mean(ours == theirs for ours, theirs in zip(tokens, eager, strict=True))
         row["same tokens"] = statistics.mean(
@@ -224,6 +236,6 @@ def _filled(
     engine = _engine(config, block, device, folder, batch, length, blocks=blocks)
     try:
         engine.generate(random_prompts(2, 16), SamplingConfig(8, seed=0, ignore_eos=True))
-        return _named(run(engine, Watch(engine), random_prompts(batch, prompt), length - prompt))
+        return _timed(engine, batch, prompt, length)
     finally:
         engine.close()

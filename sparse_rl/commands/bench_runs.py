@@ -128,7 +128,7 @@ class _Runner:
         """Return the directory of the model for the vllm engine."""
         if not self.recipe.random_weights:
             return self.recipe.model
-        return str(save_random_model(self.bench.random_model(), policy, folder))
+        return str(save_random_model(self.bench.random_model, policy, folder))
 
     def _sample_plain(self, points: Sequence[Point], folder: Path) -> Iterator[None]:
         from rollout.vllm.plain import time_plain_vllm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,19 @@ def attach_random_scorers(model: Any, policy: Policy) -> None:
             weight += SCORER_NOISE * torch.randn_like(weight)
 
 
-def save_random_model(model: Any, policy: Policy, folder: Path) -> Path:
+def save_random_model(make: Callable[[], Any], policy: Policy, folder: Path) -> Path:
     """Write a model, and random scorers if the policy is a learned one, to a directory below `folder`; return it.
 
     All policies without scorers share a directory. A directory that exists is returned as it is.
+
+    make : function that returns the model
     """
     learned = isinstance(policy, LearnedPolicy)
     words = [policy.name, *map(str, vars(policy.config.scorer).values())] if learned else ["full"]
     place = folder / "-".join(words)
     if place.is_dir():
         return place
+    model = make()
     attach_random_scorers(model, policy)
     model.save_pretrained(place)
     if learned:
