@@ -1,7 +1,6 @@
 """The cost of compacting a long context: CPU seconds of this process on one thread, and an estimate for an H200.
+`python benchmarks/timing.py --questions contexts` measures its stages.
 
-stages      prefill, reference queries (the context is read a second time) and compaction, in one layer with the shape
-            of Qwen2.5-0.5B's layers and random weights, and the process's peak memory
 compaction  the compaction alone, with random keys of T tokens, of which t are kept; a fit of c T^a t^b to the seconds
 arithmetic  operations, bytes and seconds of each stage on an H200 at the assumed shares of its nominal speed, for all
             layers. Nothing was run on an H200
@@ -14,10 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import resource
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +21,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import Rows, write
-from rollout import make_engine
-from rollout.context import Context, ContextCache, PromptCacheConfig
+from rollout.context import Context, PromptCacheConfig
 from rollout.context.cache import LayerEntries
-from rollout.context.compact import Stages, Studied, study
+from rollout.context.compact import Stages, Studied
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, LAYERS = 896, 4864, 14, 2, 64, 24
 RATIO, CHUNK = 0.05, 4096
@@ -49,24 +43,6 @@ def printed(title: str, rows: Rows) -> None:
 
 def configured(select: str, ratio: float = RATIO) -> PromptCacheConfig:
     return PromptCacheConfig(ratio=ratio, select=select, chunk=CHUNK, most_queries=QUERIES[select])
-
-
-def stage_row(engine: Any, tokens: int) -> dict[str, Any]:
-    text = torch.randint(engine.model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    reads: list[float] = []
-
-    def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
-        start = time.process_time()
-        engine._read([list(text) for text in texts], cache)
-        reads.append(time.process_time() - start)
-
-    studied = study(text, configured("attention"), read, lambda whole: [], lambda stage: None)
-    stages = dict(zip(("prefill", "queries"), reads, strict=True))
-    for select, count in QUERIES.items():
-        fewer = Studied(studied.whole, [q[:, :, :count] for q in studied.queries], studied.scaling, Stages())
-        stages[select] = seconds(lambda fewer=fewer, select=select: fewer.compacted(configured(select)), 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"tokens": tokens, **stages, "peak GiB": peak}
 
 
 def made_up(tokens: int) -> Studied:
@@ -133,7 +109,6 @@ def costed(stage: str, kind: str, operations: float, moved: float) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of the contexts")
     parser.add_argument("--runs", type=int, default=2, help="runs of each compaction of random keys")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/context_stages.json"))
     options = parser.parse_args()
@@ -145,24 +120,9 @@ def main() -> None:
     fits = {select: exponents([row for row in alone if row["select"] == select]) for select in QUERIES}
     printed(f"a compaction of made-up keys, {QUERIES} queries of a kv head; fits {fits}", alone)
 
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=1,
-        num_attention_heads=Q_HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=2**17,
-        initializer_range=0.05,  # logits with a deviation of about 2
-    )
-    engine = make_engine("hf", model=Qwen2ForCausalLM(shape).eval(), policy="full")
-    stages = [stage_row(engine, tokens) for tokens in options.sizes]
-    printed("one layer of Qwen2.5-0.5B's shape, CPU seconds", stages)
-
     counted = arithmetic(60_000, 50_000)
     printed(f"an H200 by arithmetic, {LAYERS} layers, 60,000 tokens, 50,000 queries of a kv head: {H200}", counted)
-    write(options.out, stages=stages, compaction=alone, exponents=fits, arithmetic=counted, assumed=H200)
+    write(options.out, compaction=alone, exponents=fits, arithmetic=counted, assumed=H200)
 
 
 if __name__ == "__main__":
