@@ -187,7 +187,7 @@ def test_parts_of_a_clustered_step_are_measured_within_the_step(model: Path) -> 
             lambda: engine.generate([[7] * 20], SamplingConfig(20, seed=0, ignore_eos=True)),
             1, 20, [40], detailed=detailed,
         )  # fmt: skip
-        assert set(measured.parts) == ({"plan", "close", "choose", "gather", "sum"} if detailed else set())
+        assert set(measured.parts) == ({"plan", "close", "choose", "gather", "logits", "sum"} if detailed else set())
         assert sum(measured.parts.values()) < measured.decode_seconds
 
 

@@ -119,12 +119,11 @@ class PagedCache(EvictingCache):
         # The G query heads of a group attend as G "queries" to their kv head, so that no key is repeated.
         grouped = query.reshape(batch, heads, -1, dim).to(wide) * scaling
         slots = self._tokens[:, None].expand(-1, heads, -1)
-        raw_logits = grouped @ at_slots(layer.keys, slots).to(wide).mT
-        raw_logits = raw_logits.masked_fill_(self._hidden, float("-inf"))
+        raw_logits = _logits(grouped, at_slots(layer.keys, slots)).masked_fill_(self._hidden, float("-inf"))
         parts = [(raw_logits, at_slots(layer.values, slots).to(wide))]
         if most := self._open.shape[-1]:
             page_keys, page_values = (layer.memory[name][:, :, :most] for name in (KEYS, VALUES))
-            page_logits = grouped @ page_keys.mT + pages.bias
+            page_logits = _logits(grouped, page_keys) + pages.bias
             page_logits = page_logits.masked_fill_(self._open, float("-inf"))
             cover = torch.cat([raw_logits, page_logits], dim=-1)
             opened = choose(cover, raw_logits.shape[-1], pages.most, self.config.threshold, self._allowed)
@@ -132,7 +131,7 @@ class PagedCache(EvictingCache):
             record[rows, :, now] = torch.where(active, opened, record[rows, :, now].long()).to(torch.int16)
             opened_slots = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
             is_open = opened[:, :, None] >= 0
-            opened_logits = (grouped @ at_slots(layer.keys, opened_slots).to(wide).mT).unflatten(-1, (-1, pages.size))
+            opened_logits = _logits(grouped, at_slots(layer.keys, opened_slots)).unflatten(-1, (-1, pages.size))
             if not pages.joint:
                 summary_logits = page_logits.gather(
                     -1, opened.clamp(min=0)[:, :, None].expand(*page_logits.shape[:3], -1)
@@ -180,6 +179,11 @@ class PagedCache(EvictingCache):
             layer.state[WEIGHTS].scatter_reduce_(
                 -1, slots, weights.flatten(2).masked_fill(~in_new_pages, 0.0), reduce="amax"
             )
+
+
+@part("logits", detail=True)
+def _logits(query: Tensor, keys: Tensor) -> Tensor:
+    return query @ keys.to(query.dtype).mT
 
 
 @part("sum", detail=True)
