@@ -250,7 +250,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
-    index = choose(block, count, fit) if config.select == "omp" else _most_attended(block, count, config)
+    index = choose(block, count, fit) if config.pursues else _most_attended(block, count, config)
     if config.policy == "am":
         return index, *refit(block, index, fit)
     return index, block.bias.gather(2, index), at_slots(block.values, index)

@@ -26,7 +26,7 @@ class PromptCacheConfig(Configuration):
         (the model's own query norm is not applied); window, queries of the context's last `window` tokens
     window : number of tokens of the query kind window (SnapKV's observation window)
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
-        of the attention mass
+        of the attention mass; omp_fast is omp with 8 keys in a step, which takes less time (AM-OMP-fast)
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
     pool : the attention to a key is averaged over this number of neighbouring keys, centred on that key (SnapKV)
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
@@ -39,7 +39,7 @@ class PromptCacheConfig(Configuration):
         separately, with the same reference queries, and keeps its share of the entries. A fit needs memory for
         (number of reference queries) x chunk numbers. The attention output of the whole context is the mean of the
         parts' outputs, weighted by mass; so if mass and output are right in every part, they are right for the whole
-        context. Under evict, all tokens of the context compete with each other; with select: omp, they compete in parts
+        context. Under evict, all tokens of the context compete with each other; with omp and omp_fast, they compete in parts
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -50,7 +50,7 @@ class PromptCacheConfig(Configuration):
     ratio: Fraction = 0.1
     queries: list[QueryKind] = field(default_factory=lambda: ["repeat"])
     window: PositiveInt = 32
-    select: Literal["attention", "omp"] = "attention"
+    select: Literal["attention", "omp", "omp_fast"] = "attention"
     aggregate: Literal["rms", "mean", "max"] = "rms"
     pool: OddInt = 1
     ridge: Positive = 1e-3
@@ -69,8 +69,9 @@ class PromptCacheConfig(Configuration):
         super().__post_init__()
         if self.chooses and not self.queries:
             raise UserError("name at least one kind of queries, for example [repeat]", "queries")
-        if self.pool > 1 and self.chooses and self.select == "omp":
-            raise UserError("select: omp has no scores to average; use select: attention, or pool: 1", "pool")
+        if self.pool > 1 and self.chooses and self.pursues:
+            wrong = f"select: {self.select} has no scores to average"
+            raise UserError(f"{wrong}; use select: attention, or pool: 1", "pool")
         if self.budgets is not None and self.layers == "pyramid":
             raise UserError("head budgets already set how much each layer keeps; use layers: equal with them", "layers")
 
@@ -80,9 +81,14 @@ class PromptCacheConfig(Configuration):
         return self.policy in ("am", "evict")
 
     @property
+    def pursues(self) -> bool:
+        """True if keys are chosen by orthogonal matching pursuit."""
+        return self.select != "attention"
+
+    @property
     def in_parts(self) -> bool:
         """True if the tokens of a long context compete in parts of at most `chunk` tokens."""
-        return self.policy == "am" or (self.policy == "evict" and self.select == "omp")
+        return self.policy == "am" or (self.policy == "evict" and self.pursues)
 
     def between(self, tokens: int) -> int:
         """Return the number of tokens between the first `first` and the last `last` tokens of a context.

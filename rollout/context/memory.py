@@ -47,5 +47,5 @@ def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_head
     part = tokens if parts == 1 else -(-config.between(tokens) // parts) + config.first + config.last
     heads = kv_heads if queries * kv_heads * min(tokens, config.chunk) <= compact.MOST_LOGITS else 1
     fitted = -(-config.kept(tokens) // parts)
-    pursued = fitted * max(queries, part) + part**2 if config.select == "omp" else 0  # arrays of the pursuit
+    pursued = fitted * max(queries, part) + part**2 if config.pursues else 0  # arrays of the pursuit
     return fit_bytes(1, heads, queries, part, fitted, head_dim) + 8 * heads * pursued

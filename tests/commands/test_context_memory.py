@@ -51,6 +51,7 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_mo
         {},
         {"select": "omp", "ratio": 0.1},
         {"policy": "evict"},
+        {"select": "omp_fast", "ratio": 0.1},
         {"policy": "evict", "select": "omp"},
         {"chunk": 70},
         {"most_queries": 90},
