@@ -29,10 +29,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import Rows, write
-from rollout import make_engine
+from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.cache import LayerEntries
 from rollout.context.compact import Stages, Studied, study
+from rollout.hf import EngineReader
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, LAYERS = 896, 4864, 14, 2, 64, 24
 RATIO, CHUNK = 0.05, 4096
@@ -55,12 +56,13 @@ def stage_row(engine: Any, tokens: int) -> dict[str, Any]:
     text = torch.randint(engine.model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     reads: list[float] = []
 
-    def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
-        start = time.process_time()
-        engine._read([list(text) for text in texts], cache)
-        reads.append(time.process_time() - start)
+    class Timed(EngineReader):
+        def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
+            start = time.process_time()
+            super().read(texts, cache)
+            reads.append(time.process_time() - start)
 
-    studied = study(text, configured("attention"), read, lambda whole: [], lambda stage: None)
+    studied = study(text, configured("attention"), Timed(engine, [], SamplingConfig(1)), lambda stage: None)
     stages = dict(zip(("prefill", "queries"), reads, strict=True))
     for select, count in QUERIES.items():
         fewer = Studied(studied.whole, [q[:, :, :count] for q in studied.queries], studied.scaling, Stages())

@@ -176,6 +176,7 @@ def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     """
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
+    read |= {"on_policy", "chunking"}
     # a new key must be in exactly one of the two sets
     assert read | COMPACTION == names
     assert not read & COMPACTION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -9,7 +10,22 @@ from sparse_rl.config import Configuration, Fraction, NonNegativeInt, PathText, 
 from sparse_rl.errors import UserError
 
 QueryKind = Literal["context", "repeat", "self_study", "random", "window"]
+ON_POLICY = {"repeat", "self_study"}  # kinds of queries whose texts continue the context, and see its compacted entries
 OddInt = Annotated[PositiveInt, Rule("that is odd", lambda v: v % 2 == 1)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the `between` tokens of a context that compete: tokens `start` to `end`, counted from the first of them.
+    """
+
+    start: int
+    end: int
+    between: int
+
+    def share(self, count: int) -> int:
+        """Return the number of entries that the part keeps if all parts together keep `count`."""
+        return count * self.end // self.between - count * self.start // self.between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +51,19 @@ class PromptCacheConfig(Configuration):
     layers : equal, every layer keeps the same number of entries; pyramid, the number falls from the first layer to the
         last, as in PyramidKV, and `ratio` sets the mean over the layers
     budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
+    on_policy : True computes the queries of repeat and self_study in each layer while the layers below it are compacted
+        already (AM section 3.1, C.4). One pass over these texts computes queries and compacts; it is repeated for each
+        ratio. The texts of self-study are sampled with the full cache. Other kinds of queries do not change
     chunk : am divides a longer context into equal parts of at most this number of tokens. Each part is fitted
         separately, with the same reference queries, and keeps its share of the entries. A fit needs memory for
         (number of reference queries) x chunk numbers. The attention output of the whole context is the mean of the
         parts' outputs, weighted by mass; so if mass and output are right in every part, they are right for the whole
-        context. Under evict, all tokens of the context compete with each other; with omp and omp_fast, they compete in parts
+        context. Under evict, all tokens of the context compete with each other; with omp and omp_fast, they compete in
+        parts
+    chunking : kv, a long context is read as a whole, and its entries are divided into parts; text, each part of its
+        tokens is read alone, between the first `first` and the last `last` tokens, with reference queries of its own,
+        and is compacted alone, also under evict. RoPE then turns the kept keys to their positions in the context (AM
+        section 3.5, C.3)
     most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
     study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
         tokens
@@ -59,7 +83,9 @@ class PromptCacheConfig(Configuration):
     last: NonNegativeInt = 0
     layers: Literal["equal", "pyramid"] = "equal"
     budgets: PathText | None = None
+    on_policy: bool = False
     chunk: PositiveInt = 4096
+    chunking: Literal["kv", "text"] = "kv"
     most_queries: PositiveInt = 50_000
     study_samples: PositiveInt = 4
     study_tokens: PositiveInt = 256
@@ -74,6 +100,11 @@ class PromptCacheConfig(Configuration):
             raise UserError(f"{wrong}; use select: attention, or pool: 1", "pool")
         if self.budgets is not None and self.layers == "pyramid":
             raise UserError("head budgets already set how much each layer keeps; use layers: equal with them", "layers")
+        if self.on_policy and self.chooses and ON_POLICY.isdisjoint(self.queries):
+            wrong = "only queries of repeat and self_study can be on-policy"
+            raise UserError(f"{wrong}; add one of them to queries, or use on_policy: false", "on_policy")
+        if self.on_policy and self.by_text:
+            raise UserError("queries cannot be on-policy with chunking: text; use chunking: kv", "on_policy")
 
     @property
     def chooses(self) -> bool:
@@ -86,9 +117,14 @@ class PromptCacheConfig(Configuration):
         return self.select != "attention"
 
     @property
+    def by_text(self) -> bool:
+        """True if the parts of a long context are read separately."""
+        return self.chooses and self.chunking == "text"
+
+    @property
     def in_parts(self) -> bool:
         """True if the tokens of a long context compete in parts of at most `chunk` tokens."""
-        return self.policy == "am" or (self.policy == "evict" and self.pursues)
+        return self.by_text or self.policy == "am" or (self.policy == "evict" and self.pursues)
 
     def between(self, tokens: int) -> int:
         """Return the number of tokens between the first `first` and the last `last` tokens of a context.
@@ -104,6 +140,17 @@ class PromptCacheConfig(Configuration):
                 "first",
             )
         return between
+
+    def parts(self, tokens: int) -> list[Part]:
+        """Return the equal parts in which the tokens between the first `first` and the last `last` ones compete.
+
+        tokens : length of the context
+
+        Raises UserError if the context has at most `first` + `last` tokens.
+        """
+        between = self.between(tokens)
+        number = math.ceil(between / self.chunk) if self.in_parts else 1
+        return [Part(between * n // number, between * (n + 1) // number, between) for n in range(number)]
 
     def kept(self, tokens: int) -> int:
         """Return the mean number of entries that a kv head keeps between the first `first` and the last `last` ones.
