@@ -69,7 +69,7 @@ class PrefilledPrompts:
 
 @dataclass(frozen=True)
 class EngineReader:
-    """What a compaction needs of an `HFEngine`; implements `Reader` (context/compact.py).
+    """The functions of an `HFEngine` that a compaction needs; implements `Reader` (context/compact.py).
 
     study_prompts : token ids of the prompts of self-study
     sampling : settings of the answers to them

@@ -58,7 +58,8 @@ class Context:
 
     tokens : token ids of the whole context
     layers : kept entries of each layer
-    fitted : True if biases and values were fitted, so that they differ from those that the model computed
+    fitted : True if entries differ from those that the model computes as it reads the context: biases and values were
+        fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
     """
 
@@ -88,8 +89,8 @@ class Context:
     def trace(self, length: int) -> EvictionTrace:
         """Return the trace of a sequence of `length` tokens, including the context, that continues this context.
 
-        If entries were fitted, the trace gets the section `compacted_at`. No trainer can replay such a trace, because
-        the queries of the fit are not recorded.
+        If `fitted`, the trace gets the section `compacted_at`. No trainer can replay such a trace, because neither the
+        queries of the fit nor the parts are recorded.
         """
         evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}

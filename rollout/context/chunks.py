@@ -1,4 +1,5 @@
-"""Text-based chunking (Attention Matching, section 3.5 and appendix C.3): parts of a context are read and compacted alone.
+"""Text-based chunking (Attention Matching, section 3.5 and appendix C.3): parts of a context are read and compacted
+alone.
 
 A part is read between the context's first and last tokens, at positions that begin at 0, with reference queries of its
 own. RoPE then turns its kept keys to the part's place in the context. The paper does not say which part gives the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -50,7 +52,8 @@ class StudiedChunks:
 
             return self._joined(of_part)
 
-        return Context(self.tokens, [entries_of(place) for place in range(len(self._first_part.whole.layers))], False)
+        layers = [entries_of(place) for place in range(len(self._first_part.whole.layers))]
+        return Context(self.tokens, layers, self._read_apart)
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +71,16 @@ class StudiedChunks:
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             kept = [self._layer(config, place, selected) for place, selected in enumerate(counts)]
-        return Context(self.tokens, kept, config.policy == "am", stages)
+        return Context(self.tokens, kept, config.policy == "am" or self._read_apart, stages)
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """Implement `Studied.head` of budgets.py."""
         return self._joined(lambda part, studied: studied.head(config, place, head, part.share(count)))
+
+    @property
+    def _read_apart(self) -> bool:
+        """True if the entries differ from those of a context that is read as a whole."""
+        return len(self.parts) > 1
 
     @property
     def _first_part(self) -> Studied:
@@ -82,9 +90,7 @@ class StudiedChunks:
         """Return the entries to keep in layer `place`; see `Studied.layer`."""
         if len(set(counts)) > 1:
             return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
-        return self._joined(
-            lambda part, studied: studied.layer(config, place, [part.share(count) for count in counts])
-        )
+        return self._joined(lambda part, studied: studied.layer(config, place, [part.share(count) for count in counts]))
 
     def _joined(self, of_part: OfPart) -> LayerEntries:
         """Join the parts' entries, in the order first, last, and the parts' own.
@@ -106,18 +112,18 @@ class StudiedChunks:
         if not by:
             return entries
         positions = entries.positions + by
-        return replace(
-            entries, keys=self.reader.moved(entries.keys, entries.positions, positions), positions=positions
-        )
+        return replace(entries, keys=self.reader.moved(entries.keys, entries.positions, positions), positions=positions)
 
 
 def _sliced(entries: LayerEntries, selected: slice) -> LayerEntries:
     return LayerEntries(*(x[:, :, selected] for x in entries))
 
 
-def study_chunks(
-    tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, on_stage: OnStage
-) -> StudiedChunks:
+def _tell(on_stage: OnStage, part: str, stage: str) -> None:
+    on_stage(f"{part}, {stage}")
+
+
+def study_chunks(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, on_stage: OnStage) -> StudiedChunks:
     """Read the parts of a context one after another, and compute reference queries for each of them.
 
     The arguments are those of `study`.
@@ -127,7 +133,7 @@ def study_chunks(
     split = config.parts(len(tokens))
     for number, part in enumerate(split, start=1):
         text = [*tokens[: config.first], *inner[part.start : part.end], *end]
-        studied = study(text, config, reader, lambda stage, n=number: on_stage(f"part {n} of {len(split)}, {stage}"))
+        studied = study(text, config, reader, partial(_tell, on_stage, f"part {number} of {len(split)}"))
         for stage, taken in studied.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + taken
         parts.append((part, studied))

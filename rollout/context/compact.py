@@ -34,7 +34,7 @@ MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and sco
 
 
 class Reader(Protocol):
-    """What a compaction needs of an engine and its model."""
+    """The functions of an engine that a compaction needs."""
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         """Run texts through the model, as rows of a batch, with a cache."""

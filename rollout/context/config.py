@@ -16,8 +16,7 @@ OddInt = Annotated[PositiveInt, Rule("that is odd", lambda v: v % 2 == 1)]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the `between` tokens of a context that compete: tokens `start` to `end`, counted from the first of them.
-    """
+    """Tokens `start` to `end` of the `between` tokens of a context that compete, counted from the first of them."""
 
     start: int
     end: int

@@ -1,5 +1,5 @@
-"""On-policy reference queries (Attention Matching, section 3.1 and appendix C.4): the queries of a layer are taken while
-the layers below it are already compacted.
+"""On-policy reference queries (Attention Matching, section 3.1 and appendix C.4): the queries of a layer are taken
+while the layers below it are already compacted.
 
 The paper runs the model up to a layer, compacts the layer, and goes on to the next. One forward pass does the same,
 because attention is called layer after layer: in each layer it first takes the queries, compacts the layer with them,

@@ -53,7 +53,7 @@ def naive_fast_pursuit(
             for entry in range(phi.shape[1]):
                 if entry not in chosen and entry not in discarded:
                     agreement[entry] = float(missing @ phi[:, entry])
-            best = sorted(agreement, key=lambda entry: -agreement[entry])  # noqa: B023  # used in this iteration only
+            best = sorted(agreement, key=lambda entry: -agreement[entry])  # used in this iteration only
             chosen += best[: min(k, count - len(chosen))]
             if u % tau == 0 or u == iterations:
                 fitted, weights = _mass_and_weights(phi, chosen, bound)
