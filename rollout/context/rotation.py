@@ -13,12 +13,15 @@ from sparse_rl.errors import UserError
 FIXED = {"default", "linear", "llama3", "yarn"}
 
 
-def check_movable(config: Any) -> None:
-    """Raise UserError if the frequencies of a model's RoPE depend on the length of the text that it reads."""
+def check_movable(config: Any, key: str = "chunking") -> None:
+    """Raise UserError if the frequencies of a model's RoPE depend on the length of the text that it reads.
+
+    key : the setting that the error names
+    """
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in FIXED:
         wrong = f"the model's RoPE of type {kind} depends on the length of the text, so keys cannot be moved"
-        raise UserError(f"{wrong}; use chunking: kv", "chunking")
+        raise UserError(f"{wrong}; use chunking: kv", key)
 
 
 def moved(rotary: Any, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
