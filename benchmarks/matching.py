@@ -11,6 +11,7 @@ errors      errors of mass and output of the entries that both choose and our fi
             for other queries of the same kind; see `residuals`
 
     OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/matching.json
+    OMP_NUM_THREADS=1 python benchmarks/matching.py --pursuits     # only the pursuits; writes pursuits.json
 """
 
 from __future__ import annotations
@@ -175,18 +176,24 @@ def error_row(count: int, chosen: int, queries: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/matching.json"))
+    parser.add_argument("--pursuits", action="store_true", help="only the pursuits; writes pursuits.json")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    layers = [layer_row(*size, options.runs) for size in LAYERS]
-    compactions = [compaction_row(*size, options.runs) for size in ((512, 128), (1024, 1024))]
+    out = options.out or Path("benchmarks/results") / ("pursuits.json" if options.pursuits else "matching.json")
     pursuits = [pursuit_row(*size, options.runs) for size in PURSUITS]
     errors = [error_row(*size) for size in PURSUITS]
+    show("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3)
+    rounded = [{name: f"{value:.3g}" for name, value in row.items()} for row in errors]
+    show("errors of the fitted entries in one kv head", rounded, len(rounded[0]))
+    if options.pursuits:
+        write(out, pursuits=pursuits, errors=errors)
+        return
+    layers = [layer_row(*size, options.runs) for size in LAYERS]
+    compactions = [compaction_row(*size, options.runs) for size in ((512, 128), (1024, 1024))]
     shape = f"{HEADS * GROUP} query / {HEADS} kv heads of {DIM}, CPU seconds"
     show(f"a layer of training, {shape}", layers, 3)
     show(f"a compaction of {ROWS} sequences in one layer, {shape}", compactions, 2)
-    show("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3)
-    show("errors of the fitted entries in one kv head", errors, 3)
-    write(options.out, layers=layers, compactions=compactions, pursuits=pursuits, errors=errors)
+    write(out, layers=layers, compactions=compactions, pursuits=pursuits, errors=errors)
 
 
 if __name__ == "__main__":
