@@ -183,7 +183,9 @@ def main() -> None:
     pursuits = [pursuit_row(*size, options.runs) for size in PURSUITS]
     errors = [error_row(*size) for size in PURSUITS]
     show("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3)
-    rounded = [{name: f"{value:.3g}" for name, value in row.items()} for row in errors]
+    rounded = [
+        {name: value if isinstance(value, int) else f"{value:.3g}" for name, value in row.items()} for row in errors
+    ]
     show("errors of the fitted entries in one kv head", rounded, len(rounded[0]))
     if options.pursuits:
         write(out, pursuits=pursuits, errors=errors)
