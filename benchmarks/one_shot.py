@@ -49,12 +49,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "am, attention": {"queries": BOTH},
     "am, attention, two parts": {"queries": BOTH, "chunk": 94},
     "am, attention, four parts": {"queries": BOTH, "chunk": 47},
+    "am, attention, two parts, read alone": {"queries": BOTH, "chunk": 94, "chunking": "text"},
+    "am, attention, four parts, read alone": {"queries": BOTH, "chunk": 47, "chunking": "text"},
+    "am, attention, on-policy": {"queries": BOTH, "on_policy": True},
     "am, attention, repeat": {"queries": ["repeat"]},
     "am, attention, context": {"queries": ["context"]},
     "am, attention, random": {"queries": ["random"]},
     "am, attention, the paper's solvers": {"queries": BOTH, "fit": "paper"},
     "am, omp": {"queries": BOTH, "select": "omp"},
     "am, omp, repeat": {"queries": ["repeat"], "select": "omp"},
+    "am, omp, on-policy": {"queries": BOTH, "select": "omp", "on_policy": True},
+    "am, omp_fast": {"queries": BOTH, "select": "omp_fast"},
+    "am, omp_fast, on-policy": {"queries": BOTH, "select": "omp_fast", "on_policy": True},
     "am, omp, the paper's solvers": {"queries": BOTH, "select": "omp", "fit": "paper"},
 }
 

@@ -20,7 +20,10 @@ from transformers import PreTrainedModel
 from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import planned
+from rollout.context.chunks import StudiedChunks, study_chunks
 from rollout.context.compact import Studied, study
+from rollout.context.layerwise import LayerwiseView
+from rollout.context.rotation import check_movable, moved
 from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
 from rollout.products import padded_layers
 from rollout.requests import (
@@ -63,6 +66,35 @@ class PrefilledPrompts:
 
     def queries(self, layer: int) -> Tensor:
         return self.cache.queries(layer)
+
+
+@dataclass(frozen=True)
+class EngineReader:
+    """The functions of an `HFEngine` that a compaction needs; implements `Reader` (context/compact.py).
+
+    study_prompts : token ids of the prompts of self-study
+    sampling : settings of the answers to them
+    """
+
+    engine: HFEngine
+    study_prompts: list[list[int]]
+    sampling: SamplingConfig
+
+    def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
+        self.engine._read([list(text) for text in texts], cache)
+
+    def read_layerwise(self, view: LayerwiseView) -> None:
+        device = next(self.engine.model.parameters()).device
+        ids, positions = (torch.tensor([x], device=device) for x in (view.ids, view.positions))
+        with self.engine._sampling():
+            self.engine._hidden(ids, positions, view)
+
+    def write(self, whole: Context) -> list[tuple[list[int], list[int]]]:
+        answers = self.engine.generate(self.study_prompts, self.sampling, whole) if self.study_prompts else []
+        return [(r.prompt_ids[len(whole.tokens) :], r.completion_ids) for r in answers]
+
+    def moved(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        return moved(self.engine.model.get_decoder().rotary_emb, keys, old, new)
 
 
 @dataclass
@@ -161,24 +193,21 @@ class HFEngine:
         config: PromptCacheConfig,
         study_prompts: Sequence[Sequence[int]] = (),
         on_stage: Callable[[str], None] = lambda stage: None,
-    ) -> Studied:
+    ) -> Studied | StudiedChunks:
         """Prefill a context and compute its reference queries, from which compactions of any size can be made.
 
-        Arguments and errors are those of `compact`, without `counts` and the errors of `config.budgets`.
+        Arguments and errors are those of `compact`, without `counts` and the errors of `config.budgets`. Returns
+        StudiedChunks if the parts of the context are read separately (`chunking: text`).
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         study_ids = token_ids(study_prompts, self.model.config.vocab_size)
-        sampling = SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
-
-        def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
-            self._read(token_ids(texts, self.model.config.vocab_size), cache)
-
-        def write(whole: Context) -> list[tuple[list[int], list[int]]]:
-            answers = self.generate(study_ids, sampling, whole) if study_ids else []
-            return [(r.prompt_ids[len(tokens) :], r.completion_ids) for r in answers]
-
+        reader = EngineReader(
+            self, study_ids, SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
+        )
+        if config.by_text:
+            check_movable(self.model.config)
         with self._sampling():
-            return study(tokens, config, read, write, on_stage)
+            return (study_chunks if config.by_text else study)(tokens, config, reader, on_stage)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -325,7 +354,7 @@ class HFEngine:
             prefilled = prefilled.fork(rows)
         return prefilled.cache, self._logits(prefilled.hidden)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache | LayerwiseView) -> Tensor:
         """Return the decoder's last hidden states [B, T, hidden size] for token ids [B, T]."""
         decoder = self.model.get_decoder()
         with padded_layers(ids.numel(), ids.device):

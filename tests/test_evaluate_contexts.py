@@ -156,7 +156,8 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, 
 
 def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Callable, studies: list) -> None:
     """Reading a context collects the reference queries for the fits. The caches below need two kinds of queries, so
-    each of the two contexts is read twice. "full" and "none" need no queries and share a reading.
+    each of the two contexts is read twice, and once more for on-policy queries. "full" and "none" need no queries and
+    share a reading.
     """
     blocks = [
         {"policy": "full", "queries": ["random"]},
@@ -164,10 +165,11 @@ def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Call
         {"policy": "evict", "ratio": 0.1, "aggregate": "max", "pool": 3},
         {"queries": ["context"]},
         {"policy": "none"},
+        {"on_policy": True, "ratio": [0.1, 0.2]},
     ]
     rows = evaluate(recipe_of(blocks), progress=False)
-    assert studies == [(n, [kind]) for n in (41, 31) for kind in ("repeat", "context")]
-    assert [row.policy for row in rows] == ["full", "am", "am", "evict", "am", "none"]
+    assert studies == [(n, [kind]) for n in (41, 31) for kind in ("repeat", "context", "repeat")]
+    assert [row.policy for row in rows] == ["full", "am", "am", "evict", "am", "none", "am", "am"]
 
 
 def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
@@ -176,6 +178,7 @@ def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     """
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
+    read |= {"on_policy", "chunking"}
     # a new key must be in exactly one of the two sets
     assert read | COMPACTION == names
     assert not read & COMPACTION
@@ -291,6 +294,23 @@ def test_errors_of_contexts_and_files_are_one_line(
     assert "am 0.5" in capsys.readouterr().out
     assert main(["rollout", "e.yaml", "rollout.progress=false"]) == 0
     assert "context 1 of 2: compaction, am 0.5" in capsys.readouterr().out
+
+
+def test_parts_are_not_read_alone_if_keys_cannot_be_moved(recipe_of: Callable, tmp_path: Path, model: str) -> None:
+    """A model whose RoPE depends on the length of the text refuses `chunking: text` before a context is read. Control:
+    it accepts `chunking: kv`, and the model itself accepts `text`.
+    """
+    other = tmp_path / "dynamic"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    rope = {**config.get("rope_parameters", {}), "rope_type": "dynamic", "factor": 2.0}
+    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    with pytest.raises(UserError, match=r"prompt_cache\.chunking: the model's RoPE of type dynamic depends on"):
+        evaluate(recipe_of({"chunking": "text"}, model=str(other)), progress=False)
+    evaluate(recipe_of({"chunking": "kv"}, model=str(other)), progress=False)
+    text = {"chunking": "text", "chunk": 20, "ratio": 0.4}
+    (row,) = evaluate(recipe_of(text, output_dir=str(tmp_path / "second")), progress=False)
+    assert row.parameters["chunking"] == "text"
 
 
 def test_equal_prompt_caches_are_evaluated_once(recipe_of: Callable) -> None:

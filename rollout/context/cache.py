@@ -58,7 +58,8 @@ class Context:
 
     tokens : token ids of the whole context
     layers : kept entries of each layer
-    fitted : True if biases and values were fitted, so that they differ from those that the model computed
+    fitted : True if entries differ from those that the model computes as it reads the context: biases and values were
+        fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
     """
 
@@ -88,8 +89,8 @@ class Context:
     def trace(self, length: int) -> EvictionTrace:
         """Return the trace of a sequence of `length` tokens, including the context, that continues this context.
 
-        If entries were fitted, the trace gets the section `compacted_at`. No trainer can replay such a trace, because
-        the queries of the fit are not recorded.
+        If `fitted`, the trace gets the section `compacted_at`. No trainer can replay such a trace, because neither the
+        queries of the fit nor the parts are recorded.
         """
         evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
@@ -199,26 +200,13 @@ class ContextCache:
 
         Returns the attention output, [B, Hq, T, D].
         """
-        batch, heads, count, _ = key.shape
         self.scaling = scaling
         if self.captures:
             self._queries.setdefault(layer, []).append(query)
-        at = self._at + torch.arange(count, device=key.device)
+        at = self._at + torch.arange(key.shape[2], device=key.device)
         keys, values = self._store(layer, key.to(value.dtype), value, at)
         past = None if self.context is None else self.context.layers[layer]
-        slots = torch.arange(keys.shape[2], device=key.device)
-        if past is not None:
-            keys = torch.cat([past.keys.expand(batch, -1, -1, -1), keys], dim=2)
-            values = torch.cat([past.values.expand(batch, -1, -1, -1), values], dim=2)
-        # The G query heads of a kv head become further queries of one head, so that only the mask is repeated.
-        grouped = query.unflatten(1, (heads, -1))
-        at_once = max(1, MOST_LOGITS // (batch * query.shape[1] * keys.shape[2]))
-        outs = []
-        for some_queries, places in zip(grouped.split(at_once, dim=3), at.split(at_once, dim=1), strict=True):
-            mask = _mask(places, slots, past, computing_dtype(query, values)).repeat(1, 1, some_queries.shape[2], 1)
-            out = sdpa(some_queries.flatten(2, 3), keys, values, scaling, mask)
-            outs.append(out.unflatten(2, some_queries.shape[2:4]))
-        return torch.cat(outs, dim=3).flatten(1, 2)
+        return attention(query, keys, values, at, past, scaling)
 
     def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, Hkv, T, D] of T new tokens at slots `at` [B, T].
@@ -234,6 +222,33 @@ class ContextCache:
         keys[rows, :, at], values[rows, :, at] = key.transpose(1, 2), value.transpose(1, 2)
         self.own[layer] = keys, values
         return keys, values
+
+
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, at: Tensor, past: LayerEntries | None, scaling: float
+) -> Tensor:
+    """Return the attention output [B, Hq, T, D] of T queries per row to a context and to the row's own tokens.
+
+    query : [B, Hq, T, D], after RoPE
+    keys, values : [B, Hkv, C, D], of all own tokens
+    at : [B, T], slots of the queries; a query sees the own tokens up to its slot
+    past : the context's entries in this layer; None means that there is no context
+    scaling : the factor on q . k
+    """
+    batch, heads = keys.shape[:2]
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    if past is not None:
+        keys = torch.cat([past.keys.expand(batch, -1, -1, -1), keys], dim=2)
+        values = torch.cat([past.values.expand(batch, -1, -1, -1), values], dim=2)
+    # The G query heads of a kv head become further queries of one head, so that only the mask is repeated.
+    grouped = query.unflatten(1, (heads, -1))
+    at_once = max(1, MOST_LOGITS // (batch * query.shape[1] * keys.shape[2]))
+    outs = []
+    for some_queries, places in zip(grouped.split(at_once, dim=3), at.split(at_once, dim=1), strict=True):
+        mask = _mask(places, slots, past, computing_dtype(query, values)).repeat(1, 1, some_queries.shape[2], 1)
+        out = sdpa(some_queries.flatten(2, 3), keys, values, scaling, mask)
+        outs.append(out.unflatten(2, some_queries.shape[2:4]))
+    return torch.cat(outs, dim=3).flatten(1, 2)
 
 
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:

@@ -6,13 +6,12 @@ docs/papers/attention_matching.md lists the differences from the paper.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch import Tensor
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
+from rollout.context.layerwise import LayerwiseView, Text, by_kv_head
 from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, choose, match, refit
@@ -29,11 +29,32 @@ from sparse_rl.methods.eviction.cache import at_slots
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]
-Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # runs right-padded texts through the model into a cache
-Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # samples (prompt, answer) pairs of self-study
 
 OWN = {"context", "random", "window"}  # kinds of reference queries that are made from the queries of the prefill
 MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores are computed in groups of queries
+
+
+class Reader(Protocol):
+    """The functions of an engine that a compaction needs."""
+
+    def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
+        """Run texts through the model, as rows of a batch, with a cache."""
+        ...
+
+    def read_layerwise(self, view: LayerwiseView) -> None:
+        """Run the tokens `view.ids` at the positions `view.positions` through the model, as one row, with `view`."""
+        ...
+
+    def write(self, whole: Context) -> list[tuple[list[int], list[int]]]:
+        """Let the model answer the prompts of self-study after a context. Returns (prompt, answer) pairs."""
+        ...
+
+    def moved(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Return keys [1, Hkv, N, D], which RoPE has turned to the positions `old`, turned to the positions `new`.
+
+        Positions are int64 [1, Hkv, N]. Raises UserError for models of whose RoPE this is not possible.
+        """
+        ...
 
 
 class Stages(dict[str, float]):
@@ -57,12 +78,21 @@ class Studied:
         choose entries
     scaling : the factor on q . k
     seconds : durations of the prefill and of the computation of the reference queries
+    texts : texts of on-policy queries, for each of their kinds. If there are any, `queries` has the other kinds alone
+    reader : reads these texts; None if there are none
     """
 
     whole: Context
     queries: list[Tensor]
     scaling: float
     seconds: Stages
+    texts: list[list[Text]] = field(default_factory=list)
+    reader: Reader | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole context's keys, values and biases."""
+        return self.whole.nbytes
 
     def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
         """Compact the context.
@@ -77,8 +107,24 @@ class Studied:
             counts = planned(config, len(self.whole.tokens), len(self.whole.layers), heads)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
-            layers = [self.layer(config, place, selected) for place, selected in enumerate(counts)]
+            if self.texts and config.chooses:
+                layers = self._layerwise(config, counts)
+            else:
+                layers = [self.layer(config, place, selected) for place, selected in enumerate(counts)]
         return Context(self.whole.tokens, layers, config.policy == "am", stages)
+
+    def _layerwise(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]]) -> list[LayerEntries]:
+        """Compact the layers during one pass over `texts`; see LayerwiseView."""
+        assert self.reader is not None
+
+        def compact(layer: int, captured: Tensor) -> LayerEntries:
+            queries = list(self.queries)
+            queries[layer] = _drawn(torch.cat([queries[layer], captured], dim=2), config)
+            return replace(self, queries=queries, texts=[]).layer(config, layer, counts[layer])
+
+        view = LayerwiseView(len(self.whole.tokens), self.texts, compact)
+        self.reader.read_layerwise(view)
+        return view.layers
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
         """Return the entries to keep in layer `place`. Heads with fewer entries than others are padded with masked
@@ -93,18 +139,17 @@ class Studied:
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Implement `Studied.head` of budgets.py."""
+        """Implement `Studied.head` of budgets.py. Raises UserError if there are on-policy queries."""
+        if self.texts:
+            raise UserError("heads cannot be compacted alone with on-policy queries; set it to false", "on_policy")
         head_slice = slice(head, head + 1)
         selected = LayerEntries(*(x[:, head_slice] for x in self.whole.layers[place]))
         return _compacted(selected, self.queries[place][:, head_slice], count, config, self.scaling)
 
 
-def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, on_stage: OnStage) -> Studied:
-    """Prefill a context and compute its reference queries.
+def study(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, on_stage: OnStage) -> Studied:
+    """Prefill a context and compute its reference queries, other than on-policy queries.
 
-    read : function that runs token sequences through the model, with a given cache
-    write : function that lets the model answer the prompts of self-study after a context, and returns (prompt, answer)
-        pairs
     on_stage : called with the name of each stage when it begins
     """
     tokens, stages = list(tokens), Stages()
@@ -112,7 +157,7 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
     on_stage("prefill")
     with stages.timed("prefill"):
         prefilled = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
-        read([tokens], prefilled)
+        reader.read([tokens], prefilled)
         positions = torch.arange(len(tokens))
         held = ([x[:, :, : len(tokens)] for x in pair] for pair in prefilled.own.values())
         whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False)
@@ -125,13 +170,14 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
     if not config.chooses:
         return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], prefilled.scaling, stages)
     with stages.timed("queries"):
-        kinds, caches = _queries(config, whole, prefilled, read, write, on_stage)
+        kinds, caches, texts = _queries(config, whole, prefilled, reader, on_stage)
         queries = []
-        for layer in range(len(whole.layers)):
-            queries.append(_drawn(torch.cat([kind(layer) for kind in kinds], dim=2), config))
+        for layer, entries in enumerate(whole.layers):
+            joined_kinds = torch.cat([entries.keys[:, :, :0], *(kind(layer) for kind in kinds)], dim=2)
+            queries.append(joined_kinds if texts else _drawn(joined_kinds, config))
             for cache in caches:
                 cache.forget(layer)
-    return Studied(whole, queries, prefilled.scaling, stages)
+    return Studied(whole, queries, prefilled.scaling, stages, texts, reader if texts else None)
 
 
 def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
@@ -143,34 +189,41 @@ def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
 
 
 def _queries(
-    config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write, on_stage: OnStage
-) -> tuple[list[OfLayer], list[ContextCache]]:
+    config: PromptCacheConfig, whole: Context, prefilled: ContextCache, reader: Reader, on_stage: OnStage
+) -> tuple[list[OfLayer], list[ContextCache], list[list[Text]]]:
     """Prepare the reference queries of each kind in `config.queries`.
 
-    Returns one function for each kind, and the caches that these functions read. Each function maps a layer to the
-    layer's reference queries [1, Hkv, number of queries, D], and must be called in the order of the layers.
+    Returns one function for each kind, the caches that these functions read, and the texts of each kind whose queries
+    are on-policy, which has no function. Each function maps a layer to the layer's reference queries
+    [1, Hkv, number of queries, D], and must be called in the order of the layers.
     """
     kinds: list[OfLayer] = []
+    texts: list[list[Text]] = []
     caches = [prefilled]
     for kind in config.queries:
-        if kind == "repeat":
+        if kind == "repeat" and config.on_policy:
+            texts.append([Text(whole.tokens)])
+        elif kind == "repeat":
             on_stage("queries, second reading of the context")
             caches.append(ContextCache(whole, captures=True))
-            read([whole.tokens], caches[-1])
+            reader.read([whole.tokens], caches[-1])
             kinds.append(partial(_captured, caches[-1], whole))
         elif kind == "self_study":
             on_stage("queries, self-study")
-            written = write(whole)
+            written = reader.write(whole)
             if not written:
                 raise UserError("self_study needs prompts that ask about the context", "queries")
+            if config.on_policy:
+                texts.append([Text([*prompt, *answer], len(prompt)) for prompt, answer in written])
+                continue
             caches.append(ContextCache(whole, captures=True))
-            read([[*prompt, *answer] for prompt, answer in written], caches[-1])
+            reader.read([[*prompt, *answer] for prompt, answer in written], caches[-1])
             kinds.append(partial(_studied, caches[-1], whole, written))
         elif kind == "random":
             kinds.append(partial(_random, prefilled, whole, torch.Generator().manual_seed(config.seed)))
         else:
             kinds.append(partial(_captured, prefilled, whole, window=config.window if kind == "window" else None))
-    return kinds, caches
+    return kinds, caches, texts
 
 
 def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
@@ -179,7 +232,7 @@ def _captured(cache: ContextCache, whole: Context, layer: int, window: int | Non
     """
     count = len(whole.tokens)
     span = slice(0 if window is None else max(0, count - window), count)
-    return _by_kv_head(cache.captured(layer)[:, :, span], whole.layers[layer])
+    return by_kv_head(cache.captured(layer)[:, :, span], whole.layers[layer].keys)
 
 
 def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
@@ -199,12 +252,7 @@ def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int],
     """
     rows = zip(cache.captured(layer), written, strict=True)
     answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
-    return _by_kv_head(torch.cat(answers, dim=2), whole.layers[layer])
-
-
-def _by_kv_head(query: Tensor, entries: LayerEntries) -> Tensor:
-    """Group the queries of T tokens by kv head: [1, Hq, T, D] -> [1, Hkv, G x T, D], for G query heads per kv head."""
-    return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
+    return by_kv_head(torch.cat(answers, dim=2), whole.layers[layer].keys)
 
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
@@ -228,17 +276,15 @@ def _compacted(
     equal share of `count`. `entries` are all entries of one layer, or of one of its kv heads.
     """
     tokens = entries.keys.shape[2]
-    between = config.between(tokens)
-    parts = math.ceil(between / config.chunk) if config.in_parts else 1
+    parts = config.parts(tokens)
     place = torch.arange(tokens, device=entries.keys.device)
     competing = (place >= config.first) & (place < tokens - config.last)
     kept = [LayerEntries(*(x[:, :, ~competing] for x in entries))]
-    for number in range(parts):
-        start, end = (between * n // parts for n in (number, number + 1))
-        share = count * end // between - count * start // between
+    for span in parts:
         # `first` and `last` join the first and the last part, so that a single part is the whole context.
-        selected = slice(config.first + start if number else 0, config.first + end if number + 1 < parts else tokens)
-        if share:
+        start = config.first + span.start if span is not parts[0] else 0
+        selected = slice(start, config.first + span.end if span is not parts[-1] else tokens)
+        if share := span.share(count):
             held = LayerEntries(*(x[:, :, selected] for x in entries))
             block = Block(held.keys, held.values, queries, held.bias, competing[selected].expand(1, 1, -1), scaling)
             index, bias, values = _chosen(block, share, config)
@@ -251,7 +297,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
-    index = choose(block, count, fit) if config.select == "omp" else _most_attended(block, count, config)
+    index = choose(block, count, fit) if config.pursues else _most_attended(block, count, config)
     if config.policy == "am":
         return index, *refit(block, index, fit)
     return index, block.bias.gather(2, index), at_slots(block.values, index)

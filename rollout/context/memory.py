@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from rollout.context import cache, compact
-from rollout.context.config import PromptCacheConfig
+from rollout.context.config import ON_POLICY, PromptCacheConfig
 from rollout.context.prompts import STUDY_PROMPTS
+from sparse_rl.attention.families import cache_shape
 from sparse_rl.matching.block import fit_bytes
 from sparse_rl.policies.cache import cache_bytes
 
@@ -22,13 +26,56 @@ def reading_bytes(tokens: int, heads: int) -> int:
 
 
 def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
-    """Return the maximum number of reference queries per kv head, before a random subset is taken.
+    """Return the maximum number of reference queries per kv head, before a random subset is taken. With
+    `chunking: text` it is the number of one part.
 
     group : query heads per kv head
     """
+    return group * sum(_asking(config, tokens).values())
+
+
+def stored_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
+    """Return the maximum number of reference queries per kv head that are stored in all layers until the compaction.
+
+    These are the queries of all parts, after a random subset was taken of each, but no on-policy queries.
+
+    group : query heads per kv head
+    """
+    if config.chooses and config.on_policy:
+        return group * sum(n for kind, n in _asking(config, tokens).items() if kind not in ON_POLICY)
+    parts = len(config.parts(tokens)) if config.by_text else 1
+    return parts * min(reference_queries(config, tokens, group), config.most_queries)
+
+
+def _asking(config: PromptCacheConfig, tokens: int) -> dict[str, int]:
+    """Return kind of reference queries -> number of its tokens, for a context or, with `chunking: text`, one part."""
+    read = _part_tokens(config, tokens) if config.by_text else tokens
     study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
-    read = {"self_study": study, "window": min(config.window, tokens)}
-    return group * sum(read.get(kind, tokens) for kind in config.queries) if config.chooses else 0
+    numbers = {"self_study": study, "window": min(config.window, read)}
+    return {kind: numbers.get(kind, read) for kind in config.queries} if config.chooses else {}
+
+
+def _part_tokens(config: PromptCacheConfig, tokens: int) -> int:
+    """Return the number of tokens of the longest part of a context, with its first and last tokens."""
+    return max(part.end - part.start for part in config.parts(tokens)) + config.first + config.last
+
+
+def layerwise_bytes(config: PromptCacheConfig, tokens: int, model: Any, itemsize: int) -> int:
+    """Return the bytes of a pass that computes on-policy queries: activations of all texts, and the attention's masks.
+
+    This is an estimate, which leaves out the prompts of self-study. It is 0 if no query is on-policy.
+
+    model : the model's configuration
+    """
+    if not (config.chooses and config.on_policy):
+        return 0
+    read = sum(n for kind, n in _asking(config, tokens).items() if kind in ON_POLICY)
+    heads, (_, kv_heads, head_dim) = model.num_attention_heads, cache_shape(model)
+    projected = (3 * heads + 2 * kv_heads) * head_dim  # queries, queries by kv head, output; keys, values
+    numbers = 2 * model.hidden_size + max(3 * model.intermediate_size, projected)
+    longest = max(tokens if "repeat" in config.queries else 0, config.study_tokens)
+    masks = 12 * min(cache.MOST_LOGITS, heads * longest * (longest + config.kept(tokens)))
+    return read * numbers * itemsize + masks
 
 
 def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_heads: int, head_dim: int) -> int:
@@ -40,12 +87,15 @@ def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_head
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)
+    if config.by_text:
+        tokens = _part_tokens(config, tokens)
+        config = replace(config, chunking="kv")
     if not config.in_parts:  # all heads and tokens together, in groups of queries
         some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
         return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
-    parts = -(-config.between(tokens) // config.chunk)
+    parts = len(config.parts(tokens))
     part = tokens if parts == 1 else -(-config.between(tokens) // parts) + config.first + config.last
     heads = kv_heads if queries * kv_heads * min(tokens, config.chunk) <= compact.MOST_LOGITS else 1
     fitted = -(-config.kept(tokens) // parts)
-    pursued = fitted * max(queries, part) + part**2 if config.select == "omp" else 0  # arrays of the pursuit
+    pursued = fitted * max(queries, part) + part**2 if config.pursues else 0  # arrays of the pursuit
     return fit_bytes(1, heads, queries, part, fitted, head_dim) + 8 * heads * pursued

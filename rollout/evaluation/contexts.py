@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollout.hf import HFEngine
 
 # Settings that only the compaction uses. Configurations that differ only in these settings share one prefill of a
-# context and its reference queries.
+# context and its reference queries. With `chunking: text`, `chunk` also sets the texts that are read.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
 
 
@@ -99,7 +99,7 @@ def compacted_contexts(
                     config = waiting.pop(place)
                     on_stage(f"{context_label}: compaction, {label(config)}")
                     context = studied.compacted(config)
-                    sizes = len(context.tokens), context.nbytes, studied.whole.nbytes
+                    sizes = len(context.tokens), context.nbytes, studied.nbytes
                     yield Compacted(place, problems, context, ContextCosts(1, *sizes, context.seconds))
                     del context
                 del studied  # frees its memory before the next context is prefilled
@@ -115,14 +115,18 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
     The configuration whose index is returned first determines the reference queries. Each of the others has the same
-    settings of prefill and reference queries, or needs no reference queries.
+    settings of prefill and reference queries, or needs no reference queries and a context that is read as a whole.
     """
 
     def reading(config: PromptCacheConfig) -> dict[str, Any]:
-        return {name: value for name, value in asdict(config).items() if name not in COMPACTION}
+        left_out = COMPACTION - {"chunk"} if config.by_text else COMPACTION
+        return {name: value for name, value in asdict(config).items() if name not in left_out}
+
+    def shares(config: PromptCacheConfig) -> bool:
+        return reading(config) == reading(configs[lead]) if config.chooses else not configs[lead].by_text
 
     lead = next((place for place, config in configs.items() if config.chooses), next(iter(configs)))
-    rest = (at for at, item in configs.items() if not item.chooses or reading(item) == reading(configs[lead]))
+    rest = (at for at, item in configs.items() if shares(item))
     return [lead, *(at for at in rest if at != lead)]
 
 

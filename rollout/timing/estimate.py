@@ -112,6 +112,6 @@ def context_seconds(
     part = min(tokens, compaction.chunk)
     fit = 6 * queries * tokens * dim + 4 * queries * kept * min(kept, part)
     fit += 30 * 8 * queries * tokens  # passes over the logits
-    if compaction.select == "omp":
+    if compaction.pursues:
         fit += 2 * queries * kept * part
     return (read + 2 * layers * kv_heads * fit) / machine.operations  # twice: float64

@@ -26,7 +26,7 @@ ABOUT = "Describe this machine and, given a recipe, predict whether it fits."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
 CONTEXT_TIME = (
     "contexts: the time is not predicted. It grows with tokens x tokens in prefill and for queries: repeat, with the "
-    "answers for self_study, with queries x tokens in a compaction, and there with kept tokens under select: omp"
+    "answers for self_study, with queries x tokens in a compaction, and there with kept tokens under omp and omp_fast"
 )
 
 

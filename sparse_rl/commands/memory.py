@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from rollout.context.memory import compaction_bytes, context_bytes, reading_bytes, reference_queries
+from rollout.context.memory import (
+    compaction_bytes,
+    context_bytes,
+    layerwise_bytes,
+    reading_bytes,
+    reference_queries,
+    stored_queries,
+)
 from rollout.evaluation.contexts import label
 from rollout.vllm.beside import beside_cache, held_head, pool_bytes
 from rollout.vllm.compacting import folded_bytes, folded_rows
@@ -152,9 +159,7 @@ class _Evaluation(_Process):
         (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
         unit_bytes = cache_bytes(1, *shape, self.itemsize) // 2  # bytes of one query in all layers and kv heads
         query_counts = [reference_queries(config, tokens, group) for config in configs]
-        sampled_queries = max(
-            min(count, config.most_queries) for count, config in zip(query_counts, configs, strict=True)
-        )
+        stored = max(stored_queries(config, tokens, group) for config in configs)
         counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
         most, own = max(counts.values()), ASSUMED_PROMPT + self.recipe.sampling().max_tokens
         compacted_sizes = (
@@ -171,9 +176,14 @@ class _Evaluation(_Process):
             ),
             Item(
                 "compaction",
-                max(compaction_bytes(config, tokens, group, kv_heads, head_dim) for config in configs),
+                max(
+                    compaction_bytes(config, tokens, group, kv_heads, head_dim)
+                    + layerwise_bytes(config, tokens, self.config, self.itemsize)
+                    for config in configs
+                ),
                 when="avoided",
-                note="one layer and part at a time, in float64; with many queries one kv head at a time",
+                note="one layer and part at a time, in float64; with many queries one kv head at a time; on_policy: "
+                "also a pass over their texts",
             ),
             Item(
                 f"KV cache of {at_once}",
@@ -188,9 +198,9 @@ class _Evaluation(_Process):
             Item("context", whole, when="sampling", note=f"{tokens} tokens, before compaction"),
             Item(
                 "reference queries",
-                sampled_queries * unit_bytes,
+                stored * unit_bytes,
                 when="sampling",
-                note=f"{sampled_queries} per kv head",
+                note=f"{stored} per kv head",
             ),
             Item("compacted context", compacted, when="sampling", note=", ".join(compacted_sizes)),
             *(replace(item, when="sampling") if item is largest else item for item in phases),

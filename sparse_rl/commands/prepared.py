@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from rollout import choice
 from rollout.config import SAMPLE_LIVE
 from rollout.context import budgets
+from rollout.context.rotation import check_movable
 from sparse_rl.attention.families import cache_shape, window_of
 from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
@@ -84,6 +85,8 @@ def prepare_model(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
                 budgets.load(compaction.budgets, *prepared.shape[:2])
         except UserError as error:
             raise UserError(error.message, "prompt_cache.budgets") from error
+        if compaction.by_text:
+            check_movable(config, "prompt_cache.chunking")
     for policy in prepared.policies:
         check_scorers(recipe.model, policy)
     for remark in prepared.remarks:

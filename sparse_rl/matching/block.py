@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, pursuit_weights
-from sparse_rl.matching.select import PURSUIT_BOUND, attention_score, pursued
+from sparse_rl.matching.select import BETWEEN_FITS, PURSUIT_BOUND, attention_score, pursued
 
 BOUND = 3.0  # limit of |log w| in one compaction, if keys are chosen by attention; earlier biases are added to log w
 
@@ -22,16 +22,21 @@ class Fit:
     """Settings of a fit.
 
     select : attention chooses the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
-        of the attention mass
+        of the attention mass; omp_fast is omp with 8 keys in a step
     aggregate : reduction of the attention over the reference queries: rms, mean or max
     ridge : weight of the ridge in the fit of values, > 0; see `fit_values`
     paper : True uses the paper's own solvers, whose results a trainer cannot reproduce
     """
 
-    select: Literal["attention", "omp"] = "attention"
+    select: Literal["attention", "omp", "omp_fast"] = "attention"
     aggregate: str = "rms"
     ridge: float = 1e-3
     paper: bool = False
+
+    @property
+    def pursues(self) -> bool:
+        """True if keys are chosen by orthogonal matching pursuit."""
+        return self.select in BETWEEN_FITS
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,10 @@ def choose(block: Block, count: int, fit: Fit) -> Tensor:
     score = attention_score(logits, fit.aggregate)
     if bool((score.isnan() & block.competing).any()):
         raise NotFiniteError("a NaN score")
-    if fit.select == "omp":
+    if fit.pursues:
         phi = features(logits)[0].flatten(0, 1)
         allowed = block.competing.expand(score.shape).flatten(0, 1)
-        return pursued(phi, count, allowed, phi.is_cuda).view(*score.shape[:2], count)
+        return pursued(phi, count, allowed, phi.is_cuda, BETWEEN_FITS[fit.select]).view(*score.shape[:2], count)
     among = score.float().masked_fill(~block.competing, float("-inf"))
     return among.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
 
@@ -137,12 +142,11 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
         phi, mass = features(logits)
         wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
         kept = phi.gather(3, wide)
-        omp = fit.select == "omp"
-        bound = PURSUIT_BOUND if omp else BOUND
+        bound = PURSUIT_BOUND if fit.pursues else BOUND
         if fit.paper:
-            weights = paper_weights(kept, mass, bound, steps=0 if omp else 2)
+            weights = paper_weights(kept, mass, bound, steps=0 if fit.pursues else 2)
         else:
-            weights = (pursuit_weights if omp else fit_weights)(kept, mass, bound)
+            weights = (pursuit_weights if fit.pursues else fit_weights)(kept, mass, bound)
         bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
     with part("fit of values", detail=True):
         deep = index[..., None].expand(*index.shape, block.values.shape[-1])

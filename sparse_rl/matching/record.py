@@ -21,7 +21,7 @@ class Record:
     refitted : t, the number of entries per kv head that a compaction keeps and fits
     reference_queries : number of last tokens whose queries are the reference queries
     ridge : ridge of the value fit
-    pursuit : True if keys are chosen by orthogonal matching pursuit, False if by attention
+    pursuit : True if keys are chosen by orthogonal matching pursuit (omp or omp_fast), False if by attention
     paper : True if the fit uses the paper's own solvers, which cannot be replayed
     """
 
@@ -36,7 +36,7 @@ class Record:
     @classmethod
     def of(cls, config: Any) -> Record:
         """Make the record from a policy's settings, an AMConfig."""
-        pursuit, paper = config.select == "omp", config.fit == "paper"
+        pursuit, paper = config.select != "attention", config.fit == "paper"
         return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
@@ -54,7 +54,9 @@ class Record:
 
     @property
     def fit(self) -> Fit:
-        """Settings for `refit`. `aggregate` has its default value, because it only affects the choice of entries."""
+        """Settings for `refit`. What only affects the choice of entries has its default value: `aggregate`, and omp for
+        omp_fast.
+        """
         return Fit("omp" if self.pursuit else "attention", ridge=self.ridge, paper=self.paper)
 
     def sections(self, times: Sequence[int]) -> dict[str, Tensor]:

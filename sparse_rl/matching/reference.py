@@ -26,14 +26,51 @@ def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int
                     best, highest = entry, agreement
             chosen.append(best)
             current, weights = _mass_and_weights(phi, chosen, bound)
-        poor = [entry for entry, weight in zip(chosen, weights, strict=True) if weight < math.exp(-bound)]
-        spare = phi.shape[1] - len(discarded) - count
-        if not poor or not spare:
+        poor = _poor(chosen, weights, phi.shape[1] - len(discarded) - count, bound)
+        if not poor:
             return chosen, weights
-        poor = poor[-spare:]
         discarded.update(poor)
         chosen = [entry for entry in chosen if entry not in poor]
         current, weights = _mass_and_weights(phi, chosen, bound)
+
+
+def naive_fast_pursuit(
+    phi: Tensor, count: int, k: int = 4, tau: int = 2, bound: float = 7.0
+) -> tuple[list[int], Tensor]:
+    """Choose `count` entries by the fast pursuit (AM algorithm 2 with the pruning of C.2).
+
+    Each iteration u chooses k entries, and the weights are fitted after every `tau` iterations and after the last one.
+    The algorithm as printed takes `count` iterations; count / k of them choose `count` entries. If k does not divide
+    `count`, the last iteration chooses fewer than k entries. After a pruning, u counts from 1 again. Arguments and
+    result are those of `naive_pursuit`.
+    """
+    mass, chosen, discarded, weights = phi.sum(-1), list[int](), set[int](), torch.zeros(0)
+    missing = mass
+    while True:
+        iterations = math.ceil((count - len(chosen)) / k)
+        for u in range(1, iterations + 1):
+            agreement = {}
+            for entry in range(phi.shape[1]):
+                if entry not in chosen and entry not in discarded:
+                    agreement[entry] = float(missing @ phi[:, entry])
+            best = sorted(agreement, key=lambda entry: -agreement[entry])  # used in this iteration only
+            chosen += best[: min(k, count - len(chosen))]
+            if u % tau == 0 or u == iterations:
+                fitted, weights = _mass_and_weights(phi, chosen, bound)
+                missing = mass - fitted
+        poor = _poor(chosen, weights, phi.shape[1] - len(discarded) - count, bound)
+        if not poor:
+            return chosen, weights
+        discarded.update(poor)
+        chosen = [entry for entry in chosen if entry not in poor]
+        fitted, weights = _mass_and_weights(phi, chosen, bound)
+        missing = mass - fitted
+
+
+def _poor(chosen: list[int], weights: Tensor, spare: int, bound: float) -> list[int]:
+    """Return the chosen entries with log w < -bound, but at most the last `spare` of them."""
+    poor = [entry for entry, weight in zip(chosen, weights, strict=True) if weight < math.exp(-bound)]
+    return poor[-spare:] if spare else []
 
 
 def _mass_and_weights(phi: Tensor, chosen: list[int], bound: float) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout
     [
         {},
         {"select": "omp"},
+        {"select": "omp_fast"},
         {"period": 1, "reference_queries": 16},
         {"sinks": 0, "window": 1, "aggregate": "max"},
         {"reference_queries": 5},

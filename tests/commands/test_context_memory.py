@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from planned import plan
 from test_memory import Peak
 
 from rollout.context import PromptCacheConfig
-from rollout.context.memory import compaction_bytes, context_bytes, reference_queries
+from rollout.context.memory import (
+    compaction_bytes,
+    context_bytes,
+    layerwise_bytes,
+    reference_queries,
+    stored_queries,
+)
 from rollout.hf import HFEngine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands.main import main
@@ -51,9 +58,14 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_mo
         {},
         {"select": "omp", "ratio": 0.1},
         {"policy": "evict"},
+        {"select": "omp_fast", "ratio": 0.1},
         {"policy": "evict", "select": "omp"},
         {"chunk": 70},
         {"most_queries": 90},
+        {"on_policy": True},
+        {"on_policy": True, "policy": "evict", "chunk": 70},
+        {"chunking": "text", "chunk": 150},
+        {"chunking": "text", "chunk": 150, "policy": "evict"},
     ],
 )
 def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
@@ -61,12 +73,27 @@ def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
 ) -> None:
     """The measured peak is at most the counted bytes, and more than 1/2.5 of them. A full cache has 0."""
     config = PromptCacheConfig(**{"ratio": 0.2, **changed})
-    studied = HFEngine(new_model("qwen2"), make_policy("full")).study(TOKENS, config)
+    model = new_model("qwen2")
+    studied = HFEngine(model, make_policy("full")).study(TOKENS, config)
     with Peak() as peak:
         studied.compacted(config)
-    counted = compaction_bytes(config, 300, 2, 2, 8)
+    counted = compaction_bytes(config, 300, 2, 2, 8) + layerwise_bytes(config, 300, model.config, 4)
     assert counted / 2.5 < peak.bytes <= counted
     assert compaction_bytes(PromptCacheConfig(policy="full"), 300, 2, 2, 8) == 0
+
+
+def test_queries_of_parts_and_on_policy_queries_are_counted(new_model: Callable) -> None:
+    """The counted number of stored queries equals the stored one: that of all parts of a context (`chunking: text`), a
+    subset of each, and none of the queries that are on-policy.
+    """
+    engine = HFEngine(new_model("qwen2"), make_policy("full"))
+    parts = PromptCacheConfig(queries=["context", "repeat"], chunking="text", chunk=100, first=2, last=3)
+    for config in (parts, replace(parts, most_queries=300)):
+        stored = [studied.queries[0].shape[2] for _, studied in engine.study(TOKENS, config).parts]
+        assert reference_queries(config, 300, 2) == 4 * (99 + 5)
+        assert sum(stored) <= stored_queries(config, 300, 2) <= sum(stored) + 12  # parts have 98 or 99 tokens
+    on_policy = PromptCacheConfig(queries=["context", "repeat"], on_policy=True)
+    assert engine.study(TOKENS, on_policy).queries[0].shape[2] == stored_queries(on_policy, 300, 2) == 600
 
 
 def test_with_many_queries_only_one_of_two_kv_heads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

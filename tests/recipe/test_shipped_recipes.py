@@ -240,10 +240,10 @@ def test_recipes_of_one_shot_compaction_have_the_settings_of_the_paper() -> None
             )
     assert differing("eval/quality", "eval/quality_methods") == {"prompt_cache"}
     methods = load_recipe("eval/quality_methods").prompt_caches()
-    assert len(methods) == 2 + 7 * 5
+    assert len(methods) == 2 + 8 * 5
     fitted = {(cache.select, tuple(cache.queries)) for cache in methods if cache.policy == "am"}
     both = ("self_study", "repeat")
-    assert fitted == {("omp", both), ("attention", both), ("attention", ("repeat",))}
+    assert fitted == {("omp", both), ("omp_fast", both), ("attention", both), ("attention", ("repeat",))}
     assert {cache.chunk for cache in methods if cache.policy == "am"} == {16384}
 
 

@@ -233,7 +233,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"queries": []}, "queries", "name at least one"),
         ({"pool": 4}, "pool", "that is odd, got 4"),
         ({"pool": 5, "select": "omp"}, "pool", "select: omp has no scores"),
-        ({"pool": 5, "select": "omp", "policy": "evict"}, "pool", "select: omp has no scores"),
+        ({"pool": 5, "select": "omp_fast", "policy": "evict"}, "pool", "select: omp_fast has no scores"),
         ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets already set how much each layer keeps"),
         ({"chunk": 0}, "chunk", ">= 1"),
     ):
@@ -246,7 +246,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 # ---- chunk by chunk -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("select", ["attention", "omp"])
+@pytest.mark.parametrize("select", ["attention", "omp", "omp_fast"])
 def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
     """One chunk holds all 55 tokens between the first 2 and the last 3. Its entries equal, to the last bit, those
     without chunks and those of `match` over all these tokens. Control: a chunk of 54 tokens gives other entries.
@@ -343,13 +343,14 @@ def test_eviction_ranks_entries_of_the_whole_context(
     assert sizes == [50, 50, 20] * LAYERS
 
 
+@pytest.mark.parametrize("select", ["omp", "omp_fast"])
 @pytest.mark.parametrize("chunk", [20, TOKENS])
-def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, stories: tuple) -> None:
-    """With `select: omp` (matching pursuit), `evict` keeps the same entries as `am`, with their own keys and values and
+def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, select: str, stories: tuple) -> None:
+    """With matching pursuit, `evict` keeps the same entries as `am`, with their own keys and values and
     without biases, also in chunks. Controls: `am` changes the values, and `select: attention` keeps other entries.
     """
     engine, tokens, _ = stories
-    config = PromptCacheConfig(ratio=0.2, policy="evict", select="omp", first=2, last=3, chunk=chunk)
+    config = PromptCacheConfig(ratio=0.2, policy="evict", select=select, first=2, last=3, chunk=chunk)
     studied = engine.study(tokens, config)
     context, fitted = studied.compacted(config), studied.compacted(replace(config, policy="am"))
     assert not context.fitted

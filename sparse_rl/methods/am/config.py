@@ -19,7 +19,7 @@ class AMConfig(EvictingConfig):
     reference_queries : number of last tokens whose queries choose and fit the entries; null means 128, or budget +
         period if that is less
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
-        of the attention mass
+        of the attention mass; omp_fast is omp with 8 keys in a step, which takes less time
     aggregate : reduction of the attention over the reference queries, for each key: rms (root mean square), mean or max
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
     fit : ridge fits by ridge regression; paper uses the paper's own solvers, for comparison only, because training
@@ -35,7 +35,7 @@ class AMConfig(EvictingConfig):
     window: PositiveInt = 16
     period: PositiveInt | None = None  # type: ignore[assignment]  # __post_init__ sets a number
     reference_queries: PositiveInt | None = None
-    select: Literal["attention", "omp"] = "attention"
+    select: Literal["attention", "omp", "omp_fast"] = "attention"
     aggregate: Literal["rms", "mean", "max"] = "rms"
     ridge: Positive = 1e-3
     fit: Literal["ridge", "paper"] = "ridge"
