@@ -49,12 +49,14 @@ class PagedCache(EvictingCache):
                 raise UserError(f"a sequence has more than {MOST_PAGES} pages; use larger pages", "cache.page")
             before = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
             self._were = [b if a else c for a, b, c in zip(active, before, self._closed, strict=True)]
-            self._plan_cover(device)
+            self._plan_cover(active, device)
 
-    def _plan_cover(self, device: torch.device) -> None:
+    def _plan_cover(self, active: Sequence[bool], device: torch.device) -> None:
         """Prepare a forward pass for all layers: store the columns of the raw tokens to read, and the closed pages."""
         pages = self.pages
         start = [pages.sinks + count * pages.size for count in self._closed]
+        # A row that is not active reads only its last token: the tail of a row that fills up the batch is its prompt.
+        start = [s if a else max(s, n - 1) for s, a, n in zip(start, active, self.seen, strict=True)]
         longest = max(max(n - s for n, s in zip(self.seen, start, strict=True)), 0)
         tail = torch.tensor(start, device=device)[:, None] + torch.arange(longest, device=device)
         sinks = torch.arange(pages.sinks, device=device).expand(len(start), -1)

@@ -596,3 +596,23 @@ def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, mon
 def test_vllm_refuses_the_policy_clustered(model_of: Callable) -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy=CACHE)
+
+
+def test_a_row_that_has_ended_does_not_make_the_others_read_more() -> None:
+    """Rows that fill up a batch of one sequence never decode, so none of their pages close. The sequence that decodes
+    reads its sinks, its window and less than a page besides summaries. Control: while all rows decode, each reads this.
+    """
+    policy = make_policy({"policy": "clustered", "page": 4, "window": 8, "sinks": 2, "open_pages": 1})
+    for active in ([True, False], [True, True]):
+        cache, generator = PagedCache(policy), torch.Generator().manual_seed(0)
+
+        def new(count: int, heads: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(2, heads, count, 4, generator=generator)
+
+        cache.begin_prefill([100, 100], torch.device("cpu"))
+        cache.attend(0, new(100, 2), new(100, 1), new(100, 1), 0.5)
+        for _ in range(5):
+            cache.begin_decode(active, torch.device("cpu"))
+            assert cache._tokens.shape[1] <= 2 + 8 + 4
+            out = cache.attend(0, new(1, 2), new(1, 1), new(1, 1), 0.5)
+            assert bool(out.isfinite().all())
