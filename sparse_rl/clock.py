@@ -32,7 +32,7 @@ class Clock:
 
     detailed : True records also parts that occur in every layer of every step. On a GPU this slows the engine down,
         because each measured part waits for the GPU
-    now : function that returns the time in seconds, after all work has ended
+    now : function that returns the time in seconds, after a GPU has finished its work
     on_step : called after each step
     """
 
@@ -76,7 +76,7 @@ class part(ContextDecorator):  # used like a function
         self.clock: Clock | None = None
 
     def _recreate_cm(self) -> Self:
-        return type(self)(self.name, self.detail)  # a decorated function may run in several threads
+        return type(self)(self.name, self.detail)  # each call of a decorated function has its own state
 
     def __enter__(self) -> None:
         clock = Clock.running

@@ -107,6 +107,11 @@ class Journal:
             self._file.flush()
         self.refresh()
 
+    def clear(self) -> None:
+        """Remove all lines. No other process may use the journal."""
+        self._file.truncate(0)
+        self._lines, self._read = {}, 0
+
     def refresh(self) -> None:
         """Read the lines that were appended since the last call, by this process or by others."""
         self._file.seek(self._read)

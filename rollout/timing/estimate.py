@@ -26,9 +26,9 @@ from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
 from sparse_rl.policies.registry import make_policy
 
 STEPS = 24  # decode steps of a tiny model
-EXACT = 6  # times as many bytes are moved if float32 attention is computed in float64
+EXACT = 6  # times as many bytes are moved if float32 attention is computed in float64 (read 4, write 8, read 8 + 4)
 START = 8.0  # seconds to start vLLM
-QUERY_PASSES = {"repeat": 3, "self_study": 1}  # readings of queries x tokens by the attention, in halves of T x T
+QUERY_PASSES = {"repeat": 3, "self_study": 1}  # attention of a kind of queries, in units of half a T x T product
 
 
 @dataclass(frozen=True)

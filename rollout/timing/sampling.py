@@ -18,13 +18,15 @@ class Measured:
     """Time and memory of sampling until all sequences have `length` tokens.
 
     length : tokens of a sequence, prompt and completion
-    seconds : from the call of the engine on; it includes the reading of the prompts
-    decode_seconds, decode_tokens, decode_steps : the same without the reading of the prompts: seconds, sampled tokens
-        of all sequences, and steps of the engine
+    seconds : time from the call of the engine on; it includes the reading of the prompts
+    decode_seconds : time after the reading of the prompts
+    decode_tokens : tokens of all sequences that were sampled in this time
+    decode_steps : steps of the engine in this time
     parts : name of a part of a step -> seconds while decoding
     compactions : number of decode steps in which a sequence was compacted
     cache_bytes : maximum number of bytes of keys and values
-    at_once : maximum number of sequences that a step worked on; fewer than all if the cache of the vllm engine is full
+    at_once : mean number of sequences that a decode step worked on; fewer than all if some waited, because the cache of
+        the vllm engine was full
     peak_bytes : maximum number of bytes of the GPU's memory or, without a GPU, of this process; None means unknown
     """
 
@@ -36,7 +38,7 @@ class Measured:
     parts: dict[str, float]
     compactions: int
     cache_bytes: int
-    at_once: int
+    at_once: float
     peak_bytes: int | None
 
 
@@ -82,6 +84,8 @@ def _measured(clock: Clock, start: float, length: int, tokens: int, peak: int | 
     steps = clock.steps
     last = next((place for place, step in enumerate(steps) if step.tokens >= tokens), len(steps) - 1)
     first = next((place for place, step in enumerate(steps) if step.prefilled), last)
+    if steps[last].tokens - steps[min(first, last)].tokens < tokens / 2:  # prompts were read while others decoded
+        first = 0
     first = min(first, last)
     parts: dict[str, float] = {}
     compacted = set()
@@ -98,9 +102,13 @@ def _measured(clock: Clock, start: float, length: int, tokens: int, peak: int | 
         parts=parts,
         compactions=len(compacted),
         cache_bytes=max(step.cache_bytes for step in steps[: last + 1]),
-        at_once=max(step.at_once for step in steps[: last + 1]),
+        at_once=_mean([step.at_once for step in steps[first + 1 : last + 1]] or [steps[last].at_once]),
         peak_bytes=peak,
     )
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)
 
 
 def _reset_peak_bytes() -> None:

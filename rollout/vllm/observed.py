@@ -22,14 +22,16 @@ def observed(llm: Any) -> Iterator[None]:
 
     def step() -> Any:
         nonlocal finished, reported
+        running = len(scheduler.running)
         outputs = plain_step()
         finished += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
         unfinished = [*scheduler.running, *scheduler.waiting]
         sampled = finished + sum(request.num_output_tokens for request in unfinished)
         reads = any(request.num_computed_tokens < request.num_prompt_tokens for request in unfinished)
         if Clock.running is not None:
+            at_once = max(running, len(scheduler.running))  # the first step starts sequences, the last one ends them
             used = free - pool.get_num_free_blocks()
-            Clock.running.step(sampled - reported, used * block_bytes, len(scheduler.running), prefilled=not reads)
+            Clock.running.step(sampled - reported, used * block_bytes, at_once, prefilled=not reads)
         reported = sampled
         return outputs
 

@@ -21,6 +21,7 @@ STAGES = ("prefill", "queries", "compaction")
 FITS = ("selection", "fit of biases", "fit of values")
 PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C5A3C", "#5D3A9B")
 REST = "rest"
+QUEUED = 0.9  # share of a batch; if fewer sequences run at a time on average, some wait
 UNITS = {"tokens_per_second": (1.0, "tokens/s"), "seconds": (1.0, "seconds"), "cache_bytes": (1e-6, "MB")}
 NAME_WIDTH = 34  # characters of a line of a bar's name
 
@@ -77,14 +78,14 @@ def speed_table(content: Mapping[str, Any]) -> Table:
     for row, name in zip(rows, labels(rows), strict=True):
         table.add_row(escape(name), _batch(row), f"{row['length']:,}", *_speed_cells(row))
     table.caption = "±: half of (fastest - slowest) / median; share: compactions' share of decoding"
-    if any(row.get("at_once", row["batch"]) < row["batch"] for row in rows):
-        table.caption += "; (n): the cache had room for n sequences at a time"
+    if any(row.get("at_once", row["batch"]) < QUEUED * row["batch"] for row in rows):
+        table.caption += "; (n): sequences that were sampled at a time, on average"
     return table
 
 
 def _batch(row: Mapping[str, Any]) -> str:
     at_once = row.get("at_once", row["batch"])
-    return str(row["batch"]) + (f" ({at_once})" if at_once < row["batch"] else "")
+    return str(row["batch"]) + (f" ({at_once:.1f})" if at_once < QUEUED * row["batch"] else "")
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:
@@ -246,7 +247,7 @@ def _sampling_panels(rows: Rows, recipe: Mapping[str, Any]) -> list[Callable[[An
 
 
 def _steps(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return part -> microseconds of a decode step: its share of the compactions, and the rest."""
+    """Return part -> microseconds of a decode step: the time of compactions, and the rest."""
     step, share = 1e3 * row.get("step_ms", 0.0), row.get("compaction_share", 0.0)
     return {**({"compactions": step * share} if share else {}), REST: step * (1 - share)}
 
@@ -261,9 +262,12 @@ def _draw_lines(axes: Any, rows: Rows, x: str, y: str, title: str) -> None:
         points = sorted((row[x], scale * row[y]) for row in line)
         axes.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], color=colour, label=name)
     axes.set(title=title, xlabel="sequences" if x == "batch" else "tokens of a sequence", ylabel=unit)
-    axes.set_xticks(sorted({row[x] for row in rows}))
+    ticks = sorted({row[x] for row in rows})
+    axes.set_xscale("log" if ticks[-1] >= 4 * ticks[0] else "linear")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_bars(

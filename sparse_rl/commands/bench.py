@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         for bench in benches:
             print_findings(bench.findings(), NOT_CHECKED)
         return 0
-    session.folder = folder
-    content = measure(recipe, benches, resume=options.resume)
+    content = measure(recipe, benches, options.resume, lambda: setattr(session, "folder", folder))
     print_tables(content)
     for file in (RESULTS, PICTURE):
         print(folder / file)
@@ -98,8 +98,12 @@ def _sequences(recipe: Recipe) -> int | None:
     return sampled() if sampled is not None else None
 
 
-def measure(recipe: BenchRecipe, benches: list[Bench], resume: bool = False) -> dict[str, Any]:
+def measure(
+    recipe: BenchRecipe, benches: list[Bench], resume: bool = False, on_start: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
     """Run everything that is not in the journal yet, and return the content of bench.json.
+
+    on_start : called once the folder belongs to this process
 
     Raises UserError if another process measures into the same folder.
     """
@@ -107,11 +111,19 @@ def measure(recipe: BenchRecipe, benches: list[Bench], resume: bool = False) -> 
     from sparse_rl.commands.bench_runs import time_benches
     from trainer import rundir
 
-    folder = rundir.prepare(recipe.output_dir, recipe.as_yaml())
-    with Journal(folder / RUNS, resume=resume) as journal, journal.take(point_key(RUNS)) as alone:
+    folder = Path(recipe.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
+    with Journal(folder / RUNS, resume=True) as journal, journal.take(point_key(RUNS)) as alone:
         if not alone:
             wrong = f"{folder} is in use by another process, which would disturb the timing; wait, or name another"
             raise UserError(wrong, "output_dir")
+        if not resume:
+            journal.clear()
+        rundir.prepare(recipe.output_dir, recipe.as_yaml())
+        on_start()
         for bench in benches:
             say("rollouts", bench.prepared.findings["rollouts"])
             for line in bench.left_out:

@@ -16,11 +16,14 @@ from rollout.context.config import PromptCacheConfig
 from rollout.evaluation.contexts import label
 from rollout.evaluation.journal import Journal, point_key, settings_of
 from rollout.timing.estimate import START, Machine, context_seconds, measured_machine, sampling_seconds
+from sparse_rl.analysis.evaluation import model_label
+from sparse_rl.analysis.timing import QUEUED
 from sparse_rl.attention.families import window_of
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.memory import computes_exactly
 from sparse_rl.commands.prepared import Prepared, prepare_model, resolve, shape_of
 from sparse_rl.commands.sampling import identity, load_for_sampling
+from sparse_rl.config import as_mapping
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
 from sparse_rl.models.random_weights import random_model
@@ -30,9 +33,8 @@ from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes
 from sparse_rl.recipe import BenchRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.memory import count_parameters
+from trainer.resume import versions
 
-WARM_UP = 8  # tokens that an engine samples before it is timed
-STUDY_PROMPT = 16  # tokens of the prompt of self-study
 PLAIN = "vllm without the plugin"
 OUT_OF_MEMORY = "out of memory"
 Line = dict[str, Any]
@@ -61,9 +63,9 @@ class Point:
 
     @property
     def group(self) -> str:
-        """The number of sequences, or the length of the context, in words."""
+        """Name of the points that `minutes` leaves out together."""
         one_context = isinstance(self.cache, PromptCacheConfig)
-        return f"contexts of {self.size:,} tokens" if one_context else f"{self.size} sequences"
+        return f"contexts of {self.size:,} tokens" if one_context else f"{self.size} sequence{'s' * (self.size > 1)}"
 
     def __str__(self) -> str:
         if isinstance(self.cache, PromptCacheConfig):
@@ -92,14 +94,15 @@ class Bench:
 
     def live(self) -> Prepared[BenchRecipe]:
         """Return the prepared recipe with its model in memory, for the hf engine."""
-        if self.loaded is None:
-            self.loaded = (
-                self.random_model() if self.prepared.recipe.random_weights else load_for_sampling(self.prepared.recipe)
-            )
-        return replace(self.prepared, recipe=self.prepared.recipe.with_rollout(engine="hf"), live=self.loaded)
+        recipe = self.prepared.recipe
+        if self.loaded is None and recipe.random_weights:
+            self.loaded = self.random_model("cuda" if torch.cuda.is_available() else "cpu")
+        elif self.loaded is None:
+            self.loaded = load_for_sampling(recipe)
+        return replace(self.prepared, recipe=recipe.with_rollout(engine="hf"), live=self.loaded)
 
-    def random_model(self) -> Any:
-        recipe, device = self.prepared.recipe, "cuda" if torch.cuda.is_available() else "cpu"
+    def random_model(self, device: str) -> Any:
+        recipe = self.prepared.recipe
         return random_model(self.prepared.config, recipe.dtype, recipe.seed, device)
 
     def findings(self) -> dict[str, str]:
@@ -124,7 +127,7 @@ class Bench:
             lines["left out" + " " * number] = line
         total = sum(point.seconds for point in self.points)
         runs = f"{len(self.points)} points, {recipe.repetitions} runs each"
-        lines["duration"] = f"about {duration(total)} ({runs}), without the policies' own computations"
+        lines["duration"] = f"about {duration(total)} ({runs}), not counting the policies' own computations"
         return lines
 
     def rows(self) -> list[Line]:
@@ -156,7 +159,7 @@ class Bench:
     def _rows(self, point: Point, policy: Policy) -> Iterator[Line]:
         lines, recipe = self._lines(point), self.prepared.recipe
         for place, length in enumerate(recipe.length if lines else ()):
-            row = {
+            row: Line = {
                 "model": recipe.model,
                 "engine": point.engine,
                 "policy": policy.name,
@@ -170,7 +173,9 @@ class Bench:
             if any("failure" in line for line in lines):
                 yield {**row, "failure": OUT_OF_MEMORY}
                 continue
-            yield {**row, **_medians([line["lengths"][place] for line in lines], point.size, recipe.prompt_tokens)}
+            row |= _medians([line["lengths"][place] for line in lines], point.size, recipe.prompt_tokens)
+            if length == max(recipe.length) or row["at_once"] > QUEUED * point.size:
+                yield row  # if sequences queue, they reach a smaller length one after another
 
     def _memory(self, policy: Policy, batch: int, length: int) -> dict[str, int]:
         """Return name -> computed bytes of `batch` sequences of `length` tokens (G-KV, appendix G)."""
@@ -202,11 +207,10 @@ def _medians(runs: Sequence[Mapping[str, Any]], batch: int, prompt: int) -> Line
         names = list(dict.fromkeys(name for run in decoding for name in run["parts"]))
         parts = {n: statistics.median(1e6 * r["parts"].get(n, 0) / r["decode_steps"] for r in decoding) for n in names}
         row["parts_us"] = parts
-        if any(run["compactions"] for run in decoding):
-            compacting = [(run["parts"]["compaction"], run) for run in decoding]
+        if compacting := [(run["parts"]["compaction"], run) for run in decoding if run["compactions"]]:
             row["compaction_ms"] = statistics.median(1e3 * spent / run["compactions"] for spent, run in compacting)
             row["compaction_share"] = statistics.median(spent / run["decode_seconds"] for spent, run in compacting)
-    row["at_once"] = min(run["at_once"] for run in runs)
+    row["at_once"] = statistics.median(run["at_once"] for run in runs)
     row["cache_bytes"] = max(run["cache_bytes"] for run in runs)
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
     return {**row, "peak_bytes": max(peaks, default=None)}
@@ -235,34 +239,33 @@ def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
 
     Raises UserError for mistakes, and if no point is left within the recipe's minutes.
     """
-    benches = [_prepare(one) for one in recipe.by_model()]
+    machine = measured_machine(recipe.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    benches = [_prepare(one, machine) for one in recipe.by_model()]
     if recipe.minutes is not None:
-        _leave_out(benches, 60 * recipe.minutes)
+        _leave_out(benches, machine, 60 * recipe.minutes)
     return benches
 
 
-def _prepare(recipe: BenchRecipe) -> Bench:
+def _prepare(recipe: BenchRecipe, machine: Machine, left_out: Sequence[str] = ()) -> Bench:
     config = shape_of(recipe) if recipe.random_weights else load_config(recipe.model)
-    left_out = []
+    dropped: list[int] = []
     if (most := window_of(config)) is not None:
         recipe, dropped = recipe.with_lengths_below(most)
-        left_out = [f"{length:,} tokens: the model's context length is {most:,}" for length in sorted({*dropped})]
     prepared = resolve(recipe, config) if recipe.random_weights else prepare_model(recipe, config)
     recipe, exact = prepared.recipe, computes_exactly(prepared.recipe, torch.cuda.is_available())
-    if recipe.plain_vllm and recipe.rollout.engine != "vllm":
-        raise UserError(
-            "needs the engine vllm; install it and set rollout.engine=vllm, or remove the key", "plain_vllm"
-        )
-    if recipe.parts and recipe.rollout.engine != "hf":
+    rollout = recipe.rollout
+    if recipe.plain_vllm and rollout.engine != "vllm":
+        wrong = "needs the engine vllm; install it and set rollout.engine=vllm, or remove the key"
+        raise UserError(wrong, "plain_vllm")
+    if recipe.parts and rollout.engine != "hf":
         raise UserError("the parts of a step are timed in the hf engine; set rollout.engine=hf", "parts")
-    if recipe.rollout.tensor_parallel > 1:
-        raise UserError(
-            "the steps of an engine in separate processes cannot be timed; set 1", "rollout.tensor_parallel"
-        )
+    if rollout.tensor_parallel > 1:
+        wrong = "the steps of an engine in separate processes cannot be timed; set 1"
+        raise UserError(wrong, "rollout.tensor_parallel")
     parameters = count_parameters(meta_model(config))
-    machine = measured_machine(recipe.dtype, "cuda" if torch.cuda.is_available() else "cpu")
     points = [*_sampling_points(prepared, machine, parameters, exact), *_context_points(prepared, machine, parameters)]
-    return Bench(prepared, exact, parameters, points, left_out)
+    too_long = [f"{length:,} tokens: the model's context length is {most:,}" for length in sorted({*dropped})]
+    return Bench(prepared, exact, parameters, points, [*left_out, *too_long])
 
 
 def _sampling_points(
@@ -274,6 +277,7 @@ def _sampling_points(
     unique = {point_key(settings_of(policy)): policy for policy in prepared.policies}
     timed: list[tuple[str, Policy]] = [(engine, policy) for policy in unique.values()]
     timed += [(PLAIN, policy) for policy in unique.values() if policy.name == "full" and recipe.plain_vllm]
+    sizes = [recipe.prompt_tokens, recipe.length, recipe.parts, max(recipe.batch)]
     for name, policy in timed:
         for batch in recipe.batch:
             seconds = sampling_seconds(
@@ -281,8 +285,7 @@ def _sampling_points(
                 recipe.dtype, exact,
             )  # fmt: skip
             seconds += START / len(recipe.batch) if name != "hf" else 0
-            sizes = [recipe.prompt_tokens, recipe.length, recipe.parts, recipe.shape, recipe.random_weights]
-            key = identity(prepared, describe_machine(), name, batch, sizes, settings_of(policy))
+            key = _key(prepared, name, batch, sizes, settings_of(policy))
             yield Point(name, policy, batch, key, recipe.repetitions * seconds, recipe.repetitions)
 
 
@@ -297,34 +300,46 @@ def _context_points(prepared: Prepared[BenchRecipe], machine: Machine, parameter
             except UserError as error:
                 raise UserError(error.message, "contexts.length") from None
             seconds = context_seconds(machine, prepared.config, parameters, compaction, tokens)
-            weights = [recipe.shape, recipe.random_weights]
-            key = identity(prepared, describe_machine(), tokens, weights, settings_of(compaction))
+            key = _key(prepared, tokens, settings_of(compaction))
             yield Point("hf", compaction, tokens, key, recipe.repetitions * seconds, recipe.repetitions)
 
 
-def _leave_out(benches: Sequence[Bench], most: float) -> None:
+def _key(prepared: Prepared[BenchRecipe], *sizes: Any) -> str:
+    """Return a digest of everything that determines a point's times: model, machine, libraries, settings of the engine,
+    and `sizes`.
+    """
+    recipe = prepared.recipe
+    rollout = {key: value for key, value in as_mapping(recipe.rollout).items() if key not in ("progress", "max_batch")}
+    return identity(prepared, describe_machine(), versions(), rollout, recipe.shape, recipe.random_weights, *sizes)
+
+
+def _leave_out(benches: list[Bench], machine: Machine, most: float) -> None:
     """Remove the batch sizes and contexts that take longest until the rest takes at most `most` seconds.
 
     All caches of a batch size are removed together, so that those that stay can be compared.
     """
     while (total := sum(point.seconds for bench in benches for point in bench.points)) > most:
-        groups: dict[tuple[int, str], list[Point]] = {}
+        groups: dict[tuple[int, bool, int], float] = {}
         for number, bench in enumerate(benches):
             for point in bench.points:
-                groups.setdefault((number, point.group), []).append(point)
+                group = (number, isinstance(point.cache, Policy), point.size)
+                groups[group] = groups.get(group, 0.0) + point.seconds
         if len(groups) == 1:
             wrong = f"the smallest part takes about {duration(total)}; raise it, or lower length or repetitions"
             raise UserError(wrong, "minutes")
-        longest = max(groups, key=lambda group: sum(point.seconds for point in groups[group]))
-        seconds = sum(point.seconds for point in groups[longest])
-        bench = benches[longest[0]]
-        bench.points = [point for point in bench.points if point.group != longest[1]]
-        bench.left_out.append(f"{longest[1]}: about {duration(seconds)}, more than `minutes` allows")
+        number, sampled, size = longest = max(groups, key=lambda group: groups[group])
+        bench = benches[number]
+        recipe = bench.prepared.recipe
+        dropped = next(p for p in bench.points if isinstance(p.cache, Policy) == sampled and p.size == size)
+        named = f"{model_label(recipe.model)}, " if len(benches) > 1 else ""
+        line = f"{named}{dropped.group}: about {duration(groups[longest])}, more than `minutes` allows"
+        smaller = recipe.without_batch(size) if sampled else recipe.without_context(size)
+        benches[number] = _prepare(smaller, machine, [*bench.left_out, line])
 
 
 def duration(seconds: float) -> str:
     """Format a duration with one unit."""
-    for size, unit in ((3600, "hours"), (60, "minutes")):
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.evaluation.journal import Journal
 from rollout.timing.contexts import time_context
 from rollout.timing.sampling import time_sampling
-from rollout.vllm.beside import pool_bytes
+from rollout.vllm.beside import BLOCK, pool_bytes
 from sparse_rl.commands.bench_points import OUT_OF_MEMORY, PLAIN, Bench, Line, Point
 from sparse_rl.commands.sampling import engine_arguments, engines
 from sparse_rl.models.random_weights import attach_random_scorers, save_random_model
@@ -28,6 +29,7 @@ from sparse_rl.recipe import BenchRecipe
 from sparse_rl.temporary import temporary_folder
 
 WARM_UP = 8  # tokens that an engine samples before it is timed
+WARM_UP_CONTEXT = 128  # tokens of a context that is compacted before one is timed
 STUDY_PROMPT = 16  # tokens of the prompt of self-study
 
 
@@ -83,12 +85,22 @@ class _Runner:
 
     def _sampled(self, engine: Any, batch: int) -> Line:
         prompts, recipe = self._prompts(batch), self.recipe
-        engine.generate(prompts, SamplingConfig(WARM_UP, seed=0, ignore_eos=True))
+        engine.generate(prompts, SamplingConfig(self._warm_up(engine.policy), seed=0, ignore_eos=True))
+        on_gpu = torch.cuda.is_available() and recipe.rollout.engine == "vllm"  # where vLLM reserves its memory
         measured = time_sampling(
             partial(engine.generate, prompts, recipe.sampling()),
             batch, recipe.prompt_tokens, recipe.length, detailed=recipe.parts, observed=_observed(engine),
         )  # fmt: skip
-        return {"lengths": [dataclasses.asdict(one) for one in measured]}
+        return {
+            "lengths": [{**dataclasses.asdict(one), **({"peak_bytes": None} if on_gpu else {})} for one in measured]
+        }
+
+    def _warm_up(self, policy: Policy) -> int:
+        """Return the number of tokens to sample before timing. In the first run, they include a compaction."""
+        prompt, most = self.recipe.prompt_tokens, self.recipe.sampling().max_tokens
+        compacts = policy.schedule.evicts and self.number == 0
+        tokens = policy.schedule.first(prompt) - prompt + 2 if compacts else 0
+        return min(max(WARM_UP, tokens), most)
 
     def _prompts(self, batch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.recipe.seed)
@@ -110,6 +122,7 @@ class _Runner:
             return open_hf
 
         def open_vllm(policy: Policy) -> Any:
+            _free_memory()
             own = replace(prepared, recipe=replace(recipe, model=self._directory(policy, folder)))
             return engines(own)(policy, **self._pool())
 
@@ -128,14 +141,17 @@ class _Runner:
         """Return the directory of the model for the vllm engine."""
         if not self.recipe.random_weights:
             return self.recipe.model
-        return str(save_random_model(self.bench.random_model, policy, folder))
+        return str(save_random_model(partial(self.bench.random_model, "cpu"), policy, folder))
 
     def _sample_plain(self, points: Sequence[Point], folder: Path) -> Iterator[None]:
         from rollout.vllm.plain import time_plain_vllm
 
         recipe, rollout = self.recipe, self.recipe.rollout
         self.shown.tell(PLAIN)
+        _free_memory()
         options: dict[str, Any] = {"dtype": recipe.dtype, "max_num_seqs": max(recipe.batch)}
+        if not torch.cuda.is_available():
+            options["block_size"] = BLOCK["cpu"]  # as the plugin; the pool is counted in these blocks
         options |= {"max_model_len": max(recipe.length), "tensor_parallel_size": rollout.tensor_parallel}
         size = self._pool().get("kv_cache_gb", rollout.kv_cache_gb)
         if size is not None:
@@ -162,8 +178,17 @@ class _Runner:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         tokens = torch.randint(self.prepared.config.vocab_size, (point.size,), generator=generator).tolist()
         config: Any = point.cache
+        if self.number == 0 and config.between(point.size) > WARM_UP_CONTEXT:  # a shorter context first, as a warm-up
+            short = config.first + config.last + WARM_UP_CONTEXT
+            time_context(engine, tokens[:short], config, [tokens[:STUDY_PROMPT]])
         study_prompts = [tokens[:STUDY_PROMPT]] if "self_study" in config.queries else []
         return dataclasses.asdict(time_context(engine, tokens, config, study_prompts))
+
+
+def _free_memory() -> None:
+    """Give unused memory back to the GPU, so that vLLM finds it free."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def attempted(work: Callable[[], Line]) -> Line:

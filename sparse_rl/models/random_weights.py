@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from sparse_rl.attention.families import check_replayable
+from sparse_rl.attention.families import check_replayable, check_sizes
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, listed, reason
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.models.directory import SCORERS, attach_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
 
-SCORER_NOISE = 0.1  # standard deviation added to new scorers, which would otherwise rank by recency
+SCORER_NOISE = 0.1  # standard deviation of the noise added to new scorers, which rank by recency
 
 
 def changed_config(config: Any, changes: Mapping[str, Any], key: str) -> Any:
@@ -35,7 +35,11 @@ def changed_config(config: Any, changes: Mapping[str, Any], key: str) -> Any:
         changed = AutoConfig.for_model(**{**settings, **changes})
     except Exception as error:  # any exception of the library for an invalid value
         raise UserError(f"{show(dict(changes))} is not a shape of {config.model_type}: {reason(error)}", key) from error
-    check_replayable(changed, "the model with this shape")
+    try:
+        check_sizes(changed.to_dict(), "the model with this shape")
+        check_replayable(changed, "the model with this shape")
+    except UserError as error:
+        raise UserError(error.message, key) from None
     return changed
 
 

@@ -129,7 +129,7 @@ def test_times_of_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.parts, second.parts, third.parts) == ({}, {"compaction": 1.0}, {"compaction": 1.0})
     assert (first.compactions, second.compactions, third.compactions) == (0, 1, 1)
     assert (first.cache_bytes, second.cache_bytes, third.cache_bytes) == (100, 300, 300)
-    assert (first.at_once, third.at_once) == (2, 2)
+    assert (first.at_once, second.at_once, third.at_once) == (2, 2, 1.5)
 
 
 def test_reading_the_prompts_is_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,27 @@ def test_reading_the_prompts_is_not_decoding(monkeypatch: pytest.MonkeyPatch) ->
         clock = Clock.running
         assert clock is not None
         clock.step(1, 0, 2, prefilled=False)
-        clock.step(2, 0, 2)
-        clock.step(1, 0, 2)
+        for tokens in (2, 2, 2, 1):
+            clock.step(tokens, 0, 2)
+
+    (measured,) = time_sampling(sample, 2, 4, [8])
+    assert (measured.seconds, measured.decode_seconds, measured.decode_tokens) == (5.0, 3.0, 5)
+
+
+def test_a_sequence_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second sequence is read when the first one ends, so hardly any step has no unread prompt. Then decoding counts
+    from the first step on, and one sequence was sampled at a time.
+    """
+    monkeypatch.setattr(timing, "now", ticking())
+
+    def sample() -> None:
+        clock = Clock.running
+        assert clock is not None
+        for prefilled in (False, False, False, True):
+            clock.step(1, 0, 1, prefilled=prefilled)
 
     (measured,) = time_sampling(sample, 2, 4, [6])
-    assert (measured.seconds, measured.decode_seconds, measured.decode_tokens) == (3.0, 1.0, 1)
+    assert (measured.decode_seconds, measured.decode_tokens, measured.at_once) == (3.0, 3, 1.0)
 
 
 # ---- what is counted ------------------------------------------------------------------------------------------------
@@ -294,10 +310,12 @@ def test_points_that_take_longest_are_left_out_until_the_rest_fits(bench: Any) -
     total = sum(point.seconds for point in whole.points)
     (some,) = prepare_benches(bench(f"minutes={total / 60 / 2}"))
     assert sum(point.seconds for point in some.points) <= total / 2
-    kept, groups = {point.key for point in some.points}, {point.group for point in some.points}
-    dropped = [point for point in whole.points if point.key not in kept]
-    assert len(some.left_out) == len({point.group for point in dropped}) > 0
-    assert groups.isdisjoint(point.group for point in dropped)  # all caches of a batch size stay, or none
+    kept = {point.group for point in some.points}
+    dropped = {point.group for point in whole.points} - kept
+    assert len(some.left_out) == len(dropped) > 0
+    of_kept = [str(point) for point in whole.points if point.group in kept]
+    assert [str(point) for point in some.points] == of_kept  # all caches of a batch size stay, or none
+    assert some.prepared.recipe.rollout.max_batch == max(some.prepared.recipe.batch)
     with pytest.raises(UserError, match="minutes: the smallest part takes about"):
         prepare_benches(bench("minutes=1e-6"))
 
@@ -351,6 +369,8 @@ def test_random_weights_need_only_a_shape(bench: Any, workdir: Path) -> None:
     [
         (["length=[]", "contexts=null"], "length: name at least one length, or set contexts"),
         (["length=[10]"], "length: 10 leaves no token to sample after a prompt of 10 tokens"),
+        (["batch=[2, 2]"], "batch: a number is named twice"),
+        (["random_weights=true", "shape={num_hidden_layers: 0}"], "shape: num_hidden_layers is 0"),
         (["batch=[]"], "batch: name at least one batch size"),
         (["batch=[0]"], "batch[0]: expected a whole number >= 1"),
         (["shape={num_hidden_layers: 3}"], "shape: only a model with random weights can have another shape"),

@@ -19,7 +19,7 @@ class TimedContextsConfig(Configuration):
     """Compactions of a context, timed by stage with the hf engine.
 
     length : numbers of tokens in the context
-    compactions : settings of the compactions
+    compactions : settings of the compactions; each ratio of a list is timed
     """
 
     length: list[PositiveInt]
@@ -52,7 +52,7 @@ class BenchRecipe(SweptRecipe):
     """
 
     kind: ClassVar[str] = "bench"
-    wanting: ClassVar[str] = "times nothing; it needs kind: bench"
+    wanting: ClassVar[str] = "cannot be timed; it needs kind: bench"
     completion_key: ClassVar[str] = "length"
     random_weights: bool = False
     shape: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +75,10 @@ class BenchRecipe(SweptRecipe):
                 raise UserError(wrong, "length")
         if not self.batch:
             raise UserError("name at least one batch size", "batch")
+        contexts = [] if self.contexts is None else self.contexts.length
+        for key, values in (("batch", self.batch), ("length", self.length), ("contexts.length", contexts)):
+            if len({*values}) < len(values):
+                raise UserError("a number is named twice; remove one", key)
         if self.shape and not self.random_weights:
             raise UserError("only a model with random weights can have another shape; set random_weights", "shape")
         object.__setattr__(self, "rollout", replace(self.rollout, max_batch=max(self.batch)))
@@ -98,6 +102,17 @@ class BenchRecipe(SweptRecipe):
             wrong = f"the model's context length is {most:,} tokens, less than each length; lower one"
             raise UserError(wrong, "length" if self.length else "contexts.length")
         return replace(self, length=kept, contexts=contexts if contexts and contexts.length else None), dropped
+
+    def without_batch(self, size: int) -> Self:
+        """Return the recipe without one batch size; if there is no other, without sampling."""
+        batch = [number for number in self.batch if number != size]
+        return replace(self, batch=batch) if batch else replace(self, length=[])
+
+    def without_context(self, tokens: int) -> Self:
+        """Return the recipe without the contexts of `tokens` tokens."""
+        assert self.contexts is not None
+        length = [number for number in self.contexts.length if number != tokens]
+        return replace(self, contexts=replace(self.contexts, length=length) if length else None)
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         tokens = max(self.length, default=self.prompt_tokens + 1) - self.prompt_tokens
