@@ -148,7 +148,7 @@ def test_reading_the_prompts_is_not_decoding(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_sequence_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second sequence is read when the first one ends, so hardly any step has no unread prompt. Then decoding begins
+    """The second sequence is read when the first one ends, so few steps have no unread prompt. Then decoding starts
     at the first step, and one sequence was sampled at a time.
     """
     monkeypatch.setattr(timing, "now", ticking())
