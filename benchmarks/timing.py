@@ -1,5 +1,6 @@
-"""Speed, memory and stage times on made-up shapes, by `sparse-rl bench`: the command measures, this script defines
-the shapes. Each question is a recipe of kind bench with random weights; runs/timing/NAME has its runs.
+"""Speed, memory and stage times on made-up shapes, measured by `sparse-rl bench`.
+
+Each question is a recipe of kind bench with random weights; runs/timing/NAME has its runs.
 
 hf            the reference engine, 4 layers
 equal_memory  vLLM with blocks for 4 sequences without evictions, and 32 sequences: how many can be sampled at a time?

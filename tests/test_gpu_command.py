@@ -531,6 +531,29 @@ def test_stages_that_do_not_need_vllm_or_trl_run_without_them(gpu: Callable[[str
             check_done(name, stage)
 
 
+@pytest.mark.slow
+def test_the_speed_of_decoding_is_given_only_if_all_requests_run_at_once(
+    gpu: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Four requests of 160 tokens, 5 blocks each. All of them run at once, whether their prompts of 60 tokens are read
+    in one step or in several; in several, they also end at different steps. In the control, with 14 blocks in the pool,
+    some are preempted.
+    """
+    pytest.importorskip("vllm")
+    stage, shapes = gpu("vllm"), gpu("shapes")
+    config = shapes.config_of(shapes.SMALL.small_model, max_position_embeddings=512)
+    speeds = []
+    for options in ({"max_num_batched_tokens": 256}, {"max_num_batched_tokens": 64}, {"blocks": 14}):
+        engine = stage._engine(config, {"policy": "full"}, "cpu", tmp_path, 4, 160, **options)
+        try:
+            row = stage._timed(engine, 4, 60, 160)
+        finally:
+            engine.close()
+        speeds.append(row.get("decoding tokens/s"))
+        assert (row["peak blocks"] == 20) == (row["preempted"] == 0) == ("blocks" not in options)
+    assert [speed is not None for speed in speeds] == [True, True, False]
+
+
 def test_stages_are_generators_of_documented_rows(gpu: Callable[[str], Any]) -> None:
     for name in ("kernels", "tests", "contexts"):
         module = gpu(name)

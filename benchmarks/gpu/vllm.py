@@ -6,6 +6,7 @@ import gc
 import statistics
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,46 @@ def _engine(
 
 
 def _timed(engine: Any, batch: int, prompt: int, length: int) -> Row:
-    """Sample `batch` sequences up to `length` tokens. The speed of decoding is left out if not all ran at once."""
-    sample = partial(
-        engine.generate, random_prompts(batch, prompt), SamplingConfig(length - prompt, seed=0, ignore_eos=True)
-    )
-    (measured,) = time_sampling(sample, batch, prompt, [length], observed=observed(engine.llm))
-    row: Row = {"tokens/s": batch * (length - prompt) / measured.seconds}
-    if measured.at_once == batch and measured.decode_steps:
+    """Sample `batch` sequences up to `length` tokens. The speed of decoding is left out unless all ran at once and no
+    prompt was read meanwhile. `at once` is a mean, `in flight` the maximum. The share of compaction is that of the time
+    of decoding.
+    """
+    generated, counts = length - prompt, dict[str, int]()
+    sample = partial(engine.generate, random_prompts(batch, prompt), SamplingConfig(generated, seed=0, ignore_eos=True))
+    (measured,) = time_sampling(sample, batch, prompt, [length], observed=_counted(engine.llm, counts))
+    row: Row = {"tokens/s": batch * generated / measured.seconds}
+    all_at_once = counts["in flight"] == batch and not counts["preempted"]
+    if all_at_once and 0 < measured.decode_steps < generated:  # more steps would read prompts
         row["decoding tokens/s"] = measured.decode_tokens / measured.decode_seconds
-    row |= {"cache GB": measured.cache_bytes / 1e9, "at once": measured.at_once}
-    return {**row, "share of compaction": measured.parts.get("compaction", 0.0) / measured.seconds}
+    row |= {**counts, "cache GB": measured.cache_bytes / 1e9, "at once": measured.at_once}
+    if measured.decode_steps:
+        row["share of compaction"] = measured.parts.get("compaction", 0.0) / measured.decode_seconds
+    return row
+
+
+@contextmanager
+def _counted(llm: Any, counts: dict[str, int]) -> Iterator[None]:
+    """Report the engine's steps to the running clock. Write the maximum number of used blocks and of running requests,
+    and the number of preemptions, to `counts`.
+    """
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free, preempted = pool.get_num_free_blocks(), set[tuple[str, int]]()
+    counts |= {"peak blocks": 0, "in flight": 0, "preempted": 0}
+    with observed(llm):
+        reported_step = engine.step
+
+        def step() -> Any:
+            outputs = reported_step()
+            preempted.update((one.request_id, one.num_preemptions) for one in scheduler.waiting if one.num_preemptions)
+            counts["peak blocks"] = max(counts["peak blocks"], free - pool.get_num_free_blocks())
+            counts["in flight"] = max(counts["in flight"], len(scheduler.running))
+            counts["preempted"] = len(preempted)
+            return outputs
+
+        engine.step = step  # `observed` removes it
+        yield
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
