@@ -33,6 +33,10 @@ SHORT_DISTILLATION = [
 OVERRIDES = {
     "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart"],
     "sparse-rl doctor qwen2.5-1.5b/grpo": SHORT_TRAINING,
+    "sparse-rl bench qwen2.5-1.5b/grpo": [
+        "model=quickstart/model", "dtype=float32", "rollout.engine=hf", "repetitions=1", "batch=[2]", "prompt_tokens=8",
+        "length=[24]",
+    ],
     "sparse-rl train qwen2.5-1.5b/grpo": SHORT_TRAINING,
     "sparse-rl eval eval/math500": [
         "tasks={sums: {synthetic: {task: running_sum, size: 8, split: evaluation}}}", "accuracy=boxed", "samples=1",
