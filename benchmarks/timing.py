@@ -114,7 +114,8 @@ def measured(name: str, recipe: BenchRecipe) -> tuple[Rows, dict[str, Any]]:
 
     content = measure(recipe, prepare_benches(recipe), resume=Path(recipe.output_dir).is_dir())
     rows = [*content["rows"], *content["contexts"]]
-    return [{"question": name, "place": place, **row} for place, row in enumerate(rows)], content
+    model = QUESTIONS[name]["model"]  # in place of the path of its directory on this machine
+    return [{"question": name, "place": place, **row, "model": model} for place, row in enumerate(rows)], content
 
 
 def main() -> None:
