@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -35,11 +34,13 @@ def measured() -> dict[str, str]:
     """Return command, commit (with + if files differ from it), date, machine and torch version of this process."""
     import torch
 
+    from sparse_rl.commands.machine import processor
+
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     git = ("git", "-C", str(HOUSE))
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "--", *MEASURED], capture_output=True, text=True).stdout
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, {_processor()}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
@@ -49,13 +50,6 @@ def measured() -> dict[str, str]:
         "threads": threads,
         "torch": torch.__version__,
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.analysis.timing import QUEUED
 from sparse_rl.attention.families import window_of
 from sparse_rl.attention.kernels.masked import mask_bytes
+from sparse_rl.commands.machine import processor
 from sparse_rl.commands.memory import computes_exactly
 from sparse_rl.commands.prepared import Prepared, prepare_model, resolve, shape_of
 from sparse_rl.commands.sampling import identity, load_for_sampling
@@ -77,7 +75,6 @@ class Point:
 class Bench:
     """The points of one model.
 
-    exact : True if float32 attention is computed in float64
     parameters : number of the model's parameters
     left_out : lengths and points that are not timed, with the reason
     journal : finished runs; None before `time_benches`
@@ -85,7 +82,6 @@ class Bench:
     """
 
     prepared: Prepared[BenchRecipe]
-    exact: bool
     parameters: int
     points: list[Point]
     left_out: list[str]
@@ -265,7 +261,7 @@ def _prepare(recipe: BenchRecipe, machine: Machine, left_out: Sequence[str] = ()
     parameters = count_parameters(meta_model(config))
     points = [*_sampling_points(prepared, machine, parameters, exact), *_context_points(prepared, machine, parameters)]
     too_long = [f"{length:,} tokens: the model's context length is {most:,}" for length in sorted({*dropped})]
-    return Bench(prepared, exact, parameters, points, [*left_out, *too_long])
+    return Bench(prepared, parameters, points, [*left_out, *too_long])
 
 
 def _sampling_points(
@@ -347,12 +343,5 @@ def duration(seconds: float) -> str:
 
 def describe_machine() -> dict[str, str]:
     """Return processor or GPU, number of threads, and the version of torch."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return {"device": device, "threads": str(torch.get_num_threads()), "torch": torch.__version__}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor() or platform.machine()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 
@@ -19,6 +20,14 @@ def device_memory() -> int | None:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def processor() -> str:
+    """Return the number of cores and the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor() or platform.machine()}"
 
 
 def show(size: float) -> str:

@@ -6,6 +6,9 @@ depends on a real duration.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -16,12 +19,12 @@ import torch
 
 from rollout import SamplingConfig, make_engine
 from rollout.timing import sampling as timing
-from rollout.timing.sampling import Measured, time_sampling
+from rollout.timing.sampling import time_sampling
 from sparse_rl.analysis.timing import labels, plot_timing, timing_tables
 from sparse_rl.clock import Clock, part
 from sparse_rl.commands import bench as command
 from sparse_rl.commands.bench import load_bench, timing_of
-from sparse_rl.commands.bench_points import Bench, duration, prepare_benches, spread
+from sparse_rl.commands.bench_points import duration, prepare_benches, spread
 from sparse_rl.commands.main import main
 from sparse_rl.errors import UserError
 from sparse_rl.policies import make_policy
@@ -293,6 +296,51 @@ def test_an_interrupted_bench_continues(
     assert file.read_text().count("\n") == 2 * (4 * 2 + 2) + 4  # the contexts have no prompts
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "changed",
+    ["rollout.exact=false", "rollout.kv_cache_gb=1", "seed=1", "length=[24, 41]", "prompt_tokens=9", "batch=[1, 6]"],
+)
+def test_results_of_other_settings_are_not_reused(changed: str, bench: Any) -> None:
+    """A setting that may change times changes the keys of all points that are sampled. Control: `progress` does not."""
+
+    def keys(*overrides: str) -> list[str]:
+        (one,) = prepare_benches(bench("contexts=null", *overrides))
+        return [point.key for point in one.points]
+
+    assert keys() == keys("rollout.progress=true")
+    assert {*keys()}.isdisjoint(keys(changed))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_second_process_is_refused_and_changes_no_file(
+    bench: Any, workdir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """While another process measures, its folder is refused, with --resume and with --overwrite. Control: afterwards
+    the command runs.
+    """
+    small = ["contexts=null", "length=[12]", "sweep={}", "batch=[1]", "repetitions=1"]
+    (workdir / "out").mkdir()
+    code = (
+        "import sys; from pathlib import Path; from rollout.evaluation.journal import Journal, point_key\n"
+        "with Journal(Path('out/bench_runs.jsonl'), resume=True) as j, j.take(point_key('bench_runs.jsonl')):\n"
+        "    print('holds', flush=True); sys.stdin.readline()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holds\n"
+        before = sorted(file.name for file in (workdir / "out").iterdir())
+        for option in ("--resume", "--overwrite"):
+            assert main(["bench", "bench.yaml", *small, option]) == 2
+            assert "is in use by another process" in capsys.readouterr().err
+        assert sorted(file.name for file in (workdir / "out").iterdir()) == before
+        other.communicate("\n")
+    assert main(["bench", "bench.yaml", *small, "--resume"]) == 0
+
+
 def test_a_dry_run_says_what_is_left_out_and_how_long_the_rest_takes(
     bench: Any, workdir: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -448,12 +496,6 @@ def test_a_picture_is_drawn_without_rows(tmp_path: Path) -> None:
     }  # fmt: skip
     assert plot_timing(content, tmp_path / "empty.png").is_file()
     assert timing_tables(content) == []
-
-
-def test_measured_lines_survive_json() -> None:
-    """The journal's lines have all fields of `Measured`, from which rows are computed."""
-    assert set(Measured.__dataclass_fields__) >= {"length", "seconds", "parts", "compactions", "cache_bytes"}
-    assert Bench.__dataclass_fields__["journal"].default is None
 
 
 @pytest.mark.slow
