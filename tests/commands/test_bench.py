@@ -143,11 +143,14 @@ def test_reading_the_prompts_is_not_decoding(monkeypatch: pytest.MonkeyPatch) ->
         clock = Clock.running
         assert clock is not None
         clock.step(1, 0, 2, prefilled=False)
+        with part("compaction"):  # at the end of the second prompt
+            pass
         for tokens in (2, 2, 2, 1):
             clock.step(tokens, 0, 2)
 
     (measured,) = time_sampling(sample, 2, 4, [8])
-    assert (measured.seconds, measured.decode_seconds, measured.decode_tokens) == (5.0, 3.0, 5)
+    assert (measured.seconds, measured.decode_seconds, measured.decode_tokens) == (7.0, 3.0, 5)
+    assert (measured.parts, measured.compactions) == ({}, 0)
 
 
 def test_a_sequence_that_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
