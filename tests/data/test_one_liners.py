@@ -185,25 +185,6 @@ def test_a_recipe_can_load_the_task(tokenizer):
     assert loaded == rows("evaluation", 3, 0, True, OneLiners(2, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"task": "one_liners", "n": 4}, "n: is a key of the task running_sum; remove n"),
-        ({"task": "running_sum", "cases": 2}, "cases: is a key of the task one_liners; remove cases"),
-        ({"task": "one_liners", "cases": 7}, "cases: "),
-    ],
-)
-def test_wrong_settings_are_refused_by_their_key(wrong, message):
-    with pytest.raises(UserError) as caught:
-        SyntheticConfig(size=1, **wrong)
-    assert str(caught.value).startswith(message)
-
-
-def test_settings_that_need_running_sum_are_refused():
-    with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum"):
-        load_recipe("one_liners/sft", ["stop_at_accuracy=0.9"])
-
-
 # ---- tokenizer and model -------------------------------------------------------------------------------------
 
 
