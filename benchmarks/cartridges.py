@@ -144,7 +144,7 @@ class Trial:
         """Return the context compacted by a row of MATCHING, and the seconds of the compaction."""
         start = time.process_time()
         config = configured(kept, MATCHING[name])
-        return self.judge.engine.compact(self.tokens, config, self.judge.beginnings), time.process_time() - start
+        return self.judge.engine.compact(self.tokens, config, self.judge.prompts), time.process_time() - start
 
     def trained(
         self, start: Context, seconds: float, rate: float, steps: Sequence[int]

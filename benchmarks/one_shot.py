@@ -28,6 +28,7 @@ from rich.table import Table
 from benchmarks.results import Rows, over_seeds, write
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, budgets
+from rollout.context.prompts import ContextPrompts
 from sparse_rl.attention.interface import NO_MASK
 
 CONTEXT, BEHIND, FIRST, LAST = 192, 96, 1, 4
@@ -41,8 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "evict, max of repeat (KVzip-like)": {"policy": "evict", "aggregate": "max", "queries": ["repeat"]},
     "evict, SnapKV": SNAPKV,
     "evict, SnapKV whose window stays": {**SNAPKV, "last": 32},
-    "evict, PyramidKV": {**SNAPKV, "layers": "pyramid"},
-    "evict, PyramidKV whose window stays": {**SNAPKV, "layers": "pyramid", "last": 32},
+    "evict, PyramidKV": {**SNAPKV, "heads": "pyramid"},
+    "evict, PyramidKV whose window stays": {**SNAPKV, "heads": "pyramid", "last": 32},
     "evict, mean of self-study and repeat": {"policy": "evict", "aggregate": "mean", "queries": BOTH},
     "evict, max of self-study and repeat": {"policy": "evict", "aggregate": "max", "queries": BOTH},
     "evict, rms of self-study and repeat": {"policy": "evict", "queries": BOTH},
@@ -79,7 +80,9 @@ class Judge:
         sampling = SamplingConfig(CONTEXT + BEHIND - 1, n=contexts, seed=seed, ignore_eos=True)
         texts = [[*r.prompt_ids, *r.completion_ids] for r in engine.generate([[tokenizer.bos_token_id]], sampling)]
         self.contexts, self.behind = [t[:CONTEXT] for t in texts], [t[CONTEXT:] for t in texts]
-        self.beginnings = [tokenizer.encode(text, add_special_tokens=False) for text in BEGINNINGS]
+        self.prompts = ContextPrompts(
+            requests=[tokenizer.encode(text, add_special_tokens=False) for text in BEGINNINGS]
+        )
         self.full = [self.logprobs(None, [*c, *b])[CONTEXT:] for c, b in zip(self.contexts, self.behind, strict=True)]
 
     @torch.no_grad()
@@ -106,13 +109,13 @@ class Judge:
         """Return the KL of each context. shares : each head's share of the entries; None means equal shares"""
         config = configured(kept, settings)
         counts = None if shares is None else budgets.counts(shares, config.ratio, CONTEXT, config)
-        contexts = (self.engine.compact(tokens, config, self.beginnings, counts) for tokens in self.contexts)
+        contexts = (self.engine.compact(tokens, config, self.prompts, counts) for tokens in self.contexts)
         return [self.loss(number, context) for number, context in enumerate(contexts)]
 
     def shares(self, settings: dict[str, Any], ratio: float) -> torch.Tensor:
         """Return each head's share of the entries at a ratio, from sensitivity curves over these contexts."""
         config = configured(24, settings)
-        studied = [self.engine.study(tokens, config, self.beginnings) for tokens in self.contexts]
+        studied = [self.engine.study(tokens, config, self.prompts) for tokens in self.contexts]
         curves = budgets.sensitivity(studied, config, self.loss)
         return budgets.allocate(curves, budgets.RATIOS, ratio)
 
@@ -120,7 +123,7 @@ class Judge:
 def configured(kept: int, settings: dict[str, Any]) -> PromptCacheConfig:
     settings = {"last": LAST, **settings}
     ratio = chosen(kept, settings) / (CONTEXT - FIRST - settings["last"])
-    return PromptCacheConfig(ratio=ratio, first=FIRST, study_tokens=BEHIND, **settings)
+    return PromptCacheConfig(ratio=ratio, first=FIRST, study_samples=4, study_tokens=BEHIND, **settings)
 
 
 def chosen(kept: int, settings: dict[str, Any]) -> int:

@@ -31,6 +31,7 @@ from benchmarks.results import write
 from rollout import make_engine
 from rollout.context import Context, PromptCacheConfig, budgets
 from rollout.context.compact import Studied
+from rollout.context.prompts import ContextPrompts
 from sparse_rl.analysis.drawing import COLOURS, MARKERS, label_ends, method_colours, new_figure, save_figure
 from sparse_rl.data.retrieval import ASKED, Retrieval, rows
 from sparse_rl.models.directory import model_directory
@@ -92,7 +93,9 @@ class Judge:
         """Return the documents with a method's reference queries. Each set of queries is made only once."""
         key = tuple(config.queries) if config.chooses else ()
         if key not in self.studies:
-            self.studies[key] = [self.engine.study(tokens, config, [self.begins]) for tokens in self.documents]
+            self.studies[key] = [
+                self.engine.study(tokens, config, ContextPrompts(requests=[self.begins])) for tokens in self.documents
+            ]
         return self.studies[key]
 
     @torch.no_grad()
@@ -113,7 +116,7 @@ class Judge:
         """Return the accuracy over documents and questions. shares : each head's share of the entries; None: equal"""
         right = []
         for number, studied in enumerate(self.studied(config)):
-            tokens = len(studied.whole.tokens)
+            tokens = studied.length
             counts = None if shares is None else budgets.counts(shares, config.ratio, tokens, config)
             context = studied.compacted(config, counts)
             right.append((self.logprobs(number, context).argmax(-1) == self.answers[number]).double().mean())
@@ -127,7 +130,9 @@ class Judge:
 
 def configured(times: int, settings: dict[str, Any], task: Retrieval) -> PromptCacheConfig:
     """Return the configuration for a cache of 1/`times` of the document. Self-study asks one question per fact."""
-    return PromptCacheConfig(ratio=1 / times, study_tokens=2 * task.facts, most_queries=QUERIES, **settings)
+    return PromptCacheConfig(
+        ratio=1 / times, study_samples=4, study_tokens=2 * task.facts, most_queries=QUERIES, **settings
+    )
 
 
 def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str, list[float]]:

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import planned
-from rollout.context.chunks import StudiedChunks, study_chunks
-from rollout.context.compact import Studied, study
+from rollout.context.chunks import StudiedParts, study
+from rollout.context.compact import Studied
 from rollout.context.layerwise import LayerwiseView
+from rollout.context.prompts import ContextPrompts
 from rollout.context.rotation import check_movable, moved
 from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
 from rollout.products import padded_layers
@@ -70,15 +71,15 @@ class PrefilledPrompts:
 
 @dataclass(frozen=True)
 class EngineReader:
-    """The functions of an `HFEngine` that a compaction needs; implements `Reader` (context/compact.py).
-
-    study_prompts : token ids of the prompts of self-study
-    sampling : settings of the answers to them
-    """
+    """The functions of an `HFEngine` that a compaction needs; implements `Reader` (context/conversations.py)."""
 
     engine: HFEngine
-    study_prompts: list[list[int]]
-    sampling: SamplingConfig
+    prompts: ContextPrompts
+
+    @property
+    def group(self) -> int:
+        config = self.engine.model.config
+        return int(config.num_attention_heads // config.num_key_value_heads)
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         self.engine._read([list(text) for text in texts], cache)
@@ -89,12 +90,19 @@ class EngineReader:
         with self.engine._sampling():
             self.engine._hidden(ids, positions, view)
 
-    def write(self, whole: Context) -> list[tuple[list[int], list[int]]]:
-        answers = self.engine.generate(self.study_prompts, self.sampling, whole) if self.study_prompts else []
-        return [(r.prompt_ids[len(whole.tokens) :], r.completion_ids) for r in answers]
+    def write(
+        self, context: Context, prompts: Sequence[Sequence[int]], most_tokens: int, samples: int, seed: int
+    ) -> list[list[int]]:
+        sampling = SamplingConfig(most_tokens, n=samples, seed=seed)
+        return [rollout.completion_ids for rollout in self.engine.generate(prompts, sampling, context)]
 
     def moved(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
         return moved(self.engine.model.get_decoder().rotary_emb, keys, old, new)
+
+    def query_norm(self, layer: int) -> Tensor | None:
+        attention = self.engine.model.get_decoder().layers[layer].self_attn
+        weight = getattr(getattr(attention, "q_norm", None), "weight", None)
+        return weight if weight is not None and weight.numel() == attention.head_dim else None
 
 
 @dataclass
@@ -165,25 +173,29 @@ class HFEngine:
         self,
         tokens: Sequence[int],
         config: PromptCacheConfig,
-        study_prompts: Sequence[Sequence[int]] = (),
+        prompts: ContextPrompts | None = None,
         counts: Sequence[Sequence[int]] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Context:
         """Prefill a context and return it compacted. `generate` and `simulate` can continue it any number of times.
 
         tokens : token ids of the context
-        study_prompts : prompts about the context, for reference queries of the kind self_study
+        prompts : prompts about the context (context/prompts.py), for reference queries of the kinds repeat, self_study
+            and question, and for summaries. Without them, a repetition directly follows the context, and the others are
+            refused
         counts : number of entries that each kv head keeps besides the first and last ones, [layer][kv head]; None means
             that `config` determines the numbers (budgets.py)
         on_stage : called with the name of each stage when the stage begins
 
-        Raises UserError if the context has at most `config.first` + `config.last` tokens, if `config.queries` contains
-        self_study but `study_prompts` is empty, or if `config.budgets` was made for a model of another shape.
+        Raises UserError if the context has at most `config.first` + `config.last` tokens, if `prompts` lack what
+        `config` needs, or if `config.budgets` was made for a model of another shape.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
             counts = planned(config, len(tokens), *shape)
-        studied = self.study(tokens, config, study_prompts, on_stage)
+        if config.summary is not None:
+            counts = None
+        studied = self.study(tokens, config, prompts, on_stage)
         on_stage("compaction")
         return studied.compacted(config, counts)
 
@@ -191,23 +203,21 @@ class HFEngine:
         self,
         tokens: Sequence[int],
         config: PromptCacheConfig,
-        study_prompts: Sequence[Sequence[int]] = (),
+        prompts: ContextPrompts | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
-    ) -> Studied | StudiedChunks:
+    ) -> Studied | StudiedParts:
         """Prefill a context and compute its reference queries, from which compactions of any size can be made.
 
         Arguments and errors are those of `compact`, without `counts` and the errors of `config.budgets`. Returns
-        StudiedChunks if the parts of the context are read separately (`chunking: text`).
+        StudiedParts if the context is compacted in several parts.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
-        study_ids = token_ids(study_prompts, self.model.config.vocab_size)
-        reader = EngineReader(
-            self, study_ids, SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
-        )
+        prompts = prompts or ContextPrompts()
+        token_ids([*prompts.requests, *filter(None, (prompts.repeat, prompts.questions))], self.model.config.vocab_size)
         if config.by_text:
             check_movable(self.model.config)
         with self._sampling():
-            return (study_chunks if config.by_text else study)(tokens, config, reader, on_stage)
+            return study(tokens, config, EngineReader(self, prompts), on_stage)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

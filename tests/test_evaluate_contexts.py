@@ -17,7 +17,7 @@ import pytest
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
-from rollout.context.prompts import STUDY_PROMPTS
+from rollout.context.prompts import ContextPrompts
 from rollout.evaluation.contexts import COMPACTION, Questions, compacted_contexts
 from rollout.hf import HFEngine
 from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
@@ -122,13 +122,13 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, 
     lines = lines_of(tmp_path / "out")
     tokenizer, engine = load_tokenizer(model), make_engine("hf", model=model, policy="full")
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    study = [encode(f"\n\n{text}]>;") for text in STUDY_PROMPTS]
+    prompts = ContextPrompts.of(tokenizer, lambda text: encode(f"{text}]>;"))
     for row in rows:
         own_lines = [line for line in lines if line["parameters"] == row.parameters]
         retained, contexts = [], []
         for number, text in enumerate(CONTEXTS):
             config = PromptCacheConfig(**{**block, "ratio": row.parameters["ratio"]}, first=1)
-            contexts.append(engine.compact(encode(f"[{text}"), config, study))
+            contexts.append(engine.compact(encode(f"[{text}"), config, prompts))
             questions = [encode(f"Q{c}?]>;") for c in "abcde"[number::2]]
             sampling = SamplingConfig(12, n=2, temperature=1.0, top_p=0.95, seed=42)
             rollouts = engine.generate(questions, sampling, context=contexts[-1])
@@ -178,10 +178,13 @@ def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     """
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
-    read |= {"on_policy", "chunking"}
+    read |= {"on_policy", "chunking", "summary", "summary_tokens"}
     # a new key must be in exactly one of the two sets
     assert read | COMPACTION == names
     assert not read & COMPACTION
+
+
+ABOUT = ContextPrompts()
 
 
 def test_stages_are_announced(model: str) -> None:
@@ -189,7 +192,9 @@ def test_stages_are_announced(model: str) -> None:
     separately.
     """
     messages: list[str] = []
-    questions = Questions([SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], [])
+    questions = Questions(
+        [SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], ContextPrompts()
+    )
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
     engine = make_engine("hf", model=model, policy="full")
     for compacted in compacted_contexts(engine, questions, caches, messages.append):
@@ -285,7 +290,7 @@ def test_errors_of_contexts_and_files_are_one_line(
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
     with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, which with 1000 tokens of answer"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)
-    assert len(studies) == 1  # no context is read before the budgets file is read and all contexts are counted
+    assert not studies  # no context is read before the budgets file is read and all contexts are counted
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2
     output = capsys.readouterr().err

@@ -54,12 +54,28 @@ def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) 
     mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
         try:
-            return counts(load(config.budgets, layers, kv_heads), config.ratio, tokens, config)
+            shares = load(config.budgets, layers, kv_heads)
         except UserError as error:
             raise UserError(error.message, "budgets") from error
-    pyramidal = config.chooses and config.layers == "pyramid"
+        if config.heads == "partition":
+            return partition(shares, config.ratio, config.between(tokens))
+        return counts(shares, config.ratio, tokens, config)
+    pyramidal = config.chooses and config.heads == "pyramid"
     of_layers = pyramid(mean_count, config.between(tokens), layers) if pyramidal else [mean_count] * layers
     return [[count] * kv_heads for count in of_layers]
+
+
+def partition(shares: Tensor, ratio: float, between: int) -> list[list[int]]:
+    """Return the number of entries that each kv head keeps if some heads keep all entries, and all others one entry.
+
+    The heads that keep everything are the share `ratio` of all heads with the largest budgets (AM appendix B.3, after
+    DuoAttention). Among equal budgets, the earlier head comes first.
+
+    shares : [L, Hkv], head budgets, or other scores of heads
+    between : number of entries that compete
+    """
+    order = shares.flatten().sort(descending=True, stable=True).indices[: round(ratio * shares.numel())]
+    return torch.ones(shares.numel(), dtype=torch.long).index_fill(0, order, between).view_as(shares).tolist()
 
 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:

@@ -41,15 +41,21 @@ class LayerEntries:
 def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
     """Join kv heads with different numbers of entries into one layer.
 
-    Padding has the bias -inf, and the position of the head's first entry.
+    Padding has the bias -inf, and otherwise repeats the head's first entry, or is 0 if the head has none.
     """
     most, padded = max(head.keys.shape[2] for head in heads), []
     for head in heads:
-        count = head.keys.shape[2]
-        place = torch.arange(most, device=head.keys.device)
-        keys, values, bias, positions = (x[:, :, place.where(place < count, 0)] for x in head)
-        padded.append((keys, values, bias.masked_fill(place >= count, float("-inf")), positions))
+        missing = most - head.keys.shape[2]
+        keys, values, bias, positions = (_repeated(x, missing) for x in head)
+        bias[:, :, most - missing :] = float("-inf")
+        padded.append((keys, values, bias, positions))
     return LayerEntries(*(torch.cat(parts, dim=1) for parts in zip(*padded, strict=True)))
+
+
+def _repeated(x: Tensor, count: int) -> Tensor:
+    """Append `count` copies of the first entry of x [1, Hkv, N, ...], or zeros if N is 0."""
+    first = x[:, :, :1] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, *x.shape[3:])
+    return torch.cat([x, first.repeat_interleave(count, dim=2)], dim=2)
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,15 @@ class ContextCache:
         forked.own, forked.lengths = dict(self.own), list(self.lengths)
         forked.select(rows)
         return forked
+
+    def as_context(self, tokens: list[int]) -> Context:
+        """Return the entries of the only row, which has read `tokens` without a context, as a whole context."""
+        layers = []
+        for pair in self.own.values():
+            keys, values = (x[:, :, : len(tokens)] for x in pair)
+            positions = torch.arange(len(tokens), device=keys.device).expand(keys.shape[:3])
+            layers.append(LayerEntries(keys, values, torch.zeros(keys.shape[:3], device=keys.device), positions))
+        return Context(tokens, layers, False)
 
     def captured(self, layer: int) -> Tensor:
         """Return one layer's queries, after RoPE, of all T own tokens so far: [B, Hq, T, D]. Requires `captures`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
-from rollout.context.config import PromptCacheConfig
-from rollout.context.layerwise import LayerwiseView, Text, by_kv_head
+from rollout.context.config import ON_POLICY, PromptCacheConfig
+from rollout.context.conversations import Reader, conversations, question
+from rollout.context.layerwise import LayerwiseView, by_kv_head
 from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, choose, match, refit
@@ -29,36 +30,14 @@ from sparse_rl.methods.eviction.cache import at_slots
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]
+Counts = Sequence[Sequence[int]]  # a number for each kv head, [layer][kv head]
 
-OWN = {"context", "random", "window"}  # kinds of reference queries that are made from the queries of the prefill
+OWN = {"context", "window", "random"}  # kinds of reference queries that are made from the queries of the prefill
 MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores are computed in groups of queries
 
 
-class Reader(Protocol):
-    """The functions of an engine that a compaction needs."""
-
-    def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
-        """Run texts through the model, as rows of a batch, with a cache."""
-        ...
-
-    def read_layerwise(self, view: LayerwiseView) -> None:
-        """Run the tokens `view.ids` at the positions `view.positions` through the model, as one row, with `view`."""
-        ...
-
-    def write(self, whole: Context) -> list[tuple[list[int], list[int]]]:
-        """Let the model answer the prompts of self-study after a context. Returns (prompt, answer) pairs."""
-        ...
-
-    def moved(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Return keys [1, Hkv, N, D], which RoPE has turned to the positions `old`, turned to the positions `new`.
-
-        Positions are int64 [1, Hkv, N]. Raises UserError for models of whose RoPE this is not possible.
-        """
-        ...
-
-
 class Stages(dict[str, float]):
-    """Duration of each stage of a compaction, in seconds."""
+    """Duration of each stage of a compaction, in seconds, added up over parts."""
 
     @contextmanager
     def timed(self, stage: str) -> Any:
@@ -66,14 +45,15 @@ class Stages(dict[str, float]):
         yield
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # otherwise kernels that are still running would count for the next stage
-        self[stage] = time.perf_counter() - start
+        self[stage] = self.get(stage, 0.0) + time.perf_counter() - start
 
 
 @dataclass
 class Studied:
-    """A prefilled context with its reference queries, from which compactions of any size can be made.
+    """A prefilled context, or a part of it, with its reference queries. Compactions of any size can be made from it.
 
-    whole : the whole context
+    whole : the entries that are compacted: those of the whole context, or of its first tokens, the part, and its last
+        tokens
     queries : reference queries of each layer, [1, Hkv, number of queries, D]; there are none if the policy does not
         choose entries
     scaling : the factor on q . k
@@ -86,34 +66,44 @@ class Studied:
     queries: list[Tensor]
     scaling: float
     seconds: Stages
-    texts: list[list[Text]] = field(default_factory=list)
+    texts: list[list[list[int]]] = field(default_factory=list)
     reader: Reader | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole context's keys, values and biases."""
+        """Bytes of the keys, values and biases of `whole`."""
         return self.whole.nbytes
 
-    def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
+    @property
+    def length(self) -> int:
+        """Number of tokens of the context."""
+        return len(self.whole.tokens)
+
+    def compacted(self, config: PromptCacheConfig, counts: Counts | None = None) -> Context:
         """Compact the context.
 
         counts : number of entries that each kv head keeps, [layer][kv head], without the first `config.first` and the
-            last `config.last` ones; None means the numbers that `planned` (budgets.py) computes from `config`
+            last `config.last` ones; None means the numbers that `planned` (budgets.py) computes from `config`. With
+            `heads: global`, only their sum matters
         """
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
         if counts is None:
-            heads = self.whole.layers[0].keys.shape[1]
-            counts = planned(config, len(self.whole.tokens), len(self.whole.layers), heads)
+            counts = planned(config, self.length, len(self.whole.layers), self.whole.layers[0].keys.shape[1])
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
-            if self.texts and config.chooses:
-                layers = self._layerwise(config, counts)
-            else:
-                layers = [self.layer(config, place, selected) for place, selected in enumerate(counts)]
-        return Context(self.whole.tokens, layers, config.policy == "am", stages)
+            layers = self.entries(config, counts)
+        return Context(self.whole.tokens, layers, config.fits, stages)
 
-    def _layerwise(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]]) -> list[LayerEntries]:
+    def entries(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
+        """Return the entries to keep in each layer. The arguments are those of `compacted`."""
+        if config.chooses and config.heads == "global":
+            counts = self.competing_counts(config, sum(map(sum, counts)))
+        if self.texts and config.chooses:
+            return self._layerwise(config, counts)
+        return [self.layer(config, place, selected) for place, selected in enumerate(counts)]
+
+    def _layerwise(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
         """Compact the layers during one pass over `texts`; see LayerwiseView."""
         assert self.reader is not None
 
@@ -122,9 +112,34 @@ class Studied:
             queries[layer] = _drawn(torch.cat([queries[layer], captured], dim=2), config)
             return replace(self, queries=queries, texts=[]).layer(config, layer, counts[layer])
 
-        view = LayerwiseView(len(self.whole.tokens), self.texts, compact)
+        view = LayerwiseView(self.length, self.texts, compact)
         self.reader.read_layerwise(view)
         return view.layers
+
+    def competing_counts(self, config: PromptCacheConfig, total: int) -> list[list[int]]:
+        """Return the number of entries that each kv head keeps if all heads of all layers compete, [layer][kv head].
+
+        The `total` entries with the highest scores are kept (KVzip; AM appendix E). The best entry of a head is always
+        among them. With on-policy queries, the scores are those of the other kinds of queries alone.
+
+        Raises UserError if all queries are on-policy.
+        """
+        if not self.queries[0].shape[2]:
+            wrong = "heads cannot compete with on-policy queries, which a layer only gets after the layers below it"
+            raise UserError(f"{wrong}; use on_policy: false", "heads")
+        scores = torch.stack([self._scores(config, layer) for layer in range(len(self.whole.layers))])
+        scores = scores.scatter(2, scores.argmax(2, keepdim=True), float("inf"))
+        order = scores.flatten().sort(descending=True, stable=True).indices
+        kept = torch.zeros_like(order, dtype=torch.bool)
+        kept[order[: max(total, scores.shape[0] * scores.shape[1])]] = True
+        return kept.view_as(scores).sum(-1).tolist()
+
+    def _scores(self, config: PromptCacheConfig, place: int) -> Tensor:
+        """Return the scores of the entries of layer `place` that compete, float64 [Hkv, number of entries]."""
+        entries = self.whole.layers[place]
+        competing = _competing(entries, config)
+        block = _block(entries, self.queries[place], competing, self.scaling)
+        return pooled_score(block, config)[0, :, competing]
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
         """Return the entries to keep in layer `place`. Heads with fewer entries than others are padded with masked
@@ -133,8 +148,9 @@ class Studied:
         counts : number of entries of each kv head, without the first `config.first` and the last `config.last` ones
         """
         entries, queries = self.whole.layers[place], self.queries[place]
-        logits = queries.shape[1] * queries.shape[2] * min(entries.keys.shape[2], config.chunk)
-        if len(set(counts)) == 1 and (not config.in_parts or logits <= MOST_LOGITS):
+        in_groups = config.policy == "evict" and not config.pursues  # of queries, so memory does not grow with heads
+        logits = queries.shape[1] * queries.shape[2] * entries.keys.shape[2]
+        if len(set(counts)) == 1 and (in_groups or logits <= MOST_LOGITS):
             return _compacted(entries, queries, counts[0], config, self.scaling)
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
@@ -147,112 +163,147 @@ class Studied:
         return _compacted(selected, self.queries[place][:, head_slice], count, config, self.scaling)
 
 
-def study(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, on_stage: OnStage) -> Studied:
-    """Prefill a context and compute its reference queries, other than on-policy queries.
+@dataclass
+class Prefilled:
+    """A context that was read as a whole, with the cache that captured its queries, if a kind of queries needs them."""
 
-    on_stage : called with the name of each stage when it begins
-    """
-    tokens, stages = list(tokens), Stages()
-    config.kept(len(tokens))  # raises UserError if the context is too short
-    on_stage("prefill")
+    whole: Context
+    cache: ContextCache
+
+
+def prefill(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, stages: Stages) -> Prefilled:
+    """Read a context. Raises NotFiniteError if its keys or values are not finite."""
     with stages.timed("prefill"):
-        prefilled = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
-        reader.read([tokens], prefilled)
-        positions = torch.arange(len(tokens))
-        held = ([x[:, :, : len(tokens)] for x in pair] for pair in prefilled.own.values())
-        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False)
+        cache = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
+        reader.read([tokens], cache)
+        whole = cache.as_context(list(tokens))
     for place, entries in enumerate(whole.layers):
         if not bool(entries.keys.isfinite().all() & entries.values.isfinite().all()):
             raise NotFiniteError(
                 f"the context's keys or values are not finite in layer {place}: the model's weights, or its "
                 "activations in this dtype, are NaN or infinite; use an undamaged checkpoint, or set another dtype"
             )
+    return Prefilled(whole, cache)
+
+
+def study_places(
+    prefilled: Prefilled,
+    places: Tensor,
+    config: PromptCacheConfig,
+    reader: Reader,
+    on_stage: OnStage,
+    stages: Stages,
+    release: bool = False,
+) -> Studied:
+    """Compute the reference queries of the tokens `places`, int64 [n], of a context. All texts see these tokens alone.
+
+    release : True releases the captured queries of the prefill layer by layer
+    """
+    whole, scaling = prefilled.whole, prefilled.cache.scaling
+    if len(places) < len(whole.tokens):
+        whole = replace(whole, layers=[_at_places(layer, places) for layer in whole.layers])
     if not config.chooses:
-        return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], prefilled.scaling, stages)
+        return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], scaling, stages)
     with stages.timed("queries"):
-        kinds, caches, texts = _queries(config, whole, prefilled, reader, on_stage)
+        kinds, caches, on_policy = _queries(config, whole, places, prefilled.cache, reader, on_stage)
         queries = []
         for layer, entries in enumerate(whole.layers):
             joined_kinds = torch.cat([entries.keys[:, :, :0], *(kind(layer) for kind in kinds)], dim=2)
-            queries.append(joined_kinds if texts else _drawn(joined_kinds, config))
-            for cache in caches:
+            queries.append(joined_kinds if on_policy else _drawn(joined_kinds, config))
+            for cache in [*caches, *([prefilled.cache] if release else [])]:
                 cache.forget(layer)
-    return Studied(whole, queries, prefilled.scaling, stages, texts, reader if texts else None)
+    return Studied(whole, queries, scaling, stages, on_policy, reader if on_policy else None)
 
 
-def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
-    bias = torch.zeros(keys.shape[:3], device=keys.device)
-    return LayerEntries(keys, values, bias, positions.to(keys.device).expand(keys.shape[:3]))
+def _at_places(entries: LayerEntries, places: Tensor) -> LayerEntries:
+    return LayerEntries(*(x[:, :, places.to(x.device)] for x in entries))
 
 
 # ---- reference queries ----------------------------------------------------------------------------------------------
 
 
 def _queries(
-    config: PromptCacheConfig, whole: Context, prefilled: ContextCache, reader: Reader, on_stage: OnStage
-) -> tuple[list[OfLayer], list[ContextCache], list[list[Text]]]:
+    config: PromptCacheConfig,
+    whole: Context,
+    places: Tensor,
+    prefilled: ContextCache,
+    reader: Reader,
+    on_stage: OnStage,
+) -> tuple[list[OfLayer], list[ContextCache], list[list[list[int]]]]:
     """Prepare the reference queries of each kind in `config.queries`.
 
-    Returns one function for each kind, the caches that these functions read, and the texts of each kind whose queries
-    are on-policy, which has no function. Each function maps a layer to the layer's reference queries
+    Returns one function for each kind, the caches of texts that these functions read, and the texts of each kind whose
+    queries are on-policy, which has no function. Each function maps a layer to the layer's reference queries
     [1, Hkv, number of queries, D], and must be called in the order of the layers.
     """
     kinds: list[OfLayer] = []
-    texts: list[list[Text]] = []
-    caches = [prefilled]
+    caches: list[ContextCache] = []
+    on_policy: list[list[list[int]]] = []
     for kind in config.queries:
-        if kind == "repeat" and config.on_policy:
-            texts.append([Text(whole.tokens)])
-        elif kind == "repeat":
-            on_stage("queries, second reading of the context")
-            caches.append(ContextCache(whole, captures=True))
-            reader.read([whole.tokens], caches[-1])
-            kinds.append(partial(_captured, caches[-1], whole))
-        elif kind == "self_study":
-            on_stage("queries, self-study")
-            written = reader.write(whole)
-            if not written:
-                raise UserError("self_study needs prompts that ask about the context", "queries")
+        if kind in ON_POLICY:
+            texts = _texts(kind, config, whole, places, reader, on_stage)
             if config.on_policy:
-                texts.append([Text([*prompt, *answer], len(prompt)) for prompt, answer in written])
+                on_policy.append(texts)
                 continue
             caches.append(ContextCache(whole, captures=True))
-            reader.read([[*prompt, *answer] for prompt, answer in written], caches[-1])
-            kinds.append(partial(_studied, caches[-1], whole, written))
-        elif kind == "random":
-            kinds.append(partial(_random, prefilled, whole, torch.Generator().manual_seed(config.seed)))
+            reader.read(texts, caches[-1])
+            kinds.append(partial(_of_texts, caches[-1], texts, whole))
+        elif kind in ("random", "random_plain"):
+            generator = torch.Generator().manual_seed(config.seed)
+            own = None if kind == "random_plain" else partial(_of_places, prefilled, whole, places)
+            kinds.append(partial(_random, reader, own, whole, len(places), generator))
         else:
-            kinds.append(partial(_captured, prefilled, whole, window=config.window if kind == "window" else None))
-    return kinds, caches, texts
+            selected = places[-config.window :] if kind == "window" else places
+            kinds.append(partial(_of_places, prefilled, whole, selected))
+    return kinds, caches, on_policy
 
 
-def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
-    """Return the captured queries of a context's tokens, or of its last `window` tokens, in one layer: [1, Hkv, G x
-    number of tokens, D].
+def _texts(
+    kind: str, config: PromptCacheConfig, whole: Context, places: Tensor, reader: Reader, on_stage: OnStage
+) -> list[list[int]]:
+    """Return the texts of a kind of queries, as token ids that continue the context."""
+    if kind == "repeat":
+        on_stage("queries, second reading of the context")
+        again = places[config.first : len(places) - config.last].tolist()
+        return [[*reader.prompts.repeat, *(whole.tokens[place] for place in again)]]
+    if kind == "question":
+        on_stage("queries, a question")
+        return [question(whole, config, reader)]
+    on_stage("queries, self-study")
+    return conversations(whole, config, reader)
+
+
+def _of_places(cache: ContextCache, whole: Context, places: Tensor, layer: int) -> Tensor:
+    """Return the captured queries of the context's tokens `places` in one layer: [1, Hkv, G x number of tokens, D]."""
+    captured = cache.captured(layer)
+    return by_kv_head(captured[:, :, places.to(captured.device)], whole.layers[layer].keys)
+
+
+def _of_texts(cache: ContextCache, texts: list[list[int]], whole: Context, layer: int) -> Tensor:
+    """Return the captured queries of all tokens of texts, the rows of a cache, in one layer: [1, Hkv, number, D]."""
+    rows = zip(cache.captured(layer), texts, strict=True)
+    return by_kv_head(torch.cat([q[None, :, : len(text)] for q, text in rows], dim=2), whole.layers[layer].keys)
+
+
+def _random(
+    reader: Reader, own: OfLayer | None, whole: Context, tokens: int, generator: torch.Generator, layer: int
+) -> Tensor:
+    """Return one normally distributed query for each query of a text in one layer: [1, Hkv, G x tokens, D].
+
+    The queries are multiplied by the weights of the model's query norm, as in the paper (appendix D). For a model
+    without query norm, they get the mean norm of the text's queries in each kv head.
+
+    own : function that returns the text's queries in a layer; None means that the queries are not scaled
     """
-    count = len(whole.tokens)
-    span = slice(0 if window is None else max(0, count - window), count)
-    return by_kv_head(cache.captured(layer)[:, :, span], whole.layers[layer].keys)
-
-
-def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
-    """Return one normally distributed query for each query of the context. In each kv head, the random queries have the
-    mean norm of the context's queries. The paper applies the head's q-norm instead (appendix D).
-    """
-    queries = _captured(cache, whole, layer)
-    drawn = torch.randn(queries.shape, generator=generator).to(queries)
-    norm = queries.norm(dim=-1, keepdim=True).mean(2, keepdim=True)
+    keys = whole.layers[layer].keys
+    drawn = torch.randn((1, keys.shape[1], reader.group * tokens, keys.shape[3]), generator=generator).to(keys)
+    if own is None:
+        return drawn
+    weight = reader.query_norm(layer)
+    if weight is not None:
+        return drawn * weight.to(drawn)
+    norm = own(layer).norm(dim=-1, keepdim=True).mean(2, keepdim=True)
     return drawn / drawn.norm(dim=-1, keepdim=True) * norm
-
-
-def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int) -> Tensor:
-    """Return the captured queries of the answers of self-study in one layer: [1, Hkv, number of queries, D].
-
-    written : (prompt, answer) of each row of the cache
-    """
-    rows = zip(cache.captured(layer), written, strict=True)
-    answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
-    return by_kv_head(torch.cat(answers, dim=2), whole.layers[layer].keys)
 
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
@@ -272,33 +323,36 @@ def _compacted(
 ) -> LayerEntries:
     """Return the entries to keep: the first `config.first` and the last `config.last` unchanged, and `count` others.
 
-    If `config.in_parts`, the tokens in between compete in equal parts of at most `config.chunk` tokens, each with an
-    equal share of `count`. `entries` are all entries of one layer, or of one of its kv heads.
+    `entries` are all entries of one layer, or of one of its kv heads.
     """
-    tokens = entries.keys.shape[2]
-    parts = config.parts(tokens)
-    place = torch.arange(tokens, device=entries.keys.device)
-    competing = (place >= config.first) & (place < tokens - config.last)
+    competing = _competing(entries, config)
     kept = [LayerEntries(*(x[:, :, ~competing] for x in entries))]
-    for span in parts:
-        # `first` and `last` join the first and the last part, so that a single part is the whole context.
-        start = config.first + span.start if span is not parts[0] else 0
-        selected = slice(start, config.first + span.end if span is not parts[-1] else tokens)
-        if share := span.share(count):
-            held = LayerEntries(*(x[:, :, selected] for x in entries))
-            block = Block(held.keys, held.values, queries, held.bias, competing[selected].expand(1, 1, -1), scaling)
-            index, bias, values = _chosen(block, share, config)
-            kept.append(LayerEntries(at_slots(held.keys, index), values, bias, held.positions.gather(2, index)))
+    if count:
+        block = _block(entries, queries, competing, scaling)
+        index, bias, values = _chosen(block, count, config)
+        kept.append(LayerEntries(at_slots(entries.keys, index), values, bias, entries.positions.gather(2, index)))
     return LayerEntries(*(torch.cat(pieces, dim=2) for pieces in zip(*kept, strict=True)))
+
+
+def _competing(entries: LayerEntries, config: PromptCacheConfig) -> Tensor:
+    """Return bool [N], True for the entries that compete: all but the first and the last ones."""
+    place = torch.arange(entries.keys.shape[2], device=entries.keys.device)
+    return (place >= config.first) & (place < len(place) - config.last)
+
+
+def _block(entries: LayerEntries, queries: Tensor, competing: Tensor, scaling: float) -> Block:
+    return Block(entries.keys, entries.values, queries, entries.bias, competing.expand(1, 1, -1), scaling)
 
 
 def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Choose `count` entries of a block to keep. Returns their indices, biases and values, as `match` does."""
-    fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
-    if config.policy == "am" and config.pool == 1:
+    fit = Fit(
+        config.select, config.aggregate, config.ridge, config.fit == "paper", config.fit_biases, config.fit_values
+    )
+    if config.fits and config.pool == 1:
         return match(block, count, fit)
     index = choose(block, count, fit) if config.pursues else _most_attended(block, count, config)
-    if config.policy == "am":
+    if config.fits:
         return index, *refit(block, index, fit)
     return index, block.bias.gather(2, index), at_slots(block.values, index)
 
@@ -306,13 +360,25 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
 @part("selection", detail=True)
 def _most_attended(block: Block, count: int, config: PromptCacheConfig) -> Tensor:
     """Return the indices of the `count` entries with the highest pooled scores, as `match` does."""
+    order = pooled_score(block, config).sort(dim=-1, descending=True, stable=True)
+    return order.indices[..., :count].sort(-1).values
+
+
+def pooled_score(block: Block, config: PromptCacheConfig) -> Tensor:
+    """Return the `attention_score` of N entries in H kv heads, pooled over neighbours that compete: float64 [1, H, N].
+
+    Entries that do not compete get -inf. Raises NotFiniteError for a NaN score.
+    """
     score = _score(block, config.aggregate)
     if bool(score.isnan().any()):
         raise NotFiniteError("a NaN score for an entry of the context")
-    inside = block.competing[0, 0]
-    smoothed = F.avg_pool1d(score[0, :, inside], config.pool, 1, config.pool // 2, count_include_pad=False)
-    score = torch.full_like(score, float("-inf")).masked_scatter(inside, smoothed)
-    return score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+    inside, pool = block.competing[0, 0], config.pool
+    own = score[0, :, inside]
+    if config.pooling == "max":
+        smoothed = F.max_pool1d(own, pool, 1, pool // 2)
+    else:
+        smoothed = F.avg_pool1d(own, pool, 1, pool // 2, count_include_pad=False)
+    return torch.full_like(score, float("-inf")).masked_scatter(inside, smoothed)
 
 
 def _score(block: Block, aggregate: str) -> Tensor:

@@ -9,14 +9,18 @@ from typing import Annotated, Literal
 from sparse_rl.config import Configuration, Fraction, NonNegativeInt, PathText, Positive, PositiveInt, Rule, Seed
 from sparse_rl.errors import UserError
 
-QueryKind = Literal["context", "repeat", "self_study", "random", "window"]
-ON_POLICY = {"repeat", "self_study"}  # kinds of queries whose texts continue the context, and see its compacted entries
+QueryKind = Literal["context", "repeat", "self_study", "question", "window", "random", "random_plain"]
+# Kinds of queries whose texts continue the context, and see its compacted entries.
+ON_POLICY = {"repeat", "self_study", "question"}
+SummaryKind = Literal["plain", "detailed", "for_questions", "concise", "shortest"]
 OddInt = Annotated[PositiveInt, Rule("that is odd", lambda v: v % 2 == 1)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens `start` to `end` of the `between` tokens of a context that compete, counted from the first of them."""
+    """Tokens `start` to `end` of the `between` tokens between the first and the last tokens of a context, counted from
+    the first of them.
+    """
 
     start: int
     end: int
@@ -33,40 +37,52 @@ class PromptCacheConfig(Configuration):
 
     policy : am, the kept entries get biases and values that stand for the evicted ones; evict, the kept entries do not
         change; full, everything is kept; none, only the first `first` and the last `last` tokens are kept. full and
-        none are baselines, and use no other settings than first and last
+        none are baselines; of the other settings they use first, last and those of summaries alone
     ratio : share of the context's tokens that is kept, not counting its first `first` and last `last` tokens
-    queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of the same tokens
-        when the model reads the context a second time, after the first; self_study, queries of the model's answers to
-        prompts about the context; random, normally distributed queries with the mean norm of the context's queries
-        (the model's own query norm is not applied); window, queries of the context's last `window` tokens
+    queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of an instruction to
+        repeat the context, and of the tokens that compete when the model reads them a second time; self_study, queries
+        of conversations about the context that the model has with itself; question, queries of one question that the
+        model writes about the context; window, queries of the context's last `window` tokens; random, normally
+        distributed queries times the weights of the model's query norm, or, for a model without one, with the mean norm
+        of the context's queries; random_plain, standard normal queries
     window : number of tokens of the query kind window (SnapKV's observation window)
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass; omp_fast is omp with 8 keys in a step, which takes less time (AM-OMP-fast)
     aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
-    pool : the attention to a key is averaged over this number of neighbouring keys, centred on that key (SnapKV)
+    pool, pooling : the attention to a key is replaced by the mean or the maximum over this number of neighbouring keys,
+        centred on that key (SnapKV)
     ridge : weight that pulls the fitted values towards the old values, in units of the attention's mean square
     fit : ridge fits by ridge regression; paper uses the paper's own solvers
+    fit_biases, fit_values : False leaves the biases at 0, or the values as they are; evict does both. The keys do not
+        depend on them
     first, last : number of tokens at the context's beginning and end that are kept unchanged (a chat template's)
-    layers : equal, every layer keeps the same number of entries; pyramid, the number falls from the first layer to the
-        last, as in PyramidKV, and `ratio` sets the mean over the layers
-    budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
-    on_policy : True computes the queries of repeat and self_study in each layer while the layers below it are compacted
-        already (AM section 3.1, C.4). One pass over these texts computes queries and compacts; it is repeated for each
-        ratio. The texts of self-study are sampled with the full cache. Other kinds of queries do not change
-    chunk : am divides a longer context into equal parts of at most this number of tokens. Each part is fitted
-        separately, with the same reference queries, and keeps its share of the entries. A fit needs memory for
-        (number of reference queries) x chunk numbers. The attention output of the whole context is the mean of the
-        parts' outputs, weighted by mass; so if mass and output are right in every part, they are right for the whole
-        context. Under evict, all tokens of the context compete with each other; with omp and omp_fast, they compete in
-        parts
+    heads : equal, every kv head keeps the same number of entries; pyramid, the number falls from the first layer to the
+        last, as in PyramidKV; global, the entries of all kv heads of all layers compete by their attention, and every
+        head keeps at least one, as in KVzip; partition, the heads with the largest head budgets keep everything, and
+        the others one entry, similar to DuoAttention. `ratio` always sets the mean over the heads
+    budgets : path of a file of head budgets (budgets.py), which `heads: equal` and `heads: partition` use; None means
+        that there are none
+    on_policy : True computes the queries of repeat, self_study and question in each layer while the layers below it are
+        compacted already (AM section 3.1, C.4). One pass over these texts computes queries and compacts; it is repeated
+        for each ratio. The texts are sampled with the full cache. Other kinds of queries do not change
+    chunk : am divides a longer context into equal parts of at most this number of tokens. Each part is compacted on its
+        own: it has reference queries of its own, which see the first `first` tokens, the part and the last `last`
+        tokens, and it keeps its share of the entries (AM section 3.5, C.3). A fit needs memory for (number of reference
+        queries) x chunk numbers. Under evict, all tokens of the context compete with each other; with omp and omp_fast,
+        they compete in parts
+    chunks : number of equal parts, under any policy that chooses entries; None means that `chunk` determines it
     chunking : kv, a long context is read as a whole, and its entries are divided into parts; text, each part of its
-        tokens is read alone, between the first `first` and the last `last` tokens, with reference queries of its own,
-        and is compacted alone, also under evict. RoPE then turns the kept keys to their positions in the context (AM
-        section 3.5, C.3)
-    most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
-    study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
-        tokens
-    seed : seed of random queries, of the subset of queries and of self-study
+        tokens is read alone, between the first `first` and the last `last` tokens, also under evict. RoPE then turns
+        the kept keys to their positions in the context
+    summary : the model first writes a summary of the context, which takes the context's place; `ratio` then counts the
+        summary's tokens. The value names the request: plain, detailed, for_questions, concise or shortest. With
+        `chunks`, each of the parts is summarized alone, and the summaries follow each other. None means no summary
+    summary_tokens : maximum number of tokens of a summary
+    most_queries : maximum number of reference queries of a kv head, for each part; if there are more, a random subset
+        is used
+    study_samples, study_tokens : for self_study, the number of answers to each conversation starter, and the maximum
+        number of tokens of an answer and of the model's questions
+    seed : seed of random queries, of the subset of queries, of self-study and of summaries
     """
 
     policy: Literal["am", "evict", "full", "none"] = "am"
@@ -76,17 +92,23 @@ class PromptCacheConfig(Configuration):
     select: Literal["attention", "omp", "omp_fast"] = "attention"
     aggregate: Literal["rms", "mean", "max"] = "rms"
     pool: OddInt = 1
+    pooling: Literal["mean", "max"] = "mean"
     ridge: Positive = 1e-3
     fit: Literal["ridge", "paper"] = "ridge"
+    fit_biases: bool = True
+    fit_values: bool = True
     first: NonNegativeInt = 1
     last: NonNegativeInt = 0
-    layers: Literal["equal", "pyramid"] = "equal"
+    heads: Literal["equal", "pyramid", "global", "partition"] = "equal"
     budgets: PathText | None = None
     on_policy: bool = False
     chunk: PositiveInt = 4096
+    chunks: PositiveInt | None = None
     chunking: Literal["kv", "text"] = "kv"
+    summary: SummaryKind | None = None
+    summary_tokens: PositiveInt = 1024
     most_queries: PositiveInt = 50_000
-    study_samples: PositiveInt = 4
+    study_samples: PositiveInt = 1
     study_tokens: PositiveInt = 256
     seed: Seed = 0
 
@@ -95,15 +117,25 @@ class PromptCacheConfig(Configuration):
         if self.chooses and not self.queries:
             raise UserError("name at least one kind of queries, for example [repeat]", "queries")
         if self.pool > 1 and self.chooses and self.pursues:
-            wrong = f"select: {self.select} has no scores to average"
+            wrong = f"select: {self.select} has no scores to combine"
             raise UserError(f"{wrong}; use select: attention, or pool: 1", "pool")
-        if self.budgets is not None and self.layers == "pyramid":
-            raise UserError("head budgets already set how much each layer keeps; use layers: equal with them", "layers")
+        if self.chooses:
+            self._check_heads()
         if self.on_policy and self.chooses and ON_POLICY.isdisjoint(self.queries):
-            wrong = "only queries of repeat and self_study can be on-policy"
+            wrong = "only queries of repeat, self_study and question can be on-policy"
             raise UserError(f"{wrong}; add one of them to queries, or use on_policy: false", "on_policy")
         if self.on_policy and self.by_text:
             raise UserError("queries cannot be on-policy with chunking: text; use chunking: kv", "on_policy")
+
+    def _check_heads(self) -> None:
+        if self.heads in ("pyramid", "global") and self.budgets is not None:
+            wrong = "head budgets already set how much each head keeps"
+            raise UserError(f"{wrong}; use heads: equal or heads: partition with them", "heads")
+        if self.heads == "partition" and self.budgets is None:
+            raise UserError("a partition of the heads needs head budgets; set budgets: FILE", "heads")
+        if self.heads == "global" and self.pursues:
+            wrong = f"select: {self.select} has no scores by which heads could compete"
+            raise UserError(f"{wrong}; use select: attention, or heads: equal", "heads")
 
     @property
     def chooses(self) -> bool:
@@ -124,6 +156,11 @@ class PromptCacheConfig(Configuration):
     def in_parts(self) -> bool:
         """True if the tokens of a long context compete in parts of at most `chunk` tokens."""
         return self.by_text or self.policy == "am" or (self.policy == "evict" and self.pursues)
+
+    @property
+    def fits(self) -> bool:
+        """True if the kept entries get new biases or new values."""
+        return self.policy == "am" and (self.fit_biases or self.fit_values)
 
     def between(self, tokens: int) -> int:
         """Return the number of tokens between the first `first` and the last `last` tokens of a context.
@@ -149,6 +186,8 @@ class PromptCacheConfig(Configuration):
         """
         between = self.between(tokens)
         number = math.ceil(between / self.chunk) if self.in_parts else 1
+        if self.chunks is not None and (self.chooses or self.summary is not None):
+            number = min(self.chunks, between)
         return [Part(between * n // number, between * (n + 1) // number, between) for n in range(number)]
 
     def kept(self, tokens: int) -> int:

@@ -9,20 +9,11 @@ and then attends to the compacted entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rollout.context.cache import LayerEntries, attention
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that continues the context. Its tokens from index `start` on give reference queries."""
-
-    tokens: list[int]
-    start: int = 0
 
 
 class LayerwiseView:
@@ -33,18 +24,18 @@ class LayerwiseView:
     the texts are not read in pieces.
 
     past : number of tokens of the whole context
-    texts : the texts of each kind of reference queries
+    texts : the texts of each kind of reference queries, as token ids
     compact : function (layer, reference queries [1, Hkv, number of queries, D]) -> the entries of the compacted layer
 
     After the pass, `layers` has the compacted entries of all layers.
     """
 
     def __init__(
-        self, past: int, texts: Sequence[Sequence[Text]], compact: Callable[[int, Tensor], LayerEntries]
+        self, past: int, texts: Sequence[Sequence[list[int]]], compact: Callable[[int, Tensor], LayerEntries]
     ) -> None:
         self.texts, self.compact = texts, compact
         self.layers: list[LayerEntries] = []
-        flat = [text.tokens for kind in texts for text in kind]
+        flat = [text for kind in texts for text in kind]
         self.ids = [token for tokens in flat for token in tokens]
         self.positions = [past + place for tokens in flat for place in range(len(tokens))]
         self._lengths = [len(tokens) for tokens in flat]
@@ -61,8 +52,7 @@ class LayerwiseView:
         queries, keys, values = (x.split(self._lengths, dim=2) for x in (query, key.to(value.dtype), value))
         remaining, kinds = iter(queries), []
         for texts in self.texts:
-            asking = [next(remaining)[:, :, text.start :] for text in texts]
-            kinds.append(by_kv_head(torch.cat(asking, dim=2), key))
+            kinds.append(by_kv_head(torch.cat([next(remaining) for _ in texts], dim=2), key))
         self.layers.append(self.compact(layer, torch.cat(kinds, dim=2)))
         outs = []
         for q, k, v in zip(queries, keys, values, strict=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rollout.context import cache, compact
 from rollout.context.config import ON_POLICY, PromptCacheConfig
-from rollout.context.prompts import STUDY_PROMPTS
+from rollout.context.prompts import MOST_QUESTIONS, REQUESTS
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.matching.block import fit_bytes
 from sparse_rl.policies.cache import cache_bytes
@@ -26,8 +25,8 @@ def reading_bytes(tokens: int, heads: int) -> int:
 
 
 def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
-    """Return the maximum number of reference queries per kv head, before a random subset is taken. With
-    `chunking: text` it is the number of one part.
+    """Return the maximum number of reference queries per kv head of one part, before a random subset is taken. The
+    instructions in their texts are not counted.
 
     group : query heads per kv head
     """
@@ -41,18 +40,23 @@ def stored_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
 
     group : query heads per kv head
     """
-    if config.chooses and config.on_policy:
-        return group * sum(n for kind, n in _asking(config, tokens).items() if kind not in ON_POLICY)
-    parts = len(config.parts(tokens)) if config.by_text else 1
+    if not config.chooses:
+        return 0
+    parts = len(config.parts(tokens))
+    if config.on_policy:
+        return parts * group * sum(n for kind, n in _asking(config, tokens).items() if kind not in ON_POLICY)
     return parts * min(reference_queries(config, tokens, group), config.most_queries)
 
 
 def _asking(config: PromptCacheConfig, tokens: int) -> dict[str, int]:
-    """Return kind of reference queries -> number of its tokens, for a context or, with `chunking: text`, one part."""
-    read = _part_tokens(config, tokens) if config.by_text else tokens
-    study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
-    numbers = {"self_study": study, "window": min(config.window, read)}
-    return {kind: numbers.get(kind, read) for kind in config.queries} if config.chooses else {}
+    """Return kind of reference queries -> number of its tokens in one part of a context."""
+    if not config.chooses:
+        return {}
+    read = _part_tokens(config, tokens)
+    study = (len(REQUESTS) + MOST_QUESTIONS) * config.study_samples * config.study_tokens
+    numbers = {"self_study": study, "question": config.study_tokens, "window": min(config.window, read)}
+    numbers["repeat"] = read - config.first - config.last
+    return {kind: numbers.get(kind, read) for kind in config.queries}
 
 
 def _part_tokens(config: PromptCacheConfig, tokens: int) -> int:
@@ -73,7 +77,7 @@ def layerwise_bytes(config: PromptCacheConfig, tokens: int, model: Any, itemsize
     heads, (_, kv_heads, head_dim) = model.num_attention_heads, cache_shape(model)
     projected = (3 * heads + 2 * kv_heads) * head_dim  # queries, queries by kv head, output; keys, values
     numbers = 2 * model.hidden_size + max(3 * model.intermediate_size, projected)
-    longest = max(tokens if "repeat" in config.queries else 0, config.study_tokens)
+    longest = max(_part_tokens(config, tokens) if "repeat" in config.queries else 0, config.study_tokens)
     masks = 12 * min(cache.MOST_LOGITS, heads * longest * (longest + config.kept(tokens)))
     return read * numbers * itemsize + masks
 
@@ -87,15 +91,11 @@ def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_head
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)
-    if config.by_text:
-        tokens = _part_tokens(config, tokens)
-        config = replace(config, chunking="kv")
-    if not config.in_parts:  # all heads and tokens together, in groups of queries
-        some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
-        return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
-    parts = len(config.parts(tokens))
-    part = tokens if parts == 1 else -(-config.between(tokens) // parts) + config.first + config.last
-    heads = kv_heads if queries * kv_heads * min(tokens, config.chunk) <= compact.MOST_LOGITS else 1
-    fitted = -(-config.kept(tokens) // parts)
+    part = _part_tokens(config, tokens)
+    if config.policy == "evict" and not config.pursues:  # all heads together, in groups of queries
+        some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * part)))
+        return fit_bytes(1, kv_heads, some, part, 0, head_dim)
+    heads = kv_heads if queries * kv_heads * part <= compact.MOST_LOGITS else 1
+    fitted = -(-config.kept(tokens) // len(config.parts(tokens)))
     pursued = fitted * max(queries, part) + part**2 if config.pursues else 0  # arrays of the pursuit
     return fit_bytes(1, heads, queries, part, fitted, head_dim) + 8 * heads * pursued

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.files import load_context, save_context
+from rollout.context.prompts import ContextPrompts
 from rollout.evaluation.evaluate import ContextCosts, Decode, Point, Task, evaluating
 from rollout.evaluation.journal import Journal, point_key
 from rollout.evaluation.samples import sample_in_parts
@@ -26,20 +27,21 @@ from sparse_rl.errors import UserError
 if TYPE_CHECKING:
     from rollout.hf import HFEngine
 
-# Settings that only the compaction uses. Configurations that differ only in these settings share one prefill of a
-# context and its reference queries. With `chunking: text`, `chunk` also sets the texts that are read.
-COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
+# Settings that only the compaction uses. Configurations that differ only in these settings, and divide a context into
+# the same parts, share one prefill of the context and its reference queries.
+COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "pooling", "ridge", "fit", "fit_biases", "fit_values"}
+COMPACTION |= {"heads", "budgets", "chunk", "chunks"}
 
 
 @dataclass(frozen=True)
 class Questions:
     """Prompts of the problems of a task, each split into its context and the rest.
 
-    study : token ids of the self-study prompts that follow each context
+    about : prompts about each context, for reference queries and summaries
     """
 
     prompts: Sequence[SplitPrompt]
-    study: Sequence[Sequence[int]]
+    about: ContextPrompts
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,15 @@ def compacted_contexts(
             if finished is None or any(problem not in finished[place] for problem in problems)
         }
         while waiting:
-            shared = _read_alike(waiting)
             try:
-                studied = engine.study(tokens, waiting[shared[0]], questions.study, on_reading_stage)
+                shared = _read_alike(waiting, len(tokens))
+                studied = engine.study(tokens, waiting[shared[0]], questions.about, on_reading_stage)
                 for place in shared:
                     config = waiting.pop(place)
                     on_stage(f"{context_label}: compaction, {label(config)}")
                     context = studied.compacted(config)
-                    sizes = len(context.tokens), context.nbytes, studied.nbytes
+                    whole_bytes = studied.nbytes * len(tokens) // studied.length  # a summary has other tokens
+                    sizes = len(tokens), context.nbytes, whole_bytes
                     yield Compacted(place, problems, context, ContextCosts(1, *sizes, context.seconds))
                     del context
                 del studied  # frees its memory before the next context is prefilled
@@ -111,19 +114,26 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
     on_stage(f"{subject}, {begins}")
 
 
-def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
+def _read_alike(configs: Mapping[int, PromptCacheConfig], tokens: int) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
     The configuration whose index is returned first determines the reference queries. Each of the others has the same
-    settings of prefill and reference queries, or needs no reference queries and a context that is read as a whole.
+    settings of prefill and reference queries, or needs no reference queries and the same text that is read as a whole.
+
+    tokens : length of the context
     """
 
-    def reading(config: PromptCacheConfig) -> dict[str, Any]:
-        left_out = COMPACTION - {"chunk"} if config.by_text else COMPACTION
-        return {name: value for name, value in asdict(config).items() if name not in left_out}
+    def text(config: PromptCacheConfig) -> Any:
+        return config.summary and (config.summary, config.summary_tokens, config.chunks, config.seed)
+
+    def reading(config: PromptCacheConfig) -> Any:
+        parts = None if config.summary else config.parts(tokens)
+        return {name: value for name, value in asdict(config).items() if name not in COMPACTION}, parts, text(config)
 
     def shares(config: PromptCacheConfig) -> bool:
-        return reading(config) == reading(configs[lead]) if config.chooses else not configs[lead].by_text
+        if config.chooses:
+            return reading(config) == reading(configs[lead])
+        return not configs[lead].by_text and text(config) == text(configs[lead])
 
     lead = next((place for place, config in configs.items() if config.chooses), next(iter(configs)))
     rest = (at for at, item in configs.items() if shares(item))
@@ -250,7 +260,8 @@ def evaluate_contexts(
 def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of a compaction and the settings that it uses, for the row of its results."""
     settings = asdict(config)
-    used = [name for name in settings if name != "policy"] if config.chooses else ["first", "last"]
+    of_baselines = {"first", "last", *(("chunks", "summary", "summary_tokens") if config.summary else ())}
+    used = [name for name in settings if name != "policy" and (config.chooses or name in of_baselines)]
     return config.policy, {name: settings[name] for name in used}
 
 

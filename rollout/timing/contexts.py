@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.context.config import PromptCacheConfig
+from rollout.context.prompts import ContextPrompts
 from rollout.hf import HFEngine
 from rollout.timing.sampling import now
 from sparse_rl.clock import Clock
@@ -26,11 +27,11 @@ class MeasuredContext:
 
 
 def time_context(
-    engine: HFEngine, tokens: Sequence[int], config: PromptCacheConfig, study_prompts: Sequence[Sequence[int]]
+    engine: HFEngine, tokens: Sequence[int], config: PromptCacheConfig, prompts: ContextPrompts
 ) -> MeasuredContext:
     """Compact a context once and return the seconds of its stages. Arguments and errors are those of `compact`."""
     with Clock(True, now) as clock:
-        context = engine.compact(tokens, config, study_prompts)
+        context = engine.compact(tokens, config, prompts)
     seconds = dict(context.seconds)
     for name, _, spent in clock.parts:
         if name in FITS:

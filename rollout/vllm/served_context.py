@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.context import PromptCacheConfig
 from rollout.context.files import save_context
-from rollout.context.prompts import STUDY_PROMPTS
+from rollout.context.prompts import ContextPrompts
 from rollout.make import make_engine
 from sparse_rl.data.tokens import Prompt, prompt_ids, split_prompt, with_context
 from sparse_rl.errors import UserError, unread
@@ -42,7 +42,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
         raise UserError(f"{file} cannot be read: {unread(error)}", "--context") from error
     tokenizer = load_tokenizer(model)
     prompt: Prompt = [{"role": "user", "content": text}] if tokenizer.chat_template else text
-    tokens, first, study = _tokens(prompt, text, tokenizer)
+    tokens, first, prompts = _tokens(prompt, text, tokenizer)
     if window is not None and len(tokens) >= window:
         raise UserError(
             f"{file} has {len(tokens)} tokens, but the model can read only {window}, answer included; shorten it",
@@ -51,7 +51,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     engine: Any = make_engine("hf", model=model, policy="full", dtype=dtype, progress=True)
     print(f"context: {len(tokens)} tokens of {file}", flush=True)
     context = engine.compact(
-        tokens, replace(config, first=config.first + first), study, on_stage=lambda stage: print(stage, flush=True)
+        tokens, replace(config, first=config.first + first), prompts, on_stage=lambda stage: print(stage, flush=True)
     )
     seconds = ", ".join(f"{stage} {taken:.0f} s" for stage, taken in context.seconds.items())
     print(f"context: {context.entries} entries left of {len(tokens)} ({seconds})", flush=True)
@@ -64,17 +64,18 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, list[list[int]]]:
+def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, ContextPrompts]:
     """Split prompts that begin with the text.
 
     Returns the tokens with which all these prompts begin, the number of tokens among them that the chat template puts
-    before the text, and the further tokens of each self-study prompt.
+    before the text, and the prompts about the text.
     """
-    questions = [f"\n\n{request}" for request in STUDY_PROMPTS]
-    longer = [with_context(prompt, text, text, continuation) for continuation in (*questions, *BEHIND)]
-    whole = [prompt_ids(longer_prompt, tokenizer) for longer_prompt in longer]
-    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*whole, strict=False))
-    first, common = split_prompt(longer[0], text, tokenizer).first, [tokens[0] for tokens in same]
+
+    def whole(continuation: str) -> list[int]:
+        return prompt_ids(with_context(prompt, text, text, continuation), tokenizer)
+
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*map(whole, BEHIND), strict=False))
+    first, common = split_prompt(prompt, text, tokenizer).first, [tokens[0] for tokens in same]
     if len(common) <= first:
         raise UserError("the text is too short: each of its tokens depends on the words that follow it", "--context")
-    return common, first, [ids[len(common) :] for ids in whole[: len(questions)]]
+    return common, first, ContextPrompts.of(tokenizer, lambda continuation: whole(continuation)[len(common) :])

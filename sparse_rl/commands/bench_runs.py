@@ -16,6 +16,7 @@ import torch
 
 from rollout.config import SamplingConfig
 from rollout.context.config import PromptCacheConfig
+from rollout.context.prompts import MOST_QUESTIONS, REQUESTS, ContextPrompts
 from rollout.evaluation.journal import Journal
 from rollout.timing.contexts import time_context
 from rollout.timing.sampling import time_sampling
@@ -30,7 +31,7 @@ from sparse_rl.temporary import temporary_folder
 
 WARM_UP = 8  # tokens that an engine samples before it is timed
 WARM_UP_CONTEXT = 128  # tokens of a context that is compacted before one is timed
-STUDY_PROMPT = 16  # tokens of the prompt of self-study
+STUDY_PROMPT = 16  # tokens of a conversation starter of self-study
 
 
 def time_benches(recipe: BenchRecipe, benches: Sequence[Bench], journal: Journal) -> Iterator[None]:
@@ -178,11 +179,11 @@ class _Runner:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         tokens = torch.randint(self.prepared.config.vocab_size, (point.size,), generator=generator).tolist()
         config: Any = point.cache
+        prompts = ContextPrompts(requests=[tokens[:STUDY_PROMPT]] * (len(REQUESTS) + MOST_QUESTIONS))
         if self.number == 0 and config.between(point.size) > WARM_UP_CONTEXT:  # a shorter context first, as a warm-up
             short = config.first + config.last + WARM_UP_CONTEXT
-            time_context(engine, tokens[:short], config, [tokens[:STUDY_PROMPT]])
-        study_prompts = [tokens[:STUDY_PROMPT]] if "self_study" in config.queries else []
-        return dataclasses.asdict(time_context(engine, tokens, config, study_prompts))
+            time_context(engine, tokens[:short], config, prompts)
+        return dataclasses.asdict(time_context(engine, tokens, config, prompts))
 
 
 def _free_memory() -> None:

@@ -145,22 +145,26 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | Non
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
-    """Return the prompts of a dataset with contexts, each split after its context, and the self-study prompts.
+    """Return the prompts of a dataset with contexts, each split after its context, and the prompts about the contexts.
 
-    The self-study prompts are phrased as the end of a user's turn that starts with the first context.
+    A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
+    thinking, if its chat template can switch this off.
     """
-    from rollout.context.prompts import STUDY_PROMPTS
+    from rollout.context.prompts import ContextPrompts
     from rollout.evaluation.contexts import Questions
     from sparse_rl.data.tokens import split_prompt, with_context
 
-    cut = partial(split_prompt, tokenizer=tokenizer, thinking=config.thinking)
     rows = list(zip(data["prompt"], data["context"], strict=True))
     prompts = []
     for i, (prompt, context) in enumerate(rows):
         try:
-            prompts.append(cut(prompt, context))
+            prompts.append(split_prompt(prompt, context, tokenizer, config.thinking))
         except UserError as error:
             raise UserError(f"problem {i + 1}: {error.message}") from None
     prompt, context = rows[0]
-    study_prompts = [with_context(prompt, context, context, f"\n\n{text}") for text in STUDY_PROMPTS]
-    return Questions(prompts, [cut(item, context).rest for item in study_prompts])
+
+    def follow(text: str) -> list[int]:
+        thinking = None if config.thinking is None else False
+        return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking).rest
+
+    return Questions(prompts, ContextPrompts.of(tokenizer, follow))

@@ -26,12 +26,15 @@ class Fit:
     aggregate : reduction of the attention over the reference queries: rms, mean or max
     ridge : weight of the ridge in the fit of values, > 0; see `fit_values`
     paper : True uses the paper's own solvers, whose results a trainer cannot reproduce
+    biases, values : False leaves the biases, or the values, as they are
     """
 
     select: Literal["attention", "omp", "omp_fast"] = "attention"
     aggregate: str = "rms"
     ridge: float = 1e-3
     paper: bool = False
+    biases: bool = True
+    values: bool = True
 
     @property
     def pursues(self) -> bool:
@@ -131,30 +134,35 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
 
     First, weights w = argmin |phi w - mass|^2 are computed within bounds (phi and mass: see `features`). The old bias +
     log w, rounded to the dtype of the values, is the new bias. Second, a ridge regression of the block's outputs on
-    the attention under the new biases gives the values (fit.py).
+    the attention under the new biases gives the values (fit.py). `fit` can leave out either step.
 
     index : int64 [R, H, t], the t entries of each kv head that stay
 
     Returns the biases, float32 [R, H, t], and the values, [R, H, t, D].
     """
     with part("fit of biases", detail=True):
-        logits = block.logits()
-        phi, mass = features(logits)
-        wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
-        kept = phi.gather(3, wide)
-        bound = PURSUIT_BOUND if fit.pursues else BOUND
-        if fit.paper:
-            weights = paper_weights(kept, mass, bound, steps=0 if fit.pursues else 2)
-        else:
-            weights = (pursuit_weights if fit.pursues else fit_weights)(kept, mass, bound)
-        bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
+        logits, bias = block.logits(), block.bias.gather(2, index)
+        if fit.biases:
+            bias = (bias.double() + _log_weights(logits, index, fit)).to(block.values.dtype).float()
     with part("fit of values", detail=True):
         deep = index[..., None].expand(*index.shape, block.values.shape[-1])
         keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()
+        if not fit.values:
+            return bias, values.to(block.values.dtype)
         x = (block.queries.double() @ keys.mT * block.scaling + bias.double()[:, :, None]).softmax(-1)
         y = logits.softmax(-1) @ block.values.double()
         fitted = paper_values(x, y) if fit.paper else fit_values(x, y, values, fit.ridge)
         return bias, fitted.to(block.values.dtype)
+
+
+def _log_weights(logits: Tensor, index: Tensor, fit: Fit) -> Tensor:
+    """Return log w of the entries `index`, float64 [R, H, t], from logits [R, H, n, N]."""
+    phi, mass = features(logits)
+    kept = phi.gather(3, index[:, :, None].expand(-1, -1, phi.shape[2], -1))
+    bound = PURSUIT_BOUND if fit.pursues else BOUND
+    if fit.paper:
+        return paper_weights(kept, mass, bound, steps=0 if fit.pursues else 2).log()
+    return (pursuit_weights if fit.pursues else fit_weights)(kept, mass, bound).log()
 
 
 def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
@@ -163,7 +171,7 @@ def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, h
     queries : number of reference queries of a kv head
     entries, kept : number of entries in a block, and of fitted entries
 
-    The memory holds, in float64, four arrays of the size of the logits, two arrays of kept x kept, and the keys, values
-    and queries of the block.
+    The memory holds, in float64, three arrays of the size of the logits, two arrays of kept x kept, and the keys,
+    values and queries of the block.
     """
-    return 8 * rows * kv_heads * (4 * queries * entries + 2 * kept**2 + head_dim * (4 * entries + 2 * queries))
+    return 8 * rows * kv_heads * (3 * queries * entries + 2 * kept**2 + 2 * head_dim * (entries + queries))

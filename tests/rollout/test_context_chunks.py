@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
 from rollout.context.budgets import sensitivity
+from rollout.context.prompts import ContextPrompts
 from rollout.context.rotation import check_movable, moved
 from rollout.evaluation.contexts import Questions, compacted_contexts
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -119,7 +120,7 @@ def test_parts_are_read_alone_and_their_keys_are_moved(
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"select": "omp"}, {"policy": "evict"}, {"pool": 3}, {"layers": "pyramid"}, {"first": 0, "last": 0}],
+    [{}, {"select": "omp"}, {"policy": "evict"}, {"pool": 3}, {"heads": "pyramid"}, {"first": 0, "last": 0}],
     ids=str,
 )
 def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_of: Callable) -> None:
@@ -154,7 +155,7 @@ def test_continuations_attend_to_the_moved_entries(
     """Continuations have the log-probs of a slow reference over the kept entries, up to 1e-5."""
     engine, (tokens, question) = engine_of(name), prompts_of(name, [60, 5])
     config = replace(CONFIG, policy=policy, queries=["repeat", "self_study"], study_samples=1, study_tokens=4)
-    context = engine.compact(tokens, config, [question])
+    context = engine.compact(tokens, config, ContextPrompts(requests=[question]))
     assert context.entries == 2 + 3 + 16
     assert context.trace(66).evict_at.shape[-1] == 66
     (r,) = engine.generate([question], SAMPLING, context)
@@ -196,7 +197,7 @@ def test_baselines_are_read_as_a_whole(engine_of: Callable, prompts_of: Callable
     settings = [CONFIG, replace(CONFIG, policy="full"), replace(CONFIG, chunk=30), replace(CONFIG, ratio=0.1)]
     settings = [replace(config, first=0) for config in settings]
     reads: list[str] = []
-    questions = Questions([SplitPrompt(tokens, 2, [7])], [])
+    questions = Questions([SplitPrompt(tokens, 2, [7])], ContextPrompts())
     results = {item.cache: item for item in compacted_contexts(engine, questions, settings, reads.append)}
     full = engine.compact(tokens, PromptCacheConfig(policy="full"))
     assert torch.equal(results[1].context.layers[2].keys, full.layers[2].keys)

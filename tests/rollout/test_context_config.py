@@ -60,7 +60,7 @@ def test_baselines_read_the_context_once(
     reads: list[ContextCache] = []
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda texts, cache: reads.append(cache) or read(texts, cache))
-    config = PromptCacheConfig(policy=policy, first=2, last=3, queries=[], layers="pyramid")
+    config = PromptCacheConfig(policy=policy, first=2, last=3, queries=[], heads="pyramid")
     context = engine.compact(tokens, config)
     assert len(reads) == 1
     assert not reads[0].captures
@@ -201,7 +201,7 @@ def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp
     first 2 tokens are kept in addition. "full" and "none" ignore budgets.
     """
     engine, tokens, _ = stories
-    config = PromptCacheConfig(ratio=0.2, layers="pyramid", first=2)
+    config = PromptCacheConfig(ratio=0.2, heads="pyramid", first=2)
     assert planned(config, TOKENS, LAYERS, HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
     assert kept_counts(engine.compact(tokens, config)) == [[count + 2] * HEADS for count in (23, 18, 12, 6, 1)]
     save(tmp_path / "budgets.json", torch.tensor([[1.0, 2, 3, 4]] * 4 + [[2.0, 2, 2, 4]]))
@@ -234,7 +234,10 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"pool": 4}, "pool", "that is odd, got 4"),
         ({"pool": 5, "select": "omp"}, "pool", "select: omp has no scores"),
         ({"pool": 5, "select": "omp_fast", "policy": "evict"}, "pool", "select: omp_fast has no scores"),
-        ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets already set how much each layer keeps"),
+        ({"budgets": "a.json", "heads": "pyramid"}, "heads", "head budgets already set how much each head keeps"),
+        ({"budgets": "a.json", "heads": "global"}, "heads", "head budgets already set how much each head keeps"),
+        ({"heads": "partition"}, "heads", "a partition of the heads needs head budgets"),
+        ({"heads": "global", "select": "omp"}, "heads", "select: omp has no scores"),
         ({"chunk": 0}, "chunk", ">= 1"),
     ):
         with pytest.raises(UserError, match=message) as caught:
@@ -255,43 +258,15 @@ def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
     studied = engine.study(tokens, config)
     context = studied.compacted(config)
-    assert same(context, studied.compacted(replace(config, chunk=55)))
+    assert same(context, engine.compact(tokens, replace(config, chunk=55)))
+    assert same(context, engine.compact(tokens, replace(config, chunk=20, chunks=1)))
     for layer, entries in enumerate(studied.whole.layers):
         block = Block(entries.keys, entries.values, studied.queries[layer], entries.bias, competing(2, 3), DIM**-0.5)
         index, bias, values = match(block, 11, Fit(select))
         ours = context.layers[layer]
         for own_rows, theirs in zip((ours.positions, ours.bias, ours.values), (index, bias, values), strict=True):
             assert torch.equal(own_rows[:, :, 5:], theirs)
-    assert not same(context, studied.compacted(replace(config, chunk=54)))
-
-
-@pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"pool": 3}], ids=str)
-def test_chunks_are_compacted_independently(changed: dict, stories: tuple) -> None:
-    """Chunks of 18, 18 and 19 tokens give the same entries as three contexts that hold one chunk each."""
-    engine, tokens, _ = stories
-    config = PromptCacheConfig(ratio=0.3, first=2, last=3, chunk=20, **changed)
-    studied = engine.study(tokens, config)
-    whole, edges, shares = studied.compacted(config), (2, 20, 38, 57), ([5, 5, 6], [3, 4, 4])
-    even = [[sum(shares[0])] * HEADS] * LAYERS
-    uneven = [[sum(shares[head % 2]) for head in range(HEADS)]] * LAYERS
-    assert same(whole, studied.compacted(config, even))
-    for context, of_heads in ((whole, [0] * HEADS), (studied.compacted(config, uneven), [0, 1, 0, 1])):
-        for layer, entries in enumerate(studied.whole.layers):
-            for head, row in enumerate(of_heads):
-                head_only, start = slice(head, head + 1), 5
-                for part, count in enumerate(shares[row]):
-                    span = slice(edges[part], edges[part + 1])
-                    held = LayerEntries(*(x[:, head_only, span] for x in entries))
-                    alone = Studied(
-                        Context(tokens[span], [held], False),
-                        [studied.queries[layer][:, head_only]],
-                        DIM**-0.5,
-                        studied.seconds,
-                    )
-                    expected = alone.compacted(replace(config, first=0, last=0), [[count]]).layers[0]
-                    for a, b in zip(context.layers[layer], expected, strict=True):
-                        torch.testing.assert_close(a[:, head_only, start : start + count], b, atol=1e-5, rtol=1e-4)
-                    start += count
+    assert not same(context, engine.compact(tokens, replace(config, chunk=54)))
 
 
 def test_chunks_that_are_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
@@ -303,7 +278,7 @@ def test_chunks_that_are_too_small_for_an_entry_are_dropped(stories: tuple) -> N
     assert bool((positions.diff() >= 7).all())
 
 
-@pytest.mark.parametrize("changed", [{}, {"chunk": 20, "select": "omp"}], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"select": "omp"}], ids=str)
 def test_compacting_one_head_at_a_time_equals_compacting_all_heads_together(
     changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +287,7 @@ def test_compacting_one_head_at_a_time_equals_compacting_all_heads_together(
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
     together = studied.compacted(config)
-    monkeypatch.setattr(compact, "MOST_LOGITS", 2 * TOKENS * min(TOKENS, config.chunk))  # the size for one head
+    monkeypatch.setattr(compact, "MOST_LOGITS", 2 * TOKENS * TOKENS)  # the size for one head
     alone: list[int] = []
     monkeypatch.setattr(Studied, "head", lambda *args, of=Studied.head: alone.append(args[3]) or of(*args))
     for ours, theirs in zip(studied.compacted(config).layers, together.layers, strict=True):
@@ -326,13 +301,14 @@ def test_eviction_ranks_entries_of_the_whole_context(
     aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain eviction ignores `chunk`, and ranks the entries of the whole context. Scores computed for 50 queries at a
-    time give the same entries.
+    time give the same entries. Control: `chunks` gives others.
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)
     studied = engine.study(tokens, config)
-    whole = studied.compacted(replace(config, chunk=60))
+    whole = engine.compact(tokens, replace(config, chunk=60))
     assert same(studied.compacted(config), whole)
+    assert not same(engine.compact(tokens, replace(config, chunks=3)), whole)
     sizes: list[int] = []
     score = compact.attention_score
     monkeypatch.setattr(
@@ -340,7 +316,7 @@ def test_eviction_ranks_entries_of_the_whole_context(
     )
     monkeypatch.setattr(compact, "MOST_LOGITS", HEADS * TOKENS * 50)
     assert same(studied.compacted(config), whole)
-    assert sizes == [50, 50, 20] * LAYERS
+    assert sizes == [50, 50, 18] * LAYERS
 
 
 @pytest.mark.parametrize("select", ["omp", "omp_fast"])

@@ -18,6 +18,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.budgets import sensitivity
 from rollout.context.compact import Studied
+from rollout.context.prompts import ContextPrompts
 from sparse_rl.errors import UserError
 from sparse_rl.matching import Block, Fit, match
 
@@ -50,23 +51,23 @@ def queries_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tens
 
 
 def by_the_paper(
-    model: Any, studied: Studied, texts: list[list[tuple[list[int], int]]], count: int
+    model: Any, studied: Studied, texts: list[list[list[int]]], count: int
 ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
     """Compact a context layer by layer, as in appendix C.4, with plain tensors and one text at a time.
 
-    texts : for each kind of queries, (tokens, index of the first token that gives queries)
+    texts : for each kind of queries, the token ids of its texts
 
     Returns the reference queries of each layer, and the `match` of each layer.
     """
     decoder, past = model.get_decoder(), len(studied.whole.tokens)
-    hidden = [[decoder.embed_tokens(torch.tensor([tokens])) for tokens, _ in kind] for kind in texts]
+    hidden = [[decoder.embed_tokens(torch.tensor([tokens])) for tokens in kind] for kind in texts]
     all_queries, fits = [], []
     for layer, entries in zip(decoder.layers, studied.whole.layers, strict=True):
         attention, kv_heads = layer.self_attn, entries.keys.shape[1]
         projected, kinds = [], []
         for kind, states in zip(texts, hidden, strict=True):
             asking = []
-            for (tokens, start), h in zip(kind, states, strict=True):
+            for tokens, h in zip(kind, states, strict=True):
                 x = layer.input_layernorm(h)
                 q, k, v = (
                     getattr(attention, name)(x).view(1, len(tokens), -1, attention.head_dim)
@@ -77,7 +78,7 @@ def by_the_paper(
                 cos, sin = decoder.rotary_emb(h, torch.arange(past, past + len(tokens))[None])
                 q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
                 projected.append((q, k, v.transpose(1, 2)))
-                asking.append(q[:, :, start:])
+                asking.append(q)
             kinds.append(torch.cat(asking, dim=2).unflatten(1, (kv_heads, -1)).flatten(2, 3))
         all_queries.append(torch.cat(kinds, dim=2))
         competing = (torch.arange(past) >= 2) & (torch.arange(past) < past - 3)
@@ -118,15 +119,15 @@ def test_one_pass_equals_the_paper_layer_by_layer(
     """
     engine, (tokens, question) = engine_of(name), prompts_of(name, [60, 5])
     config = PromptCacheConfig(ratio=0.2, first=2, last=3, on_policy=True, **BOTH)
-    studied = engine.study(tokens, config, [question])
+    studied = engine.study(tokens, config, ContextPrompts(requests=[question]))
     contexts: list[Context] = []
     queries = queries_of(lambda: contexts.append(studied.compacted(config)))
-    plain = engine.study(tokens, replace(config, on_policy=False), [question])
+    plain = engine.study(tokens, replace(config, on_policy=False), ContextPrompts(requests=[question]))
     with torch.no_grad():
-        texts = [[(text.tokens, text.start) for text in kind] for kind in studied.texts]
-        assert [[len(text), start] for text, start in texts[0]] == [[60, 0]]
-        assert all(text[:start] == question and len(text) > start for text, start in texts[1])
-        expected, fits = by_the_paper(model_of(name), studied, texts, 11)
+        assert studied.texts[0] == [tokens[2:57]]
+        assert len(studied.texts[1]) == 2
+        assert all(text[:5] == question and len(text) > 5 for text in studied.texts[1])
+        expected, fits = by_the_paper(model_of(name), studied, studied.texts, 11)
     assert len(queries) == len(expected)
     for ours, theirs, layer, (index, bias, values) in zip(queries, expected, contexts[0].layers, fits, strict=True):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-6
@@ -139,14 +140,16 @@ def test_one_pass_equals_the_paper_layer_by_layer(
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"select": "omp_fast"}, {"policy": "evict"}, {"chunk": 20}, {"layers": "pyramid"}], ids=str
+    "changed", [{}, {"select": "omp_fast"}, {"policy": "evict"}, {"chunk": 20}, {"heads": "pyramid"}], ids=str
 )
 def test_continuations_attend_to_the_entries_of_the_pass(
     changed: dict, engine_of: Callable, prompts_of: Callable, model_of: Callable
 ) -> None:
     """Continuations have the log-probs of a slow reference over the kept entries, up to 1e-5."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
-    context = engine.compact(tokens, PromptCacheConfig(ratio=0.2, on_policy=True, **BOTH, **changed), [question])
+    context = engine.compact(
+        tokens, PromptCacheConfig(ratio=0.2, on_policy=True, **BOTH, **changed), ContextPrompts(requests=[question])
+    )
     (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
     assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
     assert context.fitted == (changed.get("policy") != "evict")
@@ -160,7 +163,10 @@ def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache(
     """
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict", ratio=1.0, on_policy=True, **BOTH)
-    on, off = (engine.study(tokens, replace(config, on_policy=value), [question]) for value in (True, False))
+    on, off = (
+        engine.study(tokens, replace(config, on_policy=value), ContextPrompts(requests=[question]))
+        for value in (True, False)
+    )
     for ours, theirs in zip(queries_of(on.compacted, config), off.queries, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     mixed = replace(config, queries=["context", "repeat"], most_queries=50)
@@ -189,7 +195,7 @@ def test_each_compaction_makes_its_own_queries(engine_of: Callable, prompts_of: 
 
 def test_what_cannot_be_on_policy_is_refused(engine_of: Callable, prompts_of: Callable) -> None:
     for settings, message in (
-        ({"queries": ["context", "random"]}, "only queries of repeat and self_study can be on-policy"),
+        ({"queries": ["context", "random"]}, "only queries of repeat, self_study and question can be on-policy"),
         ({"chunking": "text"}, "queries cannot be on-policy with chunking: text"),
     ):
         with pytest.raises(UserError, match=message) as caught:

@@ -88,9 +88,9 @@ def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> N
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             return {"input_ids": [ord(c) for c in text.replace("za", "Z").replace("z ", "Y")]}
 
-    tokens, first, study = _tokens("abz", "abz", Joins())
+    tokens, first, prompts = _tokens("abz", "abz", Joins())
     assert (tokens, first) == ([ord("a"), ord("b")], 0)
-    assert bytes(study[0][:6]) == b"z\n\nAsk"
+    assert bytes(prompts.questions[:6]) == b"z\n\nAsk"
 
 
 @pytest.mark.parametrize(

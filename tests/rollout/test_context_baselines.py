@@ -1,0 +1,234 @@
+"""Baselines of Attention Matching (appendices B.3 and E, section 4.4): KVzip's budgets over heads, DuoAttention's
+partition of the heads, maximum pooling, summaries; and fits without biases or without values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from continued import slow_logprobs
+from judging import gap
+
+from rollout import SamplingConfig, make_engine
+from rollout.context import PromptCacheConfig
+from rollout.context.cache import LayerEntries, joined
+from rollout.context.prompts import ContextPrompts
+from sparse_rl.attention import replay_logprobs
+from sparse_rl.errors import UserError
+from sparse_rl.matching import Block, Fit, match
+from sparse_rl.matching.block import refit
+
+TOKENS, LAYERS, HEADS, DIM = 60, 5, 4, 8
+
+
+@pytest.fixture
+def stories(model_of: Callable, prompts_of: Callable) -> tuple:
+    """An hf engine of the story model, a context of 60 tokens, and a prompt of 5 tokens."""
+    engine = make_engine("hf", model=model_of("stories260K"), policy="full")
+    return engine, *prompts_of("stories260K", [TOKENS, 5])
+
+
+# ---- numbers of entries for each head -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["am", "evict"])
+def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: Callable) -> None:
+    """With `heads: global`, the kept entries are those of a slow reference that ranks the (layer, head, entry) triples
+    by their maximum attention, the best entry of each head first. Their number is that of equal heads. Continuations
+    agree with the slow log-probs up to 1e-5. Control: equal heads keep other entries.
+    """
+    engine, tokens, question = stories
+    config = PromptCacheConfig(policy=policy, ratio=0.2, aggregate="max", heads="global", first=2, last=3)
+    studied = engine.study(tokens, config)
+    ranked = []
+    for layer, (entries, queries) in enumerate(zip(studied.whole.layers, studied.queries, strict=True)):
+        logits = queries[0].double() @ entries.keys[0, :, 2:57].double().mT * DIM**-0.5
+        for head, scores in enumerate(logits.softmax(-1).amax(1).tolist()):
+            best = max(range(55), key=lambda n, scores=scores: scores[n])
+            ranked += [(n != best, -score, layer, head, n) for n, score in enumerate(scores)]
+    expected = torch.zeros(LAYERS, HEADS, TOKENS, dtype=torch.bool)
+    expected[:, :, [0, 1, 57, 58, 59]] = True
+    for _, _, layer, head, n in sorted(ranked)[: 11 * LAYERS * HEADS]:
+        expected[layer, head, 2 + n] = True
+    context = studied.compacted(config)
+    assert torch.equal(context.evict_at() > TOKENS, expected)
+    counts = expected.sum(-1)
+    assert int(counts.max()) > int(counts.min())
+    assert studied.competing_counts(config, 11 * LAYERS * HEADS) == (counts - 5).tolist()
+    equal = studied.compacted(replace(config, heads="equal"))
+    assert not torch.equal(equal.evict_at(), context.evict_at())
+    (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
+    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    if policy == "evict":
+        with torch.no_grad():
+            assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+
+
+def test_heads_that_compete_need_queries_before_the_pass(stories: tuple) -> None:
+    engine, tokens, _ = stories
+    config = PromptCacheConfig(heads="global", on_policy=True)
+    with pytest.raises(UserError, match="heads cannot compete with on-policy queries") as caught:
+        engine.compact(tokens, config)
+    assert caught.value.key == "heads"
+
+
+@pytest.mark.parametrize(("ratio", "whole"), [(0.05, 1), (0.2, 4), (0.5, 10), (1.0, 20)])
+def test_a_partition_keeps_whole_heads(ratio: float, whole: int, stories: tuple, tmp_path: Path) -> None:
+    """With `heads: partition`, the share `ratio` of the heads, those with the largest budgets, keep all 55 entries, and
+    the others one. Control: `heads: equal` follows the same budgets by degrees.
+    """
+    engine, tokens, _ = stories
+    shares = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1))
+    file = tmp_path / "heads.json"
+    file.write_text(json.dumps({"shares": shares.tolist()}))
+    config = PromptCacheConfig(policy="evict", ratio=ratio, heads="partition", budgets=str(file), first=2, last=3)
+    counts = (engine.compact(tokens, config).evict_at() > TOKENS).sum(-1) - 5
+    largest = shares.flatten().topk(whole).indices
+    assert counts.flatten()[largest].tolist() == [55] * whole
+    assert int((counts == 1).sum()) == LAYERS * HEADS - whole
+    by_degrees = (engine.compact(tokens, replace(config, heads="equal")).evict_at() > TOKENS).sum(-1) - 5
+    assert len(by_degrees.unique()) > 2
+
+
+def test_a_head_without_entries_is_padded() -> None:
+    """A head with no entries joins others as masked entries."""
+    full = make_entries(3)
+    layer = joined([full, make_entries(0)])
+    assert layer.bias[0].tolist() == [[0.0] * 3, [float("-inf")] * 3]
+    assert torch.equal(layer.keys[:, :1], full.keys)
+    assert bool(layer.keys.isfinite().all())
+
+
+def make_entries(count: int) -> LayerEntries:
+    shape = 1, 1, count
+    keys = torch.ones(*shape, DIM)
+    return LayerEntries(keys, keys, torch.zeros(shape), torch.zeros(shape, dtype=torch.long))
+
+
+# ---- scores and fits ------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_pooled_by_their_maximum(stories: tuple) -> None:
+    """With `pooling: max` and `pool: 7`, the score of an entry is the maximum over itself and three competing entries
+    on each side. Control: the mean keeps other entries.
+    """
+    engine, tokens, _ = stories
+    config = PromptCacheConfig(policy="evict", ratio=0.2, queries=["window"], pool=7, pooling="max", first=2, last=3)
+    studied = engine.study(tokens, config)
+    context, mean = studied.compacted(config), studied.compacted(replace(config, pooling="mean"))
+    for layer, (entries, queries) in enumerate(zip(studied.whole.layers, studied.queries, strict=True)):
+        shares = (queries.double() @ entries.keys.double().mT * DIM**-0.5)[..., 2:-3].softmax(-1)
+        scores = shares.square().mean(2).sqrt()
+        near = torch.stack([scores[..., max(0, at - 3) : at + 4].amax(-1) for at in range(55)], dim=-1)
+        best = near.sort(dim=-1, descending=True, stable=True).indices[..., :11].sort(-1).values + 2
+        assert torch.equal(context.layers[layer].positions[:, :, 5:], best)
+    assert not torch.equal(context.evict_at(), mean.evict_at())
+
+
+@pytest.mark.parametrize("select", ["attention", "omp"])
+def test_biases_and_values_can_be_left_out(select: str, stories: tuple, model_of: Callable) -> None:
+    """Without biases, the same keys are kept, biases are 0, and values are fitted to the attention without biases.
+    Without values, biases are those of the whole fit, and the values stay. Without both, the entries are those of
+    `evict`, and completions can be replayed.
+    """
+    engine, tokens, question = stories
+    config = PromptCacheConfig(ratio=0.2, select=select, first=0)
+    studied = engine.study(tokens, config)
+    whole, no_values, no_biases, neither = (
+        studied.compacted(replace(config, fit_biases=biases, fit_values=values))
+        for biases in (True, False)
+        for values in (True, False)
+    )
+    evicted = studied.compacted(replace(config, policy="evict"))
+    competing = torch.ones(1, 1, TOKENS, dtype=torch.bool)
+    for layer, (entries, queries) in enumerate(zip(studied.whole.layers, studied.queries, strict=True)):
+        block = Block(entries.keys, entries.values, queries, entries.bias, competing, DIM**-0.5)
+        index, bias, values = match(block, 12, Fit(select))
+        for context in (whole, no_biases, no_values, neither, evicted):
+            assert torch.equal(context.layers[layer].positions, index)
+        assert torch.equal(whole.layers[layer].bias, bias)
+        assert torch.equal(whole.layers[layer].values, values)
+        assert torch.equal(no_values.layers[layer].bias, bias)
+        assert torch.equal(no_values.layers[layer].values, evicted.layers[layer].values)
+        assert not bool(no_biases.layers[layer].bias.any())
+        x = (queries.double() @ block.keys.gather(2, index[..., None].expand(-1, -1, -1, DIM)).double().mT) * DIM**-0.5
+        y = block.logits().softmax(-1) @ entries.values.double()
+        ours = x.softmax(-1) @ no_biases.layers[layer].values.double()
+        theirs = x.softmax(-1) @ evicted.layers[layer].values.double()
+        assert float((ours - y).norm()) < float((theirs - y).norm())
+        assert torch.equal(no_biases.layers[layer].values, refit(block, index, Fit(select, biases=False))[1])
+    assert (whole.fitted, no_biases.fitted, no_values.fitted, neither.fitted) == (True, True, True, False)
+    (r,) = engine.generate([question], SamplingConfig(8, seed=1, ignore_eos=True), neither)
+    with torch.no_grad():
+        assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+
+
+# ---- summaries ------------------------------------------------------------------------------------------------------
+
+
+def drop_last(answers: list[list[int]]) -> list[int]:
+    """Return the tokens of answers, each without its last token, as the text of a summary."""
+    return [token for answer in answers for token in answer[:-1]]
+
+
+def test_a_summary_takes_the_contexts_place(stories: tuple, model_of: Callable) -> None:
+    """The model's answer to the request, between the first and the last tokens, is the new context: `full` keeps it
+    whole, so completions equal those after a plain prompt of these tokens, and can be replayed. Then `am` keeps a share
+    of it. Control: another request gives another summary.
+    """
+    engine, tokens, request = stories
+    prompts = ContextPrompts(summaries={"plain": request, "concise": request[:3]}, text=drop_last)
+    config = PromptCacheConfig(policy="full", summary="plain", summary_tokens=21, first=2, last=3, seed=5)
+    context = engine.compact(tokens, config, prompts)
+    whole = engine.compact(tokens, PromptCacheConfig(policy="full"))
+    (written,) = engine.generate([request], SamplingConfig(21, seed=5), whole)
+    expected = [*tokens[:2], *written.completion_ids[:-1], *tokens[57:]]
+    assert context.tokens == expected
+    assert context.entries == len(expected)
+    assert "summary" in context.seconds
+    sampling = SamplingConfig(8, temperature=0.0, ignore_eos=True)
+    (r,) = engine.generate([request], sampling, context)
+    (plain,) = engine.generate([[*expected, *request]], sampling)
+    assert r.completion_ids == plain.completion_ids
+    assert gap([torch.tensor(plain.logprobs)], [r]) <= 1e-5
+    with torch.no_grad():
+        assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+    compacted = engine.compact(tokens, replace(config, policy="am", ratio=0.5), prompts)
+    assert compacted.tokens == expected
+    assert compacted.entries == 5 + round(0.5 * (len(expected) - 5))
+    assert engine.compact(tokens, replace(config, summary="concise"), prompts).tokens != expected
+
+
+def test_parts_are_summarized_alone(stories: tuple) -> None:
+    """With `chunks: 3`, each part is read alone between the first and the last tokens, and the summaries follow each
+    other.
+    """
+    engine, tokens, request = stories
+    prompts = ContextPrompts(summaries={"plain": request}, text=drop_last)
+    config = PromptCacheConfig(policy="none", summary="plain", summary_tokens=9, chunks=3, first=2, last=3, seed=5)
+    expected = tokens[:2]
+    for start, end in ((2, 20), (20, 38), (38, 57)):
+        text = [*tokens[:2], *tokens[start:end], *tokens[57:], *request]
+        whole = engine.compact(text[: -len(request)], PromptCacheConfig(policy="full"))
+        (written,) = engine.generate([request], SamplingConfig(9, seed=5), whole)
+        expected = [*expected, *written.completion_ids[:-1]]
+    context = engine.compact(tokens, config, prompts)
+    assert context.tokens == [*expected, *tokens[57:]]
+    assert context.entries == 5
+
+
+def test_a_summary_that_is_not_written_is_refused(stories: tuple) -> None:
+    engine, tokens, request = stories
+    config = PromptCacheConfig(summary="plain", summary_tokens=4)
+    with pytest.raises(UserError, match="summaries need prompts that ask for them") as caught:
+        engine.compact(tokens, config)
+    assert caught.value.key == "summary"
+    empty = ContextPrompts(summaries={"plain": request}, text=lambda answers: [])
+    with pytest.raises(UserError, match="the model wrote no summary within 4 tokens; raise summary_tokens") as caught:
+        engine.compact(tokens, config, empty)
+    assert caught.value.key == "summary"
