@@ -30,10 +30,11 @@ from rich.table import Table
 from benchmarks.one_shot import BEHIND, BOTH, CONTEXT, FIRST, LAST, Judge, configured
 from benchmarks.results import write
 from rollout import SamplingConfig, make_engine
-from rollout.context import Context, ContextCache
-from rollout.context.cache import LayerEntries
-from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.methods.eviction.cache import at_slots
+from rollout.context import Context
+from rollout.context.cartridge import Cartridge, beginning, train
+from rollout.context.config import CartridgeConfig
+from rollout.context.conversations import Conversation
+from rollout.hf import EngineReader
 
 KEPT = (12, 24, 48)
 STEPS = (0, 10, 30, 100, 300)
@@ -48,85 +49,6 @@ MATCHING: dict[str, dict[str, Any]] = {
 AM = "am, self-study and repeat"  # the row of MATCHING from which a cartridge starts
 
 
-class Prefix:
-    """The entries of a context, all trained except the first `fixed`. Biases are trained only if they were fitted.
-
-    of_layer : for each layer, the entries after `fixed`: keys, values [1, Hkv, N - fixed, D], bias [1, Hkv, N - fixed]
-    """
-
-    def __init__(self, start: Context, fixed: int) -> None:
-        self.start, self.fixed = start, fixed
-        self.of_layer = [
-            [x[:, :, fixed:].clone().requires_grad_(x is not layer.bias or start.fitted) for x in parts(layer)]
-            for layer in start.layers
-        ]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [x for layer in self.of_layer for x in layer if x.requires_grad]
-
-    def context(self) -> Context:
-        """Return the current context, with its entries in the autograd graph."""
-        layers = []
-        for layer, trained in zip(self.start.layers, self.of_layer, strict=True):
-            now = [torch.cat([x[:, :, : self.fixed], y], dim=2) for x, y in zip(parts(layer), trained, strict=True)]
-            layers.append(LayerEntries(*now, layer.positions))
-        return Context(self.start.tokens, layers, self.start.fitted)
-
-
-def parts(layer: LayerEntries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values, layer.bias
-
-
-def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
-    """Return the fixed entries (`first` at the start, `last` at the end) and then the first `kept` other entries."""
-    count = len(whole.tokens)
-    stays = torch.tensor([*range(first), *range(count - last, count), *range(first, first + kept)])
-    layers = []
-    for layer in whole.layers:
-        index = stays.expand(*layer.keys.shape[:2], -1)
-        bias, positions = layer.bias.gather(2, index), layer.positions.gather(2, index)
-        layers.append(LayerEntries(at_slots(layer.keys, index), at_slots(layer.values, index), bias, positions))
-    return Context(whole.tokens, layers, False)
-
-
-def logprobs(model: Any, context: Context, texts: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the next token at each token of texts that follow a context, float32 [B, S, V]."""
-    cache = ContextCache(context)
-    cache.begin_prefill([texts.shape[1]] * len(texts), texts.device)
-    places = torch.arange(texts.shape[1])[None] + cache.past
-    out = model(input_ids=texts, position_ids=places, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
-    return out.logits.log_softmax(-1)
-
-
-def divergence(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return KL(full || own) per token, for log-probs [B, S, V]."""
-    return (full.exp() * (full - own)).sum(-1).mean()
-
-
-def train(
-    model: Any, prefix: Prefix, texts: torch.Tensor, full: torch.Tensor, rate: float, steps: Sequence[int], batch: int
-) -> Iterator[tuple[int, float]]:
-    """Train the prefix with Adam. Yield (step, CPU seconds so far) at each step in `steps`.
-
-    texts : int64 [n, S]; a step takes `batch` of them
-    full : log-probs after the whole context, [n, S, V]
-    """
-    generator, order = torch.Generator().manual_seed(0), torch.zeros(0, dtype=torch.long)
-    adam, seconds = torch.optim.Adam(prefix.parameters(), lr=rate), 0.0
-    for step in range(max(steps) + 1):
-        if step:
-            start = time.process_time()
-            if len(order) < batch:
-                order = torch.randperm(len(texts), generator=generator)
-            rows, order = order[:batch], order[batch:]
-            adam.zero_grad()
-            divergence(full[rows], logprobs(model, prefix.context(), texts[rows])).backward()
-            adam.step()
-            seconds += time.process_time() - start
-        if step in steps:
-            yield step, seconds
-
-
 class Trial:
     """One context, its texts of self-study, and its compaction by each method. Times are CPU seconds."""
 
@@ -135,9 +57,9 @@ class Trial:
         start = time.process_time()
         self.whole = judge.engine.study(self.tokens, configured(KEPT[0], {"queries": ["context"]})).whole
         sampling = SamplingConfig(BEHIND, n=TEXTS, seed=seed, ignore_eos=True)
-        self.texts = torch.tensor([r.completion_ids for r in judge.engine.generate([self.tokens], sampling)])
-        with torch.no_grad():
-            self.full = logprobs(judge.model, self.whole, self.texts)
+        answers = judge.engine.generate([self.tokens], sampling)
+        self.texts = [Conversation(r.completion_ids[:1], r.completion_ids[1:]) for r in answers]
+        self.reader = EngineReader(judge.engine, judge.prompts)
         self.seconds = time.process_time() - start
 
     def matched(self, name: str, kept: int) -> tuple[Context, float]:
@@ -150,11 +72,15 @@ class Trial:
         self, start: Context, seconds: float, rate: float, steps: Sequence[int]
     ) -> Iterator[tuple[int, float, float]]:
         """Train a cartridge from `start`, which took `seconds`. Yield (step, KL, seconds including the start)."""
-        prefix = Prefix(start, FIRST + LAST)
-        for step, spent in train(self.judge.model, prefix, self.texts, self.full, rate, steps, BATCH):
-            with torch.no_grad():
-                loss = self.judge.loss(self.number, prefix.context())
-            yield step, loss, seconds + self.seconds + spent
+        cartridge, settings = Cartridge(start, FIRST + LAST), CartridgeConfig(steps=max(steps), batch=BATCH, rate=rate)
+        began = time.process_time()
+        for step in train(cartridge, self.whole, self.texts, settings, self.reader):
+            if step in steps:
+                spent = time.process_time() - began
+                with torch.no_grad():
+                    loss = self.judge.loss(self.number, cartridge.context())
+                yield step, loss, seconds + self.seconds + spent
+                began = time.process_time() - spent
 
     def starts(self, kept: int, am: tuple[Context, float]) -> dict[str, tuple[Context, float]]:
         return {"from the first entries": (beginning(self.whole, kept, FIRST, LAST), 0.0), "from am": am}

@@ -84,6 +84,16 @@ class EngineReader:
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         self.engine._read([list(text) for text in texts], cache)
 
+    def logits(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> list[Tensor]:
+        engine, longest = self.engine, max(map(len, texts))
+        device = next(engine.model.parameters()).device
+        ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts], device=device)
+        cache.begin_prefill([len(text) for text in texts], device)
+        places = torch.arange(longest, device=device)[None] + cache.past
+        hidden = engine._hidden(ids, places, cache)
+        logits = engine._logits(hidden.flatten(0, 1)).view(*ids.shape, -1)
+        return [row[: len(text)] for row, text in zip(logits, texts, strict=True)]
+
     def read_layerwise(self, view: LayerwiseView) -> None:
         device = next(self.engine.model.parameters()).device
         ids, positions = (torch.tensor([x], device=device) for x in (view.ids, view.positions))

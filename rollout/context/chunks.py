@@ -17,9 +17,11 @@ import torch
 
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, LayerEntries, joined
-from rollout.context.compact import Counts, OnStage, Stages, Studied, prefill, study_places
+from rollout.context.cartridge import trained
+from rollout.context.compact import Counts, OnStage, Studied, prefill, study_places
 from rollout.context.config import Part, PromptCacheConfig
 from rollout.context.conversations import Reader, summarized
+from rollout.context.stages import Stages
 
 
 @dataclass
@@ -72,6 +74,8 @@ class StudiedParts:
         """Compact the context; see `Studied.compacted`. With `heads: global`, the heads compete in each part."""
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
+        if config.policy == "cartridge":
+            return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
             layers = self.parts[0][1].whole.layers
             counts = planned(config, self.length, len(layers), layers[0].keys.shape[1])

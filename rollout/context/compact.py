@@ -6,12 +6,9 @@ docs/papers/attention_matching.md lists the differences from the paper.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +16,11 @@ from torch import Tensor
 
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
+from rollout.context.cartridge import trained
 from rollout.context.config import ON_POLICY, PromptCacheConfig
 from rollout.context.conversations import Reader, conversations, question
 from rollout.context.layerwise import LayerwiseView, by_kv_head
+from rollout.context.stages import Stages
 from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, choose, match, refit
@@ -36,18 +35,6 @@ OWN = {"context", "window", "random"}  # kinds of reference queries that are mad
 MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores are computed in groups of queries
 
 
-class Stages(dict[str, float]):
-    """Duration of each stage of a compaction, in seconds, added up over parts."""
-
-    @contextmanager
-    def timed(self, stage: str) -> Any:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # otherwise kernels that are still running would count for the next stage
-        self[stage] = self.get(stage, 0.0) + time.perf_counter() - start
-
-
 @dataclass
 class Studied:
     """A prefilled context, or a part of it, with its reference queries. Compactions of any size can be made from it.
@@ -58,16 +45,16 @@ class Studied:
         choose entries
     scaling : the factor on q . k
     seconds : durations of the prefill and of the computation of the reference queries
+    reader : the engine that read the context
     texts : texts of on-policy queries, for each of their kinds. If there are any, `queries` has the other kinds alone
-    reader : reads these texts; None if there are none
     """
 
     whole: Context
     queries: list[Tensor]
     scaling: float
     seconds: Stages
+    reader: Reader
     texts: list[list[list[int]]] = field(default_factory=list)
-    reader: Reader | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +75,8 @@ class Studied:
         """
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
+        if config.policy == "cartridge":
+            return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
             counts = planned(config, self.length, len(self.whole.layers), self.whole.layers[0].keys.shape[1])
         stages = Stages(self.seconds)
@@ -105,7 +94,6 @@ class Studied:
 
     def _layerwise(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
         """Compact the layers during one pass over `texts`; see LayerwiseView."""
-        assert self.reader is not None
 
         def compact(layer: int, captured: Tensor) -> LayerEntries:
             queries = list(self.queries)
@@ -203,7 +191,7 @@ def study_places(
     if len(places) < len(whole.tokens):
         whole = replace(whole, layers=[_at_places(layer, places) for layer in whole.layers])
     if not config.chooses:
-        return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], scaling, stages)
+        return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], scaling, stages, reader)
     with stages.timed("queries"):
         kinds, caches, on_policy = _queries(config, whole, places, prefilled.cache, reader, on_stage)
         queries = []
@@ -212,7 +200,7 @@ def study_places(
             queries.append(joined_kinds if on_policy else _drawn(joined_kinds, config))
             for cache in [*caches, *([prefilled.cache] if release else [])]:
                 cache.forget(layer)
-    return Studied(whole, queries, scaling, stages, on_policy, reader if on_policy else None)
+    return Studied(whole, queries, scaling, stages, reader, on_policy)
 
 
 def _at_places(entries: LayerEntries, places: Tensor) -> LayerEntries:
@@ -270,7 +258,7 @@ def _texts(
         on_stage("queries, a question")
         return [question(whole, config, reader)]
     on_stage("queries, self-study")
-    return conversations(whole, config, reader)
+    return [conversation.tokens for conversation in conversations(whole, config, reader)]
 
 
 def _of_places(cache: ContextCache, whole: Context, places: Tensor, layer: int) -> Tensor:

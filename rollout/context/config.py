@@ -32,12 +32,27 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CartridgeConfig(Configuration):
+    """Settings of the training of a cartridge.
+
+    steps : number of optimiser steps
+    batch : number of conversations in a step
+    rate : learning rate of Adam
+    """
+
+    steps: PositiveInt = 300
+    batch: PositiveInt = 8
+    rate: Positive = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptCacheConfig(Configuration):
     """Settings of the one-time compaction of a context.
 
     policy : am, the kept entries get biases and values that stand for the evicted ones; evict, the kept entries do not
-        change; full, everything is kept; none, only the first `first` and the last `last` tokens are kept. full and
-        none are baselines; of the other settings they use first, last and those of summaries alone
+        change; cartridge, entries are trained by gradient descent on the answers of self-study; full, everything is
+        kept; none, only the first `first` and the last `last` tokens are kept. cartridge, full and none use first, last
+        and the settings of summaries; cartridge also uses ratio and the settings of self-study
     ratio : share of the context's tokens that is kept, not counting its first `first` and last `last` tokens
     queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of an instruction to
         repeat the context, and of the tokens that compete when the model reads them a second time; self_study, queries
@@ -82,10 +97,11 @@ class PromptCacheConfig(Configuration):
         is used
     study_samples, study_tokens : for self_study, the number of answers to each conversation starter, and the maximum
         number of tokens of an answer and of the model's questions
+    cartridge : settings of the training of a cartridge
     seed : seed of random queries, of the subset of queries, of self-study and of summaries
     """
 
-    policy: Literal["am", "evict", "full", "none"] = "am"
+    policy: Literal["am", "evict", "cartridge", "full", "none"] = "am"
     ratio: Fraction = 0.1
     queries: list[QueryKind] = field(default_factory=lambda: ["repeat"])
     window: PositiveInt = 32
@@ -110,6 +126,7 @@ class PromptCacheConfig(Configuration):
     most_queries: PositiveInt = 50_000
     study_samples: PositiveInt = 1
     study_tokens: PositiveInt = 256
+    cartridge: CartridgeConfig = field(default_factory=CartridgeConfig)
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -141,6 +158,11 @@ class PromptCacheConfig(Configuration):
     def chooses(self) -> bool:
         """True if the policy selects tokens, for which it needs reference queries."""
         return self.policy in ("am", "evict")
+
+    @property
+    def sized(self) -> bool:
+        """True if `ratio` sets the number of entries."""
+        return self.chooses or self.policy == "cartridge"
 
     @property
     def pursues(self) -> bool:
@@ -198,6 +220,6 @@ class PromptCacheConfig(Configuration):
         Raises UserError if the context has at most `first` + `last` tokens.
         """
         between = self.between(tokens)
-        if self.chooses:
+        if self.sized:
             return max(1, round(self.ratio * between))
         return between if self.policy == "full" else 0

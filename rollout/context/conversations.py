@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,13 @@ class Reader(Protocol):
         """Run texts through the model, as rows of a batch, with a cache."""
         ...
 
+    def logits(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> list[Tensor]:
+        """Run texts through the model, as rows of a batch, with a cache. Returns the logits of each text, [length, V].
+
+        If the cache's entries are in the autograd graph, so are the logits.
+        """
+        ...
+
     def read_layerwise(self, view: LayerwiseView) -> None:
         """Run the tokens `view.ids` at the positions `view.positions` through the model, as one row, with `view`."""
         ...
@@ -59,8 +66,20 @@ class Reader(Protocol):
         ...
 
 
-def conversations(context: Context, config: PromptCacheConfig, reader: Reader) -> list[list[int]]:
-    """Return the conversations of self-study after a context, each as the token ids of its starter and its answer.
+class Conversation(NamedTuple):
+    """A conversation of self-study: the token ids of its starter, and of the answer to it."""
+
+    starter: list[int]
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the whole conversation."""
+        return [*self.starter, *self.answer]
+
+
+def conversations(context: Context, config: PromptCacheConfig, reader: Reader) -> list[Conversation]:
+    """Return the conversations of self-study after a context.
 
     The starters are fixed requests, and questions that the model writes. Each gets `config.study_samples` answers.
 
@@ -71,7 +90,7 @@ def conversations(context: Context, config: PromptCacheConfig, reader: Reader) -
         raise UserError("self_study needs prompts that ask about the context", "queries")
     samples = config.study_samples
     answers = reader.write(context, starters, config.study_tokens, samples, config.seed)
-    return [[*starters[number // samples], *answer] for number, answer in enumerate(answers)]
+    return [Conversation(list(starters[number // samples]), answer) for number, answer in enumerate(answers)]
 
 
 def question(context: Context, config: PromptCacheConfig, reader: Reader) -> list[int]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Settings that only the compaction uses. Configurations that differ only in these settings, and divide a context into
 # the same parts, share one prefill of the context and its reference queries.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "pooling", "ridge", "fit", "fit_biases", "fit_values"}
-COMPACTION |= {"heads", "budgets", "chunk", "chunks"}
+COMPACTION |= {"heads", "budgets", "chunk", "chunks", "cartridge"}
 
 
 @dataclass(frozen=True)
@@ -261,10 +261,13 @@ def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of a compaction and the settings that it uses, for the row of its results."""
     settings = asdict(config)
     of_baselines = {"first", "last", *(("chunks", "summary", "summary_tokens") if config.summary else ())}
-    used = [name for name in settings if name != "policy" and (config.chooses or name in of_baselines)]
+    if config.policy == "cartridge":
+        of_baselines |= {"ratio", "cartridge", "study_samples", "study_tokens", "seed"}
+    of_choosers = settings.keys() - {"policy", "cartridge"}
+    used = [name for name in settings if name in (of_choosers if config.chooses else of_baselines)]
     return config.policy, {name: settings[name] for name in used}
 
 
 def label(config: PromptCacheConfig) -> str:
     """Return a short label of a compaction for a progress bar: its policy, and its ratio if it has one."""
-    return f"{config.policy} {config.ratio:g}" if config.chooses else config.policy
+    return f"{config.policy} {config.ratio:g}" if config.sized else config.policy

@@ -136,7 +136,7 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
     broken = LayerEntries(*(x.clone() for x in studied.whole.layers[0]))
     broken.keys[0, 0, 7] = float("nan")
     with pytest.raises(NotFiniteError, match="a NaN score"):
-        Studied(Context(tokens, [broken], False), studied.queries, DIM**-0.5, studied.seconds).compacted(config)
+        replace(studied, whole=Context(tokens, [broken], False)).compacted(config)
 
 
 @pytest.mark.parametrize("policy", ["full", "evict", "am"])

@@ -42,8 +42,8 @@ class PromptCacheSweep(PromptCacheConfig):
     first: NonNegativeInt = 0
 
     def points(self) -> list[PromptCacheConfig]:
-        """Return one configuration for each ratio; a policy that selects no entries uses only the first ratio."""
-        ratios = self.ratio if self.chooses else self.ratio[:1]
+        """Return one configuration for each ratio; `full` and `none` use only the first ratio."""
+        ratios = self.ratio if self.sized else self.ratio[:1]
         same = {f.name: getattr(self, f.name) for f in fields(PromptCacheConfig) if f.name != "ratio"}
         return [PromptCacheConfig(**same, ratio=ratio) for ratio in ratios]
 
