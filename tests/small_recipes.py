@@ -75,5 +75,6 @@ def small_evaluation(recipe: Any) -> list[str]:
         overrides.append("forced_answer={text: '1', tokens: 4}")
     if recipe.prompt_cache is not None:
         blocks = recipe.resolved()["prompt_cache"]
-        overrides.append(f"prompt_cache={json.dumps([block | {'study_tokens': 4} for block in blocks])}")
+        small = {"study_tokens": 4, "summary_tokens": 8, "budgets": None}  # no head budgets of a tiny model
+        overrides.append(f"prompt_cache={json.dumps([block | small for block in blocks])}")
     return overrides

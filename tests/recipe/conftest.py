@@ -111,7 +111,10 @@ def stand_ins(
                 replaced += local(f"tasks.{task}", data)
             if any(cache.budgets for cache in recipe.prompt_caches()):
                 (tmp_path / "budgets.json").write_text(json.dumps({"shares": [[1.0, 1.0]] * 2}))  # of the tiny model
-                replaced.append(f"prompt_cache.budgets={tmp_path / 'budgets.json'}")
+                blocks = recipe.resolved()["prompt_cache"]
+                ours = {"budgets": str(tmp_path / "budgets.json")}
+                own = [block | (ours if block["budgets"] else {}) for block in blocks]
+                replaced.append(f"prompt_cache={json.dumps(own)}")
         if isinstance(recipe, BenchRecipe):
             replaced += ["random_weights=true", "shape={max_position_embeddings: 200000}"]
         if isinstance(recipe, PerplexityRecipe):

@@ -221,30 +221,76 @@ def test_the_attention_matching_recipe_has_the_settings_of_its_paper() -> None:
 
 def test_recipes_of_one_shot_compaction_have_the_settings_of_the_paper() -> None:
     """The recipes for QuALITY and LongHealth have the paper's settings: 2,048 new tokens, self-study and repetition
-    with one answer to each request, 50,000 queries, QuALITY in one part and LongHealth in five. The sweeps that the
-    comments name load, and quality_methods differs from quality only in its methods."""
+    with one answer to each starter, 50,000 queries, QuALITY in one part and LongHealth in five under every method. The
+    overrides that the comments name load, and the other recipes for QuALITY differ from it only in their methods."""
     for name, size, tokens, parts in (("quality", "0.05", 8192, 1), ("longhealth", "0.1", 60_000, 5)):
         recipe = load_recipe(f"eval/{name}")
         assert isinstance(recipe, EvalRecipe)
         assert recipe.samples == 1
         assert recipe.accuracy == "boxed"
         assert (recipe.max_completion_length, recipe.sampling().top_k) == (2048, 20)
-        assert {tuple(cache.queries) for cache in recipe.prompt_caches()} == {("self_study", "repeat")}
-        assert {(cache.first, cache.most_queries) for cache in recipe.prompt_caches()} == {(0, 50_000)}
-        assert {(cache.study_samples, cache.study_tokens) for cache in recipe.prompt_caches()} == {(1, 2048)}
-        assert {math.ceil(tokens / cache.chunk) for cache in recipe.prompt_caches()} == {parts}
+        caches = [cache for cache in recipe.prompt_caches() if cache.chooses]
+        assert ("self_study", "repeat") in {tuple(cache.queries) for cache in caches}
+        assert {(cache.first, cache.most_queries) for cache in caches} == {(0, 50_000)}
+        assert {cache.study_samples for cache in caches} == {1}
+        assert {cache.study_tokens for cache in caches if {"self_study", "question"} & {*cache.queries}} == {2048}
+        assert {len(cache.parts(tokens)) for cache in caches} == {parts}
         text = (ROOT / f"recipes/eval/{name}.yaml").read_text()
         for override in re.findall(r"\.\.\. (prompt_cache[^ ]*=[^ \n\"]+)(?= |\n)", text):
             load_recipe(
                 f"eval/{name}", [override, f"prompt_cache.ratio={size}"] if "null" not in override else [override]
             )
-    assert differing("eval/quality", "eval/quality_methods") == {"prompt_cache"}
+    for name in ("methods", "ablations", "queries", "aggregations"):
+        assert differing("eval/quality", f"eval/quality_{name}") == {"prompt_cache"}
+        assert {len(cache.parts(8192)) for cache in load_recipe(f"eval/quality_{name}").prompt_caches()
+                if cache.chooses} == {1}  # fmt: skip
+
+
+def test_the_methods_of_attention_matching_are_all_there() -> None:
+    """Section 4 and appendix B.3: four variants of Attention Matching, four methods that evict, six summaries, and a
+    summary that is compacted. All but the simplest variant have on-policy queries of self-study and repetition."""
     methods = load_recipe("eval/quality_methods").prompt_caches()
-    assert len(methods) == 2 + 8 * 5
-    fitted = {(cache.select, tuple(cache.queries)) for cache in methods if cache.policy == "am"}
+    assert len(methods) == 2 + 8 * 5 + 6 + 2
+    fitted = {
+        (cache.select, tuple(cache.queries), cache.on_policy, cache.summary)
+        for cache in methods
+        if cache.policy == "am"
+    }
     both = ("self_study", "repeat")
-    assert fitted == {("omp", both), ("omp_fast", both), ("attention", both), ("attention", ("repeat",))}
-    assert {cache.chunk for cache in methods if cache.policy == "am"} == {16384}
+    assert fitted == {
+        ("omp", both, True, None), ("omp_fast", both, True, None), ("attention", both, True, None),
+        ("attention", ("repeat",), False, None), ("omp", both, True, "plain"),
+    }  # fmt: skip
+    evicting = {
+        (tuple(cache.queries), cache.aggregate, cache.pool, cache.pooling, cache.heads)
+        for cache in methods
+        if cache.policy == "evict"
+    }
+    assert evicting == {
+        (("context",), "mean", 1, "mean", "equal"), (("question",), "mean", 7, "max", "equal"),
+        (("question",), "mean", 7, "max", "pyramid"), (("repeat",), "max", 1, "mean", "global"),
+    }  # fmt: skip
+    assert [cache.summary for cache in methods if cache.policy == "full"] == [
+        None, "plain", "detailed", "for_questions", "concise", "shortest", "plain",
+    ]  # fmt: skip
+
+
+def test_one_part_of_attention_matching_is_left_out_at_a_time() -> None:
+    """Figure 4: each block of eval/quality_ablations differs from the first fitted one in one setting, apart from
+    `evict`, which leaves out biases and values. Figure 5: eight kinds of queries. Figure 9: three statistics."""
+    full, whole, *others = load_recipe("eval/quality_ablations", ["seed=1"]).prompt_cache or []
+    assert full.policy == "full"
+    used = [f.name for f in dataclasses.fields(whole)]
+    changed = [{name for name in used if getattr(block, name) != getattr(whole, name)} for block in others]
+    assert changed == [
+        {"fit_biases"}, {"fit_values"}, {"policy"}, {"budgets"}, {"queries", "study_tokens"}, {"on_policy"}, {"select"},
+    ]  # fmt: skip
+    kinds = [
+        (tuple(block.queries), block.most_queries) for block in (load_recipe("eval/quality_queries").prompt_cache or [])
+    ]
+    assert len(set(kinds[1:])) == 8
+    statistics = [block.aggregate for block in (load_recipe("eval/quality_aggregations").prompt_cache or [])]
+    assert statistics[1:] == ["mean", "rms", "max"] * 5
 
 
 def test_the_recipe_of_clustered_attention_reads_the_stated_number_of_entries() -> None:
@@ -478,7 +524,7 @@ def test_each_evaluation_runs_at_a_small_size(
         overrides.append("forced_answer={text: '1', tokens: 4}")
     if recipe.prompt_cache is not None:
         blocks = yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text())["prompt_cache"]
-        short = {"ratio": [0.1], "study_tokens": 4}
+        short = {"ratio": [0.1], "study_tokens": 4, "summary_tokens": 8, "budgets": None}  # no budgets of a tiny model
         shorter = [block | short for block in (blocks if isinstance(blocks, list) else [blocks])]
         overrides.append(f"prompt_cache={json.dumps(shorter)}")
     small = load_recipe(name, overrides)
