@@ -124,6 +124,7 @@ class StoryTask:
 
         self.prompts = ContextPrompts(requests=begins, questions=begins[0], starters=starters)
         self.settings: dict[str, Any] = {"study_tokens": 96, "study_samples": 4, "first": 1, "last": 4}
+        self.settings["most_queries"] = 2048
 
     def nlls(self, context: Context, answers: Sequence[list[int]]) -> Tensor:
         """Return the NLL per token of each answer after a context. An answer's first token is not judged."""
