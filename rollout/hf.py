@@ -36,6 +36,7 @@ from rollout.requests import (
     token_ids,
 )
 from rollout.sampling import Uniforms, sample
+from rollout.scoring import given_logprobs
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.clock import Clock
@@ -161,6 +162,26 @@ class HFEngine:
             *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
         )
 
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
+    ) -> list[Tensor]:
+        """Implement `Engine.logprobs`. Completions are read in pieces of many tokens, not token by token (scoring.py).
+
+        A forward pass reads about as many tokens as a piece of a context has. Logits are computed for as many tokens at
+        a time as in sampling, so that they need no more memory.
+        """
+        requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
+        context.check_shape(cache_shape(self.model.config))
+        result = []
+        for start in range(0, len(requests), self.max_batch):
+            batch, cache = requests[start : start + self.max_batch], ContextCache(context)
+            texts = [[*request.prompt, *(request.forced or [])][:-1] for request in batch]
+            piece = max(LEAST_ROWS, (cache.piece or 1) // len(batch))
+            with self._sampling():
+                pieces = self._read_pieces(texts, cache, piece)
+                result += given_logprobs(batch, pieces, self._logits, max(LEAST_ROWS, self.max_batch))
+        return result
+
     def compact(
         self,
         tokens: Sequence[int],
@@ -227,25 +248,33 @@ class HFEngine:
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""
+        last = torch.tensor([len(p) for p in prompts], device=next(self.model.parameters()).device) - 1
+        last_hidden = torch.empty(0)
+        for start, hidden in self._read_pieces(prompts, cache, cache.piece):
+            offsets = (last - start).clamp(0, hidden.shape[1] - 1)
+            hidden_at_end = hidden[torch.arange(len(prompts), device=hidden.device), offsets]
+            last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
+        return PrefilledPrompts(cache, last_hidden)
+
+    def _read_pieces(self, prompts: list[list[int]], cache: Cache, piece: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Run the prompts through the model, in pieces of `piece` tokens; None means all tokens at once.
+
+        Yields, for each piece, (place of its first token, the decoder's last hidden states [B, T, hidden size]).
+        """
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         whole = max(LEAST_ROWS, *lengths)
-        piece = cache.piece or whole
+        piece = piece or whole
         width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # so that the last piece also has LEAST_ROWS
         # The padding is the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
-        last = torch.tensor(lengths, device=device) - 1
-        last_hidden = torch.empty(0)
         for start in range(0, width, piece):
             piece_ids = ids[:, start : start + piece].to(device)
             cache.begin_prefill([min(max(n - start, 0), piece) for n in lengths], device)
             places = torch.arange(start, start + piece_ids.shape[1], device=device)[None] + cache.past
             with self._sampling():
                 hidden = self._hidden(piece_ids, places, cache)
-            offsets = (last - start).clamp(0, piece_ids.shape[1] - 1)
-            hidden_at_end = hidden[torch.arange(len(prompts), device=device), offsets]
-            last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
-        return PrefilledPrompts(cache, last_hidden)
+            yield start, hidden
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:

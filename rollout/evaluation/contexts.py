@@ -19,6 +19,7 @@ from rollout.context import Context, PromptCacheConfig
 from rollout.context.files import load_context, save_context
 from rollout.evaluation.evaluate import ContextCosts, Decode, Point, Task, evaluating
 from rollout.evaluation.journal import Journal, point_key
+from rollout.evaluation.references import reference_lines
 from rollout.evaluation.samples import sample_in_parts
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
@@ -95,7 +96,7 @@ def compacted_contexts(
             shared = _read_alike(waiting)
             try:
                 studied = engine.study(tokens, waiting[shared[0]], questions.study, on_reading_stage)
-                for place in shared:
+                for place in sorted(shared, key=lambda at: waiting[at].policy != "full"):
                     config = waiting.pop(place)
                     on_stage(f"{context_label}: compaction, {label(config)}")
                     context = studied.compacted(config)
@@ -114,6 +115,8 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
+    A full context is among the first that are returned, because its answers are the references of the others.
+
     The configuration whose index is returned first determines the reference queries. Each of the others has the same
     settings of prefill and reference queries, or needs no reference queries and a context that is read as a whole.
     """
@@ -125,7 +128,9 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     def shares(config: PromptCacheConfig) -> bool:
         return reading(config) == reading(configs[lead]) if config.chooses else not configs[lead].by_text
 
-    lead = next((place for place, config in configs.items() if config.chooses), next(iter(configs)))
+    whole = next((place for place, config in configs.items() if config.policy == "full"), None)
+    leads = [place for place, config in configs.items() if config.chooses and (whole is None or not config.by_text)]
+    lead = next(iter(leads), next(iter(configs)) if whole is None else whole)
     rest = (at for at, item in configs.items() if shares(item))
     return [lead, *(at for at in rest if at != lead)]
 
@@ -242,7 +247,8 @@ def evaluate_contexts(
                 parts = sample_in_parts(engine, prompts, point.sampling, item.context, skipped)
                 for part, rollouts, seconds in parts:
                     problems = [item.problems[place] for place in part]
-                    point.judge(problems, rollouts, seconds, decode, named(point.cache), **about)
+                    scored = reference_lines(engine, point, problems, rollouts, item.context)
+                    point.judge(problems, rollouts, seconds, decode, named(point.cache), scored, **about)
                     shown.advance(len(set(problems) - done))
             on_point()
 
