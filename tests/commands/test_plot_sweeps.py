@@ -175,7 +175,7 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
         assert picture.stat().st_size
         picture.unlink()
     assert "give a single file" in plot(capsys, file, tmp_path, status=2)
-    assert "has no metrics" in plot(capsys, file, "--metric", "reward", status=2)
+    assert "has no metric reward; use accuracy or log_perplexity" in plot(capsys, file, "--metric", "reward", status=2)
 
 
 def test_perplexities_are_drawn_or_printed(
