@@ -21,8 +21,8 @@ def given_logprobs(
     logits_of : function hidden states [M, hidden size] -> logits [M, V]
     rows : maximum number of tokens whose logits are in memory at the same time
 
-    Raises NotFiniteLogprobError at the first log-prob that is not finite. A NaN also spoils earlier tokens of its piece,
-    since 0 · NaN is NaN, so the named token may come before the cause.
+    Raises NotFiniteLogprobError at the first log-prob that is not finite. A NaN also spoils earlier tokens of its
+    piece, since 0 · NaN is NaN, so the named token may come before the cause.
     """
     given = [request.forced or [] for request in requests]
     starts = [len(request.prompt) - 1 for request in requests]  # the state of the prompt's last token predicts first

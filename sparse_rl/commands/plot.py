@@ -175,7 +175,7 @@ def draw_evaluation(file: Path, out: Path | None = None, axis: str | None = None
 
     sweep = read_sweep(file, metric)
     if varied(sweep) or axis is not None:
-        names = [file.stem, *filter(None, [metric, axis if axis in MEASURED_AXES else None])]
+        names = [file.stem, *([metric] if metric else []), *(["by", axis] if axis in MEASURED_AXES else [])]
         print(plot_sweep(sweep, out or file.with_name(f"{'_'.join(names)}.png"), axis))
     else:
         print_table(points_table(sweep))
