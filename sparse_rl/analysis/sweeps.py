@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 from rich.markup import escape
 from rich.table import Table
 
@@ -244,6 +245,9 @@ def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
     across = {"full", "none"} if axis == "seconds" else set()
     if axis == "seconds":
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.minorticks_off()
     drawn = [point.measured[axis] for point in points if point.policy not in across]
     ends = []
     for line, (colour, (name, points_of_method)) in enumerate(
@@ -252,8 +256,8 @@ def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
         x_values = [point.measured[axis] for point in points_of_method]
         values = [point.value for point in points_of_method]
         if policies[line] in across and drawn:
-            axes.axhline(values[-1], color=colour, linestyle="--", linewidth=1.2)
-            x_values = [max(drawn)]
+            x_values = [0.8 * min(drawn), 1.2 * max(drawn)]
+            axes.plot(x_values, values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         else:
             errors = [point.error or 0.0 for point in points_of_method]
             marker = MARKERS[policies[:line].count(policies[line]) % len(MARKERS)]
@@ -309,7 +313,12 @@ def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool
 
 
 def _setting(key: str, value: Any) -> str:
-    """Format a setting for a method's name: text and lists without the key, other values after the key."""
+    """Format a setting for a method's name: text and lists without the key, other values after the key.
+
+    A setting that is None is "no KEY".
+    """
+    if value is None:
+        return f"no {key}"
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"

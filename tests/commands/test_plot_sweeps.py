@@ -249,12 +249,12 @@ def test_rows_are_drawn_at_their_measured_numbers(
     assert all([place] in drawn for place in places[2:6])
     for place in places[6:]:
         if axis == "seconds":
-            assert [(0.0, place[1]), (1.0, place[1])] in drawn
+            assert [(0.8 * 2.0, place[1]), (1.2 * 20.0, place[1])] in drawn
         else:
             assert [place] in drawn
     assert axes.get_xscale() == ("log" if axis == "seconds" else "linear")
     assert {text.get_text().replace("\n", " ") for text in axes.texts} == {
-        "am, self_study, budgets None", "am, repeat, budgets None", "am, repeat, b.json",
+        "am, self_study, no budgets", "am, repeat, no budgets", "am, repeat, b.json",
         "evict, max", "evict, mean", "full", "none",
     }  # fmt: skip
 
