@@ -34,7 +34,7 @@ from rollout.context import Context
 from rollout.context.cartridge import Cartridge, beginning, train
 from rollout.context.config import CartridgeConfig
 from rollout.context.conversations import Conversation
-from rollout.hf import EngineReader
+from rollout.context.reader import EngineReader
 
 KEPT = (12, 24, 48)
 STEPS = (0, 10, 30, 100, 300)

@@ -38,7 +38,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, budgets
 from rollout.context.config import CartridgeConfig
 from rollout.context.prompts import ContextPrompts
-from rollout.hf import EngineReader
+from rollout.context.reader import EngineReader
 from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_figure, save_figure
 from sparse_rl.data.retrieval import ASKED, Retrieval
 from sparse_rl.models.directory import model_directory

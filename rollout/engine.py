@@ -113,6 +113,17 @@ class Engine(Protocol):
         """
         ...
 
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
+    ) -> list[Tensor]:
+        """Return the log-probs that `simulate` returns for these completions after a context, at temperature 1.
+
+        Returns a float32 tensor [T] on the CPU for each completion of T tokens.
+
+        Raises UserError on an empty prompt or completion, and NotFiniteError if a log-prob is not finite.
+        """
+        ...
+
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Prefill the prompts and return them in a cache with one row per prompt.
 

@@ -24,7 +24,8 @@ from rollout.context.chunks import StudiedParts, study
 from rollout.context.compact import Studied
 from rollout.context.layerwise import LayerwiseView
 from rollout.context.prompts import ContextPrompts
-from rollout.context.rotation import check_movable, moved
+from rollout.context.reader import EngineReader
+from rollout.context.rotation import check_movable
 from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
 from rollout.products import padded_layers
 from rollout.requests import (
@@ -37,6 +38,7 @@ from rollout.requests import (
     token_ids,
 )
 from rollout.sampling import Uniforms, sample
+from rollout.scoring import given_logprobs
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.clock import Clock
@@ -67,52 +69,6 @@ class PrefilledPrompts:
 
     def queries(self, layer: int) -> Tensor:
         return self.cache.queries(layer)
-
-
-@dataclass(frozen=True)
-class EngineReader:
-    """The functions of an `HFEngine` that a compaction needs; implements `Reader` (context/conversations.py)."""
-
-    engine: HFEngine
-    prompts: ContextPrompts
-
-    @property
-    def group(self) -> int:
-        config = self.engine.model.config
-        return int(config.num_attention_heads // config.num_key_value_heads)
-
-    def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
-        self.engine._read([list(text) for text in texts], cache)
-
-    def logits(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> list[Tensor]:
-        engine, longest = self.engine, max(map(len, texts))
-        device = next(engine.model.parameters()).device
-        ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts], device=device)
-        cache.begin_prefill([len(text) for text in texts], device)
-        places = torch.arange(longest, device=device)[None] + cache.past
-        hidden = engine._hidden(ids, places, cache)
-        logits = engine._logits(hidden.flatten(0, 1)).view(*ids.shape, -1)
-        return [row[: len(text)] for row, text in zip(logits, texts, strict=True)]
-
-    def read_layerwise(self, view: LayerwiseView) -> None:
-        device = next(self.engine.model.parameters()).device
-        ids, positions = (torch.tensor([x], device=device) for x in (view.ids, view.positions))
-        with self.engine._sampling():
-            self.engine._hidden(ids, positions, view)
-
-    def write(
-        self, context: Context, prompts: Sequence[Sequence[int]], most_tokens: int, samples: int, seed: int
-    ) -> list[list[int]]:
-        sampling = SamplingConfig(most_tokens, n=samples, seed=seed)
-        return [rollout.completion_ids for rollout in self.engine.generate(prompts, sampling, context)]
-
-    def moved(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        return moved(self.engine.model.get_decoder().rotary_emb, keys, old, new)
-
-    def query_norm(self, layer: int) -> Tensor | None:
-        attention = self.engine.model.get_decoder().layers[layer].self_attn
-        weight = getattr(getattr(attention, "q_norm", None), "weight", None)
-        return weight if weight is not None and weight.numel() == attention.head_dim else None
 
 
 @dataclass
@@ -178,6 +134,26 @@ class HFEngine:
         return self._run(
             *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
         )
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
+    ) -> list[Tensor]:
+        """Implement `Engine.logprobs`. Completions are read in pieces of many tokens, not token by token (scoring.py).
+
+        A forward pass reads about as many tokens as a piece of a context has. Logits are computed for as many tokens at
+        a time as in sampling, so that they need no more memory.
+        """
+        requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
+        context.check_shape(cache_shape(self.model.config))
+        result = []
+        for start in range(0, len(requests), self.max_batch):
+            batch, cache = requests[start : start + self.max_batch], ContextCache(context)
+            texts = [[*request.prompt, *(request.forced or [])][:-1] for request in batch]
+            piece = max(LEAST_ROWS, (cache.piece or 1) // len(batch))
+            with self._sampling():
+                pieces = self._read_pieces(texts, cache, piece)
+                result += given_logprobs(batch, pieces, self._logits, max(LEAST_ROWS, self.max_batch))
+        return result
 
     def compact(
         self,
@@ -247,25 +223,33 @@ class HFEngine:
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""
+        last = torch.tensor([len(p) for p in prompts], device=next(self.model.parameters()).device) - 1
+        last_hidden = torch.empty(0)
+        for start, hidden in self._read_pieces(prompts, cache, cache.piece):
+            offsets = (last - start).clamp(0, hidden.shape[1] - 1)
+            hidden_at_end = hidden[torch.arange(len(prompts), device=hidden.device), offsets]
+            last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
+        return PrefilledPrompts(cache, last_hidden)
+
+    def _read_pieces(self, prompts: list[list[int]], cache: Cache, piece: int | None) -> Iterator[tuple[int, Tensor]]:
+        """Run the prompts through the model, in pieces of `piece` tokens; None means all tokens at once.
+
+        Yields, for each piece, (place of its first token, the decoder's last hidden states [B, T, hidden size]).
+        """
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         whole = max(LEAST_ROWS, *lengths)
-        piece = cache.piece or whole
+        piece = piece or whole
         width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # so that the last piece also has LEAST_ROWS
         # The padding is the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
-        last = torch.tensor(lengths, device=device) - 1
-        last_hidden = torch.empty(0)
         for start in range(0, width, piece):
             piece_ids = ids[:, start : start + piece].to(device)
             cache.begin_prefill([min(max(n - start, 0), piece) for n in lengths], device)
             places = torch.arange(start, start + piece_ids.shape[1], device=device)[None] + cache.past
             with self._sampling():
                 hidden = self._hidden(piece_ids, places, cache)
-            offsets = (last - start).clamp(0, piece_ids.shape[1] - 1)
-            hidden_at_end = hidden[torch.arange(len(prompts), device=device), offsets]
-            last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
-        return PrefilledPrompts(cache, last_hidden)
+            yield start, hidden
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:

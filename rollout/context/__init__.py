@@ -11,6 +11,7 @@ layerwise.py      on-policy queries
 rotation.py       RoPE of keys that move to another position
 conversations.py  texts that the model writes about a context: self-study, questions, summaries
 prompts.py        the prompts for these texts
+reader.py         the functions of the hf engine that a compaction needs
 cartridge.py      training of a compacted context by gradient descent
 budgets.py        number of entries that each kv head keeps
 files.py          contexts as files

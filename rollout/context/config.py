@@ -160,6 +160,11 @@ class PromptCacheConfig(Configuration):
         return self.policy in ("am", "evict")
 
     @property
+    def keeps_all(self) -> bool:
+        """True if the whole context stays as it is."""
+        return self.policy == "full" and self.summary is None
+
+    @property
     def sized(self) -> bool:
         """True if `ratio` sets the number of entries."""
         return self.chooses or self.policy == "cartridge"

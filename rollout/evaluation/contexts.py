@@ -20,6 +20,7 @@ from rollout.context.files import load_context, save_context
 from rollout.context.prompts import ContextPrompts
 from rollout.evaluation.evaluate import ContextCosts, Decode, Point, Task, evaluating
 from rollout.evaluation.journal import Journal, point_key
+from rollout.evaluation.references import reference_lines
 from rollout.evaluation.samples import sample_in_parts
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
@@ -97,7 +98,7 @@ def compacted_contexts(
             try:
                 shared = _read_alike(waiting, len(tokens))
                 studied = engine.study(tokens, waiting[shared[0]], questions.about, on_reading_stage)
-                for place in shared:
+                for place in sorted(shared, key=lambda at: not waiting[at].keeps_all):
                     config = waiting.pop(place)
                     on_stage(f"{context_label}: compaction, {label(config)}")
                     context = studied.compacted(config)
@@ -117,6 +118,8 @@ def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
 def _read_alike(configs: Mapping[int, PromptCacheConfig], tokens: int) -> list[int]:
     """Return the indices of configurations that can share one prefill of a context and its reference queries.
 
+    A full context is among the first that are returned, because its answers are the references of the others.
+
     The configuration whose index is returned first determines the reference queries. Each of the others has the same
     settings of prefill and reference queries, or needs no reference queries and the same text that is read as a whole.
 
@@ -135,7 +138,11 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig], tokens: int) -> list[i
             return reading(config) == reading(configs[lead])
         return not configs[lead].by_text and text(config) == text(configs[lead])
 
-    lead = next((place for place, config in configs.items() if config.chooses), next(iter(configs)))
+    whole = next((place for place, config in configs.items() if config.keeps_all), None)
+    leads = [place for place, config in configs.items() if config.chooses]
+    if whole is not None:
+        leads = [place for place in leads if not configs[place].by_text and configs[place].summary is None] + [whole]
+    lead = next(iter(leads), next(iter(configs)))
     rest = (at for at, item in configs.items() if shares(item))
     return [lead, *(at for at in rest if at != lead)]
 
@@ -252,7 +259,8 @@ def evaluate_contexts(
                 parts = sample_in_parts(engine, prompts, point.sampling, item.context, skipped)
                 for part, rollouts, seconds in parts:
                     problems = [item.problems[place] for place in part]
-                    point.judge(problems, rollouts, seconds, decode, named(point.cache), **about)
+                    scored = reference_lines(engine, point, problems, rollouts, item.context)
+                    point.judge(problems, rollouts, seconds, decode, named(point.cache), scored, **about)
                     shown.advance(len(set(problems) - done))
             on_point()
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from statistics import mean
 from typing import Any
 
@@ -96,6 +97,10 @@ class EvalRow:
     mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
     seconds : time that the engine took, added up over the processes that took part
     contexts : costs of the compacted contexts; None if the task was evaluated without them
+    log_perplexity : mean negative log-likelihood per token, in nats at temperature 1, of the full cache's answers after
+        the compacted contexts, averaged over the samples of a problem, then over problems (AM appendix F.2); None
+        if the task was evaluated without a full cache of its contexts
+    log_perplexity_error : standard error of log_perplexity over problems; None for fewer than two problems
     """
 
     model: str
@@ -123,6 +128,8 @@ class EvalRow:
     tokens_per_second: float
     seconds: float
     contexts: ContextCosts | None = None
+    log_perplexity: float | None = None
+    log_perplexity_error: float | None = None
 
     @property
     def budget(self) -> int | None:
@@ -175,6 +182,8 @@ class Point:
 
     model : name of the model that is evaluated
     cache : the policy, or the settings of the compaction
+    reference : point of the full cache, whose answers are scored under this point's cache, too (references.py). By
+        default the point of a full context is its own reference, and any other point has None
     """
 
     def __init__(
@@ -185,11 +194,15 @@ class Point:
         sampling: SamplingConfig,
         journal: Journal,
         cache: Policy | PromptCacheConfig,
+        reference: Point | None = None,
     ) -> None:
         self.name, self.model, self.task, self.sampling = name, model, task, sampling
         self.journal = journal
         self.cache: Any = cache
-        self.key = point_key(task.identity, name, asdict(sampling), settings_of(cache))
+        whole = isinstance(cache, PromptCacheConfig) and cache.keeps_all
+        self.reference = self if reference is None and whole else reference
+        scored = [] if self.reference is None else ["references" if self.reference is self else self.reference.key]
+        self.key: str = point_key(task.identity, name, asdict(sampling), settings_of(cache), *scored)
 
     @property
     def complete(self) -> bool:
@@ -208,6 +221,7 @@ class Point:
         seconds: float,
         decode: Decode,
         cache: Policy | tuple[str, dict[str, Any]],
+        scored: Sequence[Line] | None = None,
         **more: Any,
     ) -> None:
         """Score the completions of some problems, and write them to the journal.
@@ -216,7 +230,8 @@ class Point:
         rollouts : the rollouts of these problems, problem by problem
         seconds : time that the engine took
         cache : the engine's policy, or the name and the settings of a compaction
-        more : further keys and values of each line
+        scored : further keys and values of the line of each rollout; None means that there are none
+        more : further keys and values of all lines
         """
         samples = self.sampling.n
         sample_problems = [problem for problem in problems for _ in range(samples)]
@@ -234,6 +249,7 @@ class Point:
             if further:
                 line["further_rewards"] = {name: score_list[i] for name, score_list in further.items()}
             line |= {**summary(rollout), "prompt_tokens": len(rollout.prompt_ids), **entry_counts(rollout, policy)}
+            line |= {} if scored is None else scored[i]
             line |= {"seconds": seconds / len(rollouts), **more, "point": self.key, "unit": [problem, sample]}
             lines.append(line | {"completion": texts[i]})
         self.journal.add(lines)
@@ -247,6 +263,8 @@ class Point:
         ks = [2**i for i in range(settings.n.bit_length())] if counted else []
         pass_at = {k: mean_and_error([pass_at_k(settings.n, c, k) for c in counted]) for k in ks}
         accuracy, error = pass_at.get(1, (None, None))
+        nlls = [mean(line["reference_nll"] for line in own) for own in _by_problem(lines)] if self.reference else []
+        nll, nll_error = mean_and_error(nlls)
         kept = [line["retention"] for line in lines]
         kept_correct = [line["retention"] for line in lines if line["correct"]]
         lengths = [line["tokens"] for line in lines]
@@ -279,11 +297,17 @@ class Point:
             tokens_per_second=tokens / max(seconds, 1e-9),
             seconds=seconds,
             contexts=_mean_costs({line["context"]: line["costs"] for line in lines if "context" in line}),
+            log_perplexity=nll,
+            log_perplexity_error=nll_error,
         )
 
     def _accuracy(self, scores: Sequence[float | None]) -> Accuracy:
         shares = [count / self.sampling.n for count in count_correct(scores, self.sampling.n) if count is not None]
         return Accuracy(*mean_and_error(shares), len(shares))
+
+
+def _by_problem(lines: Sequence[Line]) -> list[list[Line]]:
+    return [list(own) for _, own in groupby(lines, key=lambda line: line["problem"])]  # lines are ordered by problem
 
 
 def _mean_costs(costs: Mapping[int, Mapping[str, Any]]) -> ContextCosts | None:

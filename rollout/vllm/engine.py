@@ -177,6 +177,12 @@ class VLLMEngine:
     ) -> list[Rollout]:
         return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size, context))
 
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
+    ) -> list[Tensor]:
+        """Implement `Engine.logprobs`, token by token: `simulate`."""
+        return [torch.tensor(r.model_logprobs) for r in self.simulate(prompts, completions, context=context)]
+
     def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
         """Raise UserError, because vLLM cannot return its cache."""
         raise UserError("the vllm engine cannot hand out a prefilled cache; use the engine hf")

@@ -19,6 +19,8 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     names = [*models[:1], "task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
     further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
     names += map(escape, further)
+    scored = any(row.log_perplexity is not None for row in rows)
+    names += ["log-\nperplexity"] if scored else []
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     behind = ("context", "made in") if any(row.contexts for row in rows) else ()
@@ -36,6 +38,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
         cells += [_further(row, name) for name in further]
+        cells += [_nats(row.log_perplexity, row.log_perplexity_error)] if scored else []
         cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries)]
         cells += [*([str(row.read_entries)] if differ else []), f"{row.length:.0f}"]
         cells += [_percent(row.truncated), f"{row.tokens_per_second:.0f}"]
@@ -47,6 +50,8 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         captions.append("(−m): m problems left out, because their gold answers cannot be parsed")
     if any(score.problems != row.problems for row in rows for score in row.further_accuracy.values()):
         captions.append("(m): accuracy over only m problems")
+    if scored:
+        captions.append("log-perplexity of the full cache's answers: nats per token")
     result.caption = "; ".join(captions) or None
     return result
 
@@ -64,7 +69,7 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
         result.add_row(
             *([escape(model_label(row.model))] if models else []),
             escape(cache),
-            f"{row.nll:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}"),
+            _nats(row.nll, row.standard_error),
             "–" if row.perplexity is None else f"{row.perplexity:.2f}",
             _percent(row.retention),
             str(row.peak_entries),
@@ -102,6 +107,10 @@ def _further(row: Any, name: str) -> str:
     score = row.further_accuracy[name]
     count = "" if score.problems == row.problems else f" ({score.problems})"
     return _percent(score.accuracy, score.standard_error) + count
+
+
+def _nats(value: float | None, error: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _percent(value: float | None, error: float | None = None) -> str:

@@ -1,6 +1,7 @@
-"""Accuracy or perplexity against a setting of the cache that was swept, one line per method.
+"""Accuracy, log-perplexity or perplexity, one line per method, against a setting of the cache or a measured number.
 
 The setting is the kept share of a context that is compacted once, or the budget, or any other parameter of a policy.
+The measured numbers are the seconds in which a context was made, accuracy and log-perplexity.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,7 +28,15 @@ AXES = {  # size of the cache -> axis label; a size is preferred as x axis, and 
 }
 MEASURES = {  # key of a row -> axis label
     "accuracy": "accuracy (pass@1)",
+    "log_perplexity": "log-perplexity of the full cache's answers (nats a token)",
     "nll": "log of the perplexity (nats a token)",
+}
+ERRORS = {"log_perplexity": "log_perplexity_error"}  # key of a row -> key of its standard error, if special
+TITLES = {"accuracy": "Accuracy on", "log_perplexity": "Log-perplexity on", "nll": "Perplexity of"}
+MEASURED_AXES = {  # numbers of a row, not settings, that can be the x axis -> axis label
+    "seconds": "seconds to make a context: prefill, reference queries, compaction",
+    "log_perplexity": MEASURES["log_perplexity"],
+    "accuracy": MEASURES["accuracy"],
 }
 # setting whose default depends on the budget (window of h2o, period of am) -> that default, given the budget
 FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
@@ -37,6 +47,7 @@ class Point:
     """A row of an evaluation: the value measured on a task under a policy, and its standard error, if any.
 
     task : name of the task, or "MODEL, TASK" if there are several models
+    measured : key of MEASURED_AXES -> the row's number, if it has one
     """
 
     task: str
@@ -44,6 +55,12 @@ class Point:
     parameters: Mapping[str, Any]
     value: float
     error: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def uncompacted(self) -> bool:
+        """True if a context was not compacted: all of it, or nothing of it, was kept."""
+        return self.policy in ("full", "none") and not self.parameters.get("summary")
 
 
 @dataclass(frozen=True)
@@ -55,14 +72,20 @@ class Sweep:
     points: Sequence[Point]
 
 
-def read_sweep(file: Path) -> Sweep:
-    """Read an eval.json or a perplexity.json. Raises UserError if the file is neither, is damaged, or has no values."""
+def read_sweep(file: Path, metric: str | None = None) -> Sweep:
+    """Read an eval.json or a perplexity.json.
+
+    metric : key of MEASURES; None means nll for a perplexity.json, and accuracy for an eval.json
+
+    Raises UserError if the file is neither, is damaged, or has no values of the metric.
+    """
     try:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
-        measure = "nll" if any("nll" in row for row in rows) else "accuracy"
+        choices = ["nll"] if any("nll" in row for row in rows) else ["accuracy", "log_perplexity"]
+        measure = metric if metric in choices else choices[0]
         several = len({row.get("model") for row in rows}) > 1
-        points = [_point(row, measure, several) for row in rows if row[measure] is not None]
+        points = [_point(row, measure, several) for row in rows if _value(row, measure) is not None]
         recipe = content.get("recipe") or {}
         model, text = str(recipe.get("model") or ""), str(recipe.get("text") or "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -70,8 +93,13 @@ def read_sweep(file: Path) -> Sweep:
         raise UserError(
             f"{file} is not an eval.json or perplexity.json, or is damaged: {one_line(why, 120)}"
         ) from error
+    if metric not in (None, measure):
+        raise UserError(f"{file} has no metric {metric}; use {' or '.join(choices)}", "--metric")
     if not points:
-        raise UserError(f"no row of {file} has an {measure}, so there is nothing to draw")
+        remedy = "; add policy: full to the recipe's prompt_cache" if measure == "log_perplexity" else ""
+        raise UserError(
+            f"no row of {file} has {'a' if remedy else 'an'} {measure}, so there is nothing to draw{remedy}"
+        )
     tasks = sorted({point.task for point in points})
     measured_on = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
     if measure == "nll":
@@ -80,10 +108,23 @@ def read_sweep(file: Path) -> Sweep:
     return Sweep(measure, one_line(measured_on, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
 
 
+def _value(row: Mapping[str, Any], measure: str) -> Any:
+    """Return a row's value of a measure; files of earlier versions have no log_perplexity."""
+    return row.get(measure) if measure == "log_perplexity" else row[measure]
+
+
+def _measured(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row that can be an x axis. Raises TypeError or LookupError for an invalid row."""
+    costs = row.get("contexts")
+    numbers = {key: row.get(key) for key in ("accuracy", "log_perplexity")}
+    numbers["seconds"] = None if costs is None else sum(costs["seconds"].values())
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
 def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     """Return the point that a row describes. Raises LookupError, TypeError or ValueError for an invalid row."""
-    value, error, parameters = row[measure], row["standard_error"], row["parameters"]
-    task = row["task"] if measure == "accuracy" else ""
+    value, error, parameters = row[measure], row[ERRORS.get(measure, "standard_error")], row["parameters"]
+    task, measured = row["task"] if measure != "nll" else "", _measured(row)
     if several_models:
         task = ", ".join(filter(None, (model_label(row["model"]), task)))
     if not isinstance(row["policy"], str) or not isinstance(task, str) or not isinstance(parameters, dict):
@@ -91,9 +132,9 @@ def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     varied = [parameters[key] for key in AXES if key in parameters]
     if not all(_is_number(item) and item > 0 for item in varied):
         raise ValueError("a budget or a ratio is not a positive number")
-    if not all(_is_number(item) for item in (value, 0 if error is None else error)):
+    if not all(_is_number(item) for item in (value, 0 if error is None else error, *measured.values())):
         raise ValueError(f"an {measure} or a standard error is not a number")
-    return Point(task, row["policy"], parameters, value, error)
+    return Point(task, row["policy"], parameters, value, error, measured)
 
 
 def _is_number(value: Any) -> bool:
@@ -143,10 +184,12 @@ def plot_sweep(sweep: Sweep, out: str | Path, axis: str | None = None) -> Path:
 
     A method without this setting, such as a full cache, is a dashed line.
 
-    axis : the setting; None means the first one of `varied`
+    axis : the setting, or a key of MEASURED_AXES (`plot_measured`); None means the first setting of `varied`
 
     Raises UserError if no method has two values of the setting, so that there is no line.
     """
+    if axis in MEASURED_AXES:
+        return plot_measured(sweep, out, axis)
     possible = varied(sweep)
     if not possible:
         raise UserError("no method of this evaluation has two values of a setting, so there is no line to draw")
@@ -160,8 +203,7 @@ def plot_sweep(sweep: Sweep, out: str | Path, axis: str | None = None) -> Path:
     numeric = all(map(_is_number, settings))
     place_of = {setting: setting if numeric else place for place, setting in enumerate(settings)}
     places = list(place_of.values())
-    what = "Accuracy on" if sweep.measure == "accuracy" else "Perplexity of"
-    figure, axes = new_figure(f"{what} {sweep.subject}")
+    figure, axes = new_figure(f"{TITLES[sweep.measure]} {sweep.subject}")
     if axis in AXES:
         axes.set_xscale("log")
     axes.set_xticks(places, [f"{setting:g}" if numeric else setting for setting in settings], minor=False)
@@ -187,11 +229,55 @@ def plot_sweep(sweep: Sweep, out: str | Path, axis: str | None = None) -> Path:
     return save_figure(figure, out)
 
 
+def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
+    """Draw each row at a measured number of its own, such as seconds. Points of a method that differ only in the size
+    of the cache are joined, in the order of the sizes.
+
+    Against seconds, a context that is not compacted (full, none) is a dashed line across the figure.
+
+    axis : key of MEASURED_AXES
+
+    Raises UserError if the rows have no such number.
+    """
+    points = [point for point in sweep.points if axis in point.measured]
+    if not points or axis == sweep.measure:
+        remedy = "use another axis" if points else "only rows of an evaluation with prompt_cache have it"
+        raise UserError(f"{axis} cannot be the axis of this {sweep.measure}; {remedy}", "--axis")
+    size = next((key for key in AXES if any(key in point.parameters for point in points)), "ratio")
+    methods = _methods(points, size)
+    policies = [points_of_method[0].policy for points_of_method in methods.values()]
+    figure, axes = new_figure(f"{TITLES[sweep.measure]} {sweep.subject}")
+    if axis == "seconds":
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.minorticks_off()
+    drawn = [point.measured[axis] for point in points if axis != "seconds" or not point.uncompacted]
+    ends = []
+    for line, (colour, (name, points_of_method)) in enumerate(
+        zip(method_colours(policies), methods.items(), strict=True)
+    ):
+        x_values = [point.measured[axis] for point in points_of_method]
+        values = [point.value for point in points_of_method]
+        if axis == "seconds" and points_of_method[0].uncompacted and drawn:
+            x_values = [0.8 * min(drawn), 1.2 * max(drawn)]
+            axes.plot(x_values, values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
+        else:
+            errors = [point.error or 0.0 for point in points_of_method]
+            marker = MARKERS[policies[:line].count(policies[line]) % len(MARKERS)]
+            axes.errorbar(x_values, values, errors, color=colour, marker=marker, markersize=4, capsize=2, linewidth=1)
+        ends.append((x_values[-1], values[-1], name, colour))
+    label_ends(axes, ends, 9)
+    axes.set(xlabel=MEASURED_AXES[axis], ylabel=MEASURES[sweep.measure])
+    return save_figure(figure, out)
+
+
 def points_table(sweep: Sweep) -> Table:
     sizes = (key for key in AXES if any(key in point.parameters for point in sweep.points))
     axis = next(iter(varied(sweep)), next(sizes, "budget"))
     accuracy = sweep.measure == "accuracy"
-    result = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
+    titles = {"accuracy": "accuracy, in percent", "log_perplexity": "log-perplexity of the full cache's answers"}
+    result = Table(title=escape(f"{titles.get(sweep.measure, 'perplexity')}: {sweep.subject}"))
     for name in ("cache", axis, *(["pass@1"] if accuracy else ["nll a token, nats", "perplexity"])):
         result.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
     for point, name in zip(sweep.points, method_names(sweep.points, axis), strict=True):
@@ -231,7 +317,12 @@ def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool
 
 
 def _setting(key: str, value: Any) -> str:
-    """Format a setting for a method's name: text and lists without the key, other values after the key."""
+    """Format a setting for a method's name: text and lists without the key, other values after the key.
+
+    A setting that is None is "no KEY".
+    """
+    if value is None:
+        return f"no {key}"
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"

@@ -99,14 +99,19 @@ class Evaluation:
     sampling: SamplingConfig
 
     def points(self, journal: Journal) -> list[Point]:
-        """Return a point for every task and cache: all points of the first task, then those of the next."""
+        """Return a point for every task and cache: all points of the first task, then those of the next.
+
+        If contexts are compacted, the answers after a full context are the references of all points of the same task.
+        """
         from rollout.evaluation.evaluate import Point
 
-        return [
-            Point(name, self.prepared.recipe.model, task, self.sampling, journal, cache)
-            for name, task in self.tasks.items()
-            for cache in self.caches
-        ]
+        caches, points = list(self.caches), []
+        whole = next((i for i, cache in enumerate(caches) if getattr(cache, "keeps_all", False)), None)
+        for name, task in self.tasks.items():
+            make = partial(Point, name, self.prepared.recipe.model, task, self.sampling, journal)
+            full = None if whole is None else make(caches[whole])
+            points += [full if full and i == whole else make(cache, full) for i, cache in enumerate(caches)]
+        return points
 
     def findings(self) -> dict[str, str]:
         """Return topic -> text: the lines that --dry-run prints."""

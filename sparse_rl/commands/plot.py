@@ -19,8 +19,8 @@ from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
     "Draw reward and gap of runs, or any metric that they logged; the tokens that a trace holds, or its opened "
-    "pages; accuracy or perplexity of an evaluation against a swept setting; the times of a bench. A single point is "
-    "printed as a table."
+    "pages; accuracy, log-perplexity or perplexity of an evaluation against a swept setting or the seconds of a "
+    "compaction; the times of a bench. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
@@ -34,9 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run, trace file, evaluation or bench, or a folder that holds one",
     )
     examples = "reward, loss, length, retention, entropy, tokens_per_second"
-    parser.add_argument("--metric", help=f"metric to draw against the step: {examples}, or any key of metrics.jsonl")
     parser.add_argument(
-        "--axis", metavar="KEY", help="setting of the cache on the x axis of an evaluation, such as budget or alpha"
+        "--metric",
+        help=f"metric to draw: of runs, against the step, {examples}, or any key of metrics.jsonl; of an evaluation, "
+        "accuracy or log_perplexity",
+    )
+    parser.add_argument(
+        "--axis",
+        metavar="KEY",
+        help="x axis of an evaluation: a setting of the cache, such as budget or alpha, or a measured number: seconds "
+        "of a compaction, log_perplexity or accuracy",
     )
     place = "default: beside the file, or in plots/ of the first run (with the names of further runs in the file name)"
     parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
@@ -54,13 +61,15 @@ def run(options: argparse.Namespace, session: Session) -> int:
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
         raise UserError("give a single file, or any number of run directories and no file", str(files[0]))
-    if options.metric is not None:
-        raise UserError(f"{files[0]} has no metrics, only runs have; remove --metric", "--metric")
+    evaluated = files[0].suffix == ".json" and files[0].name != bench.RESULTS
+    if options.metric is not None and not evaluated:
+        raise UserError(f"{files[0]} has no metrics, only runs and evaluations have; remove --metric", "--metric")
+    if evaluated:
+        draw_evaluation(files[0], out, options.axis, options.metric)
+        return 0
     out = out or files[0].with_suffix(".png")
     if files[0].name == bench.RESULTS:
         draw_bench(files[0], out)
-    elif files[0].suffix == ".json":
-        draw_evaluation(files[0], out, options.axis)
     elif options.axis is not None:
         raise UserError(f"{files[0]} is not an evaluation; remove --axis", "--axis")
     else:
@@ -157,12 +166,16 @@ def draw_traces(file: Path, out: Path) -> None:
     print(draw(traces_of_file, out, read_fingerprint(file)))
 
 
-def draw_evaluation(file: Path, out: Path, axis: str | None = None) -> None:
-    """Draw accuracy or perplexity against a setting; if no method has two values of any setting, print a table."""
-    from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
+def draw_evaluation(file: Path, out: Path | None = None, axis: str | None = None, metric: str | None = None) -> None:
+    """Draw accuracy, log-perplexity or perplexity against a setting or a measured number.
 
-    sweep = read_sweep(file)
+    Without `axis`, if no method has two values of any setting, print a table.
+    """
+    from sparse_rl.analysis.sweeps import MEASURED_AXES, plot_sweep, points_table, read_sweep, varied
+
+    sweep = read_sweep(file, metric)
     if varied(sweep) or axis is not None:
-        print(plot_sweep(sweep, out, axis))
+        names = [file.stem, *([metric] if metric else []), *(["by", axis] if axis in MEASURED_AXES else [])]
+        print(plot_sweep(sweep, out or file.with_name(f"{'_'.join(names)}.png"), axis))
     else:
         print_table(points_table(sweep))

@@ -175,7 +175,7 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
         assert picture.stat().st_size
         picture.unlink()
     assert "give a single file" in plot(capsys, file, tmp_path, status=2)
-    assert "has no metrics" in plot(capsys, file, "--metric", "reward", status=2)
+    assert "has no metric reward; use accuracy or log_perplexity" in plot(capsys, file, "--metric", "reward", status=2)
 
 
 def test_perplexities_are_drawn_or_printed(
@@ -199,6 +199,78 @@ def test_perplexities_are_drawn_or_printed(
     assert "2.1250 ± 0.1000" in output
     assert "8.37" in output
     assert "full" in output
+
+
+COMPACTIONS = [  # policy, parameters, accuracy, log-perplexity, seconds
+    ("am", {"ratio": 0.1, "select": "omp", "queries": ["self_study"], "budgets": None}, 0.7, 0.3, 20.0),
+    ("am", {"ratio": 0.02, "select": "omp", "queries": ["self_study"], "budgets": None}, 0.6, 0.5, 8.0),
+    ("am", {"ratio": 0.02, "select": "omp", "queries": ["repeat"], "budgets": None}, 0.55, 0.6, 4.0),
+    ("am", {"ratio": 0.02, "select": "omp", "queries": ["repeat"], "budgets": "b.json"}, 0.58, 0.55, 4.5),
+    ("evict", {"ratio": 0.02, "aggregate": "max"}, 0.4, 0.9, 2.0),
+    ("evict", {"ratio": 0.02, "aggregate": "mean"}, 0.35, 1.0, 2.5),
+    ("full", {"first": 0}, 0.8, 0.2, 1.0),
+    ("none", {"first": 0}, 0.3, 1.5, 1.0),
+]
+
+
+def compaction_rows() -> list[dict[str, Any]]:
+    """Return rows of eval.json of compacted contexts."""
+    costs = lambda seconds: {"seconds": {"prefill": 0.5, "compaction": seconds - 0.5}}  # noqa: E731
+    return [
+        {**row(policy, accuracy, **parameters), "contexts": costs(seconds), "log_perplexity": nll,
+         "log_perplexity_error": 0.01}
+        for policy, parameters, accuracy, nll, seconds in COMPACTIONS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", ["seconds", "log_perplexity"])
+@pytest.mark.parametrize("metric", ["accuracy", "log_perplexity"])
+def test_rows_are_drawn_at_their_measured_numbers(
+    metric: str, axis: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two values of each row are one point. Two rows that differ only in the ratio are joined, and settings that
+    differ label the points. Seconds are on a logarithmic scale, and contexts that are not compacted are lines across.
+    """
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"rows": compaction_rows()}))
+    sweep = read_sweep(file, metric)
+    if metric == axis:
+        assert "log_perplexity cannot be the axis of this log_perplexity" in plot(
+            capsys, file, "--metric", metric, "--axis", axis, status=2
+        )
+        return
+    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    figure: Any = plot_sweep(sweep, "unused", axis)
+    (axes,) = figure.axes
+    of = lambda row: {"accuracy": row[2], "log_perplexity": row[3], "seconds": row[4]}  # noqa: E731
+    places = [(of(row)[axis], of(row)[metric]) for row in COMPACTIONS]
+    drawn = lines(axes)
+    assert [places[1], places[0]] in drawn
+    assert all([place] in drawn for place in places[2:6])
+    for place in places[6:]:
+        if axis == "seconds":
+            assert [(0.8 * 2.0, place[1]), (1.2 * 20.0, place[1])] in drawn
+        else:
+            assert [place] in drawn
+    assert axes.get_xscale() == ("log" if axis == "seconds" else "linear")
+    assert {text.get_text().replace("\n", " ") for text in axes.texts} == {
+        "am, self_study, no budgets", "am, repeat, no budgets", "am, repeat, b.json",
+        "evict, max", "evict, mean", "full", "none",
+    }  # fmt: skip
+
+
+def test_rows_without_a_measured_number_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Control: rows without log-perplexity, such as those of earlier versions, are drawn by accuracy."""
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"rows": ROWS}))
+    assert "only rows of an evaluation with prompt_cache have it" in plot(capsys, file, "--axis", "seconds", status=2)
+    assert "has a log_perplexity" in plot(capsys, file, "--metric", "log_perplexity", status=2)
+    assert "eval_accuracy.png" in plot(capsys, file, "--metric", "accuracy")
+    file.write_text(json.dumps({"rows": compaction_rows()[-2:]}))
+    assert "0.2000 ± 0.0100" in plot(capsys, file, "--metric", "log_perplexity")
+    for damage in ({"log_perplexity": "low"}, {"contexts": {}}, {"contexts": {"seconds": {"prefill": "long"}}}):
+        file.write_text(json.dumps({"rows": [{**compaction_rows()[0], **damage}]}))
+        assert "damaged" in plot(capsys, file, "--axis", "seconds", status=2)
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[-1:], [ROWS[0], ROWS[3], ROWS[-1]]])

@@ -16,7 +16,7 @@ from rollout.context.cartridge import Cartridge, beginning, divergence, logprobs
 from rollout.context.config import CartridgeConfig
 from rollout.context.conversations import Conversation
 from rollout.context.prompts import ContextPrompts
-from rollout.hf import EngineReader
+from rollout.context.reader import EngineReader
 from sparse_rl.errors import UserError
 
 TOKENS = 60

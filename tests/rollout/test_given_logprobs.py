@@ -1,0 +1,134 @@
+"""`HFEngine.logprobs` reads given completions after a compacted context in large pieces. The log-probs equal those of
+`simulate`, which decodes token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from judging import gap
+
+from rollout import SamplingConfig, make_engine
+from rollout.context import ContextCache, PromptCacheConfig
+from rollout.engine import LEAST_ROWS
+from rollout.hf import HFEngine
+from rollout.requests import NotFiniteLogprobError
+from sparse_rl.errors import UserError
+
+MODELS = ["quickstart", "stories260K", "qwen2", "qwen3", "llama"]
+SETTINGS = [{"policy": "full"}, {"ratio": 0.3}, {"ratio": 0.3, "policy": "evict"}, {"policy": "none"}]
+LENGTHS = (1, 30, 9, 2, 13)
+
+
+@pytest.fixture
+def engine_of(model_of: Callable) -> Callable[..., HFEngine]:
+    """engine_of(model name, **options) -> an hf engine with a full cache."""
+    return lambda name, **options: make_engine("hf", model=model_of(name), policy="full", **options)
+
+
+@pytest.mark.parametrize("piece", [8, 1024])
+@pytest.mark.parametrize("max_batch", [2, 64])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_equal_those_of_simulate(
+    name: str,
+    settings: dict,
+    max_batch: int,
+    piece: int,
+    engine_of: Callable,
+    prompts_of: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five sampled completions of different lengths follow prompts of different lengths. All sizes of batches and
+    pieces give the log-probs of `simulate`, up to 1e-5. Control: the other end of each completion has other log-probs.
+    """
+    engine, (tokens, *questions) = engine_of(name, max_batch=max_batch), prompts_of(name, [60, 1, 7, 4, 12, 7])
+    context = engine.compact(tokens, PromptCacheConfig(first=2, **settings))
+    sampled = engine.generate(questions, SamplingConfig(max(LENGTHS), seed=1, ignore_eos=True), context)
+    completions = [r.completion_ids[:n] for r, n in zip(sampled, LENGTHS, strict=True)]
+    simulated = engine.simulate(questions, completions, context=context)
+    monkeypatch.setattr(ContextCache, "piece", piece)
+    logprobs = engine.logprobs(questions, completions, context)
+    assert [len(row) for row in logprobs] == list(LENGTHS)
+    assert all(row.dtype == torch.float32 for row in logprobs)
+    assert gap(logprobs, simulated) <= 1e-5
+    others = engine.logprobs(questions, [completion[::-1] for completion in completions], context)
+    assert gap(others, simulated) > 0.1
+
+
+def test_other_contexts_give_other_log_probs(engine_of: Callable, prompts_of: Callable) -> None:
+    """The log-probs of the full cache's answer change with the compaction, and nearly agree if all entries are kept."""
+    engine, (tokens, question) = engine_of("quickstart"), prompts_of("quickstart", [60, 7])
+    configs = [PromptCacheConfig(policy="full"), PromptCacheConfig(ratio=1.0, policy="evict"), PromptCacheConfig()]
+    full, kept, small = (engine.compact(tokens, config) for config in configs)
+    rollouts = engine.generate([question], SamplingConfig(20, seed=1, ignore_eos=True), full)
+    answers = [rollouts[0].completion_ids]
+    assert gap(engine.logprobs([question], answers, full), rollouts) <= 1e-5
+    assert gap(engine.logprobs([question], answers, kept), rollouts) <= 1e-5
+    assert gap(engine.logprobs([question], answers, small), rollouts) > 0.1
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 64])
+def test_logits_need_no_more_memory_than_in_sampling(
+    max_batch: int, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most max_batch rows of logits, or LEAST_ROWS, are computed at a time, as in sampling. A forward pass reads at
+    most as many tokens as a piece has, or LEAST_ROWS per sequence.
+    """
+    engine, (tokens, *questions) = engine_of("qwen3", max_batch=max_batch), prompts_of("qwen3", [60, 5, 7, 3, 9])
+    context = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
+    rows: list[int] = []
+    read: list[int] = []
+    logits, hidden = HFEngine._logits, HFEngine._hidden
+
+    def counted_logits(self: HFEngine, states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return logits(self, states)
+
+    def counted_hidden(self: HFEngine, ids: torch.Tensor, *more: object) -> torch.Tensor:
+        read.append(ids.numel())
+        return hidden(self, ids, *more)
+
+    monkeypatch.setattr(HFEngine, "_logits", counted_logits)
+    monkeypatch.setattr(HFEngine, "_hidden", counted_hidden)
+    monkeypatch.setattr(ContextCache, "piece", 16)
+    engine.logprobs(questions, [[*range(3, 53)]] * 4, context)
+    assert sum(rows) == 4 * 50
+    assert max(rows) <= max(LEAST_ROWS, max_batch)
+    assert max(read) <= 16
+
+
+def test_mistakes_are_refused(engine_of: Callable, prompts_of: Callable, new_model: Callable) -> None:
+    engine, (tokens, question) = engine_of("qwen3"), prompts_of("qwen3", [60, 5])
+    context = engine.compact(tokens, PromptCacheConfig())
+    for prompts, completions, message in (
+        ([question], [[]], "completion 0 is empty"),
+        ([[]], [[3]], "prompt 0 is empty"),
+        ([question], [], "1 prompts but 0 completions"),
+        ([question], [[10**6]], "completion 0 has token 1000000"),
+    ):
+        with pytest.raises(UserError, match=message):
+            engine.logprobs(prompts, completions, context)
+    other = make_engine("hf", model=new_model("qwen3", num_hidden_layers=7), policy="full")
+    with pytest.raises(UserError, match="the context is of another model"):
+        other.logprobs([question], [[3]], context)
+    assert engine.logprobs([], [], context) == []
+
+
+def test_a_log_prob_that_is_not_finite_is_an_error(new_model: Callable) -> None:
+    """Token 9 has a NaN embedding, which makes log-probs of its sequence NaN, and the error names the sequence. As the
+    last token of a completion it is never read.
+    """
+    model = new_model("qwen3")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = math.nan
+    engine = make_engine("hf", model=model, policy="full")
+    context = engine.compact([3, 4, 5, 6, 7, 8, 10, 11], PromptCacheConfig(ratio=0.5))
+    with pytest.raises(NotFiniteLogprobError) as error:
+        engine.logprobs([[3, 4], [5, 6]], [[7, 8, 10], [7, 9, 8]], context)
+    assert (error.value.prompt, error.value.sample, error.value.dtype) == (1, 0, "float32")
+    (row,) = engine.logprobs([[5, 6]], [[7, 8, 9]], context)
+    assert bool(row.isfinite().all())
