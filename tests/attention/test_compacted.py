@@ -84,9 +84,9 @@ def changed_sections(rollouts: Sequence[Rollout], change: Callable[[dict[str, to
 def test_trainer_recomputes_the_entries_of_a_compacted_context(
     name: str, setting: str, sampled: Callable, tally: Callable
 ) -> None:
-    """A trace records the kept tokens and the reference queries, but no bias or value. The trainer recomputes these, and
-    its log-probs equal the sampler's up to 1e-5: in a batch of contexts and completions of different lengths, alone,
-    and in the dense reference. Heads may keep different numbers of entries.
+    """A trace records the kept tokens and the reference queries, but no bias or value. The trainer recomputes these,
+    and its log-probs equal the sampler's up to 1e-5: in a batch of contexts and completions of different lengths,
+    alone, and in the dense reference. Heads may keep different numbers of entries.
     """
     model, rollouts = sampled(name, **SETTINGS[setting])
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_batches_of_the_trainers_accept_these_traces(sampled: Callable) -> None:
     adopt(model)
     batch = Batch.make([Example.from_rollout(r) for r in rollouts], torch.device("cpu"))
     with torch.no_grad():
-        logits = model.lm_head(batch.hidden(model))
+        logits = model.lm_head(batch.hidden(model, replayed=True))
     logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
     assert gap(logprobs.split(list(COMPLETIONS)), rollouts) <= 1e-5
 
@@ -288,7 +288,7 @@ def test_other_compactions_are_refused(changed: dict, model_of: Callable, prompt
     context = engine.compact(tokens, replace(CONFIG, **changed), ContextPrompts(requests=[question]))
     rollouts = engine.generate([question], SamplingConfig(5, seed=1), context)
     assert rollouts[0].trace.further.keys() == {"compacted_at"}
-    with pytest.raises(TraceError, match="no view replays .* compacted_at; a compacted context can be replayed only"):
+    with pytest.raises(TraceError, match=r"no view replays .* compacted_at; a compacted context can be replayed only"):
         replay_logprobs(model, rollouts)
     with pytest.raises(TraceError, match="cannot replay a trace with compacted_at but without the section"):
         DenseView(rollouts[0].trace)
