@@ -228,13 +228,19 @@ def test_gradients_of_replay_equal_those_of_the_dense_reference(setting: str, sa
     assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
-def test_gradients_equal_finite_differences(sampled: Callable) -> None:
+@pytest.mark.parametrize(
+    ("changed", "seed", "step"), [({"select": "omp"}, 1, 1e-4), ({"fit_biases": False}, 2, 5e-4)], ids=str
+)
+def test_gradients_equal_finite_differences(changed: dict, seed: int, step: float, sampled: Callable) -> None:
     """In float64, the slope of a loss along a random direction of all weights is the same by gradients and by finite
     differences. Control: with gradients that do not flow through the fits, the slope differs.
+
+    Biases of keys that are chosen by attention are left out: many of them are at their bounds, where the loss has
+    kinks.
     """
-    model, (r, *_) = sampled("stories260K", chunk=30)
+    model, (r, *_) = sampled("qwen3", chunk=30, **changed)
     model = adopt(copy.deepcopy(model).double())
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) * p.std() for p in model.parameters()]
     ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]])
 
@@ -259,7 +265,7 @@ def test_gradients_equal_finite_differences(sampled: Callable) -> None:
                 p.copy_(original)
         return value
 
-    near, far = ((loss_at(by) - loss_at(-by)) / (2 * by) for by in (2e-5, 4e-5))
+    near, far = ((loss_at(by) - loss_at(-by)) / (2 * by) for by in (step, 2 * step))
     finite_difference = (4 * near - far) / 3  # Richardson extrapolation
     assert slope(True) == pytest.approx(finite_difference, rel=1e-3)
     assert slope(False) != pytest.approx(finite_difference, rel=1e-2)  # control
