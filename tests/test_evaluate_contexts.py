@@ -226,7 +226,9 @@ def test_rollouts_after_a_context_are_saved_with_their_traces(
     of completions, and record which entries of the context were kept (20 %). `verify` can replay plain evictions, and
     fits to queries of the context's own tokens, but no other fits.
     """
-    recipe = recipe_of([{"policy": policy, "ratio": 0.2, "queries": [queries]}, {"policy": "full"}], samples=2, temperature=1)
+    recipe = recipe_of(
+        [{"policy": policy, "ratio": 0.2, "queries": [queries]}, {"policy": "full"}], samples=2, temperature=1
+    )
     outputs = sample(recipe, tmp_path / "kept", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "completions.jsonl").read_text().splitlines()]
     traces = [t for file in sorted((tmp_path / "kept").glob("traces-*")) for t in load_traces(file)]

@@ -112,6 +112,25 @@ def test_heads_with_budgets_of_their_own_are_replayed(sampled: Callable, monkeyp
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
 
 
+@pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"chunk": 20}], ids=str)
+def test_fits_hardly_amplify_rounding(changed: dict, sampled: Callable) -> None:
+    """A trainer that rounds differently than the sampler has at most 3 times its gap under a full cache. The trainer's
+    queries and values are multiplied by 3, and its keys and output projections are divided by 3.
+    """
+    model, rollouts = sampled("stories260K", **changed)
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        attention = layer.self_attn
+        for three, third in ((attention.q_proj, attention.k_proj), (attention.v_proj, attention.o_proj)):
+            three.weight.data.mul_(3.0)
+            third.weight.data.div_(3.0)
+    full = make_engine("hf", model=model, policy="full").generate(
+        [r.prompt_ids for r in rollouts], SamplingConfig(max(COMPLETIONS), seed=1, ignore_eos=True)
+    )
+    with torch.no_grad():
+        assert 0 < gap(replay_logprobs(other, rollouts), rollouts) <= 3 * gap(replay_logprobs(other, full), full)
+
+
 def test_traces_survive_files(sampled: Callable, tmp_path: Path) -> None:
     model, rollouts = sampled("qwen3", chunk=20)
     save_traces(tmp_path / "t.safetensors", [r.trace for r in rollouts])
