@@ -35,7 +35,10 @@ class ContextRecord:
 
     @classmethod
     def read(cls, settings: Tensor) -> ContextRecord:
-        """Read the record from the trace section compacted_with, float64 [4]."""
+        """Read the record from the trace section compacted_with.
+
+        settings : the section, float64 [4]
+        """
         ridge, pursuit, biases, values = settings.tolist()
         return cls(ridge, bool(pursuit), bool(biases), bool(values))
 
