@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
@@ -26,11 +26,18 @@ from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import Rows, write
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.cache import LayerEntries
-from rollout.context.compact import Stages, Studied
+from rollout.context.chunks import StudiedParts
+from rollout.context.compact import Studied
+from rollout.context.conversations import Reader
+from rollout.context.stages import Stages
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM, LAYERS = 896, 4864, 14, 2, 64, 24
 RATIO, CHUNK = 0.05, 4096
-QUERIES = {"attention": 2048, "omp": 512}  # for each kv head, few enough for a CPU; the default is 50,000
+QUERIES = {
+    "attention": 2048,
+    "omp": 512,
+    "omp_fast": 512,
+}  # for each kv head, few enough for a CPU; the default is 50,000
 # The manufacturer's TFLOP/s and TB/s, and the share of them that we assume.
 H200 = {"bf16": (989, 0.4), "fp64": (67, 0.5), "memory": (4.8, 0.6)}
 
@@ -45,8 +52,8 @@ def configured(select: str, ratio: float = RATIO) -> PromptCacheConfig:
     return PromptCacheConfig(ratio=ratio, select=select, chunk=CHUNK, most_queries=QUERIES[select])
 
 
-def made_up(tokens: int) -> Studied:
-    """Return random keys in clusters, as in a text, and queries near the same clusters."""
+def made_up(tokens: int, config: PromptCacheConfig) -> StudiedParts:
+    """Return random keys in clusters, as in a text, and queries near the same clusters, which serve every part."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(KV_HEADS, 64, DIM, generator=generator)
 
@@ -54,16 +61,24 @@ def made_up(tokens: int) -> Studied:
         chosen = centres[:, torch.randint(64, (count,), generator=generator)]
         return (chosen + 0.5 * torch.randn(chosen.shape, generator=generator))[None]
 
-    keys, queries = near(tokens), near(max(QUERIES.values()))
+    keys, queries = near(tokens), near(config.most_queries)
     values = torch.randn(keys.shape, generator=generator)
     positions = torch.arange(tokens).expand(1, KV_HEADS, -1)
-    entries = LayerEntries(keys, values, torch.zeros(1, KV_HEADS, tokens), positions)
-    return Studied(Context(list(range(tokens)), [entries], False), [queries], DIM**-0.5, Stages())
+    bias, ids, reader = torch.zeros(1, KV_HEADS, tokens), list(range(tokens)), cast(Reader, None)
+    whole = LayerEntries(keys, values, bias, positions)
+    parts = []
+    for part in config.parts(tokens):
+        own = LayerEntries(*(x[:, :, config.first + part.start : config.first + part.end] for x in whole))
+        first = LayerEntries(*(x[:, :, : config.first] for x in whole))
+        entries = LayerEntries(*(torch.cat(pair, dim=2) for pair in zip(first, own, strict=True)))
+        studied = Studied(Context(ids, [entries], False), [queries], DIM**-0.5, Stages(), reader)
+        parts.append((part, studied))
+    return StudiedParts(ids, config.first, config.last, parts, reader, Stages(), Context(ids, [whole], False))
 
 
 def compaction_row(select: str, tokens: int, ratio: float, runs: int) -> dict[str, Any]:
-    studied, config = made_up(tokens), configured(select, ratio)
-    studied.queries = [q[:, :, : QUERIES[select]] for q in studied.queries]
+    config = configured(select, ratio)
+    studied = made_up(tokens, config)
     left = config.kept(tokens)
     stages = seconds(lambda: studied.compacted(config), runs)
     return {"select": select, "T": tokens, "t": left, "seconds": stages, "ns / (T t)": stages / tokens / left * 1e9}
@@ -80,14 +95,14 @@ def exponents(rows: Rows) -> dict[str, float]:
 def arithmetic(tokens: int, queries: int) -> Rows:
     """Return the costs of all layers, in bfloat16 except for the fits. queries : their number for each kv head"""
     weights = LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * DIM + 3 * INTERMEDIATE)
-    seen = {"prefill": tokens**2 / 2, "queries (repeat)": 3 * tokens**2 / 2}  # pairs of tokens
+    parts = math.ceil(tokens / CHUNK)
+    part = tokens / parts
+    seen = {"prefill": tokens**2 / 2, "queries (repeat)": parts * 3 * part**2 / 2}  # pairs of tokens
     rows = []
     for stage, pairs in seen.items():
         per_head = LAYERS * Q_HEADS * pairs
         # The mask is built, repeated for the heads of a group, and read: 8 bytes for each pair and query head.
         rows.append(costed(stage, "bf16", 2 * weights * tokens + 4 * DIM * per_head, 8 * per_head))
-    parts = math.ceil(tokens / CHUNK)
-    part = tokens / parts
     left, heads = RATIO * part, LAYERS * KV_HEADS * parts
     # Two products for logits and one for the output; two Gram matrices of the kept entries; about 28 passes over
     # float64 logits.
@@ -115,8 +130,9 @@ def main() -> None:
 
     alone = [compaction_row("attention", 2**k, RATIO, options.runs) for k in (13, 14, 15, 16)]
     alone += [compaction_row("attention", 2**14, ratio, options.runs) for ratio in (0.01, 0.02, 0.1, 0.2)]
-    alone += [compaction_row("omp", 2**k, RATIO, options.runs) for k in (12, 13, 14)]
-    alone += [compaction_row("omp", 2**13, ratio, options.runs) for ratio in (0.02, 0.1)]
+    for select in ("omp", "omp_fast"):
+        alone += [compaction_row(select, 2**k, RATIO, options.runs) for k in (12, 13, 14, 15, 16)]
+        alone += [compaction_row(select, 2**13, ratio, options.runs) for ratio in (0.02, 0.1)]
     fits = {select: exponents([row for row in alone if row["select"] == select]) for select in QUERIES}
     printed(f"a compaction of made-up keys, {QUERIES} queries of a kv head; fits {fits}", alone)
 

@@ -34,7 +34,8 @@ def one_shot(device: str, small: bool, options: Options) -> Iterator[Row]:
     if FAILURE in first:
         return
     for select in ("attention", "omp"):
-        row = {**keys, "stage": f"compaction, {select}", "queries": studied[0].queries[0].shape[2]}
+        part = studied[0].parts[0][1] if hasattr(studied[0], "parts") else studied[0]
+        row = {**keys, "stage": f"compaction, {select}", "queries": part.queries[0].shape[2]}
         yield attempt(row, partial(_compacted, studied[0], _config(select, size.context_queries), device))
 
 

@@ -3,13 +3,19 @@
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.05, queries=["repeat"]))
     rollouts = engine.generate(questions, sampling, context=context)
 
-config.py    settings of the choice of kept entries and of the reference queries
-cache.py     Context, the kept entries; ContextCache, the cache of sequences that continue a context
-compact.py   compaction, which makes a Context from token ids
-budgets.py   number of entries that each kv head keeps
-files.py     contexts as files
-memory.py    bytes that a context and its compaction take
-prompts.py   prompts that ask the model about a context (self-study)
+config.py         settings of the choice of kept entries and of the reference queries
+cache.py          Context, the kept entries; ContextCache, the cache of sequences that continue a context
+compact.py        reference queries and compaction of a context, or of one of its parts
+chunks.py         the parts of a long context
+layerwise.py      on-policy queries
+rotation.py       RoPE of keys that move to another position
+conversations.py  texts that the model writes about a context: self-study, questions, summaries
+prompts.py        the prompts for these texts
+cartridge.py      training of a compacted context by gradient descent
+budgets.py        number of entries that each kv head keeps
+files.py          contexts as files
+memory.py         bytes that a context and its compaction take
+stages.py         durations of the stages
 """
 
 from __future__ import annotations

@@ -63,11 +63,12 @@ class ContextPrompts:
     text: Callable[[Sequence[Sequence[int]]], list[int]] = _unchanged
 
     @classmethod
-    def of(cls, tokenizer: Any, follow: Callable[[str], list[int]]) -> ContextPrompts:
+    def of(cls, tokenizer: Any, follow: Callable[[str], list[int]], chat: bool = True) -> ContextPrompts:
         """Return the prompts for a model with this tokenizer.
 
         follow : function that returns the token ids that follow the context's tokens in a user's turn which begins with
             the context and ends with the given text
+        chat : False for plain text without turns, in which a repetition directly follows the context
         """
 
         def decoded(answer: Sequence[int]) -> str:
@@ -81,7 +82,7 @@ class ContextPrompts:
             return list(tokenizer.encode(joined, add_special_tokens=False))
 
         return cls(
-            follow(f"\n\n{REPEAT}"),
+            follow(f"\n\n{REPEAT}") if chat else (),
             [follow(f"\n\n{request}") for request in REQUESTS],
             follow(f"\n\n{QUESTIONS}"),
             starters,

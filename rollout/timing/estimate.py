@@ -103,13 +103,14 @@ def context_seconds(
     layers, kv_heads, dim = cache_shape(config)
     heads = config.num_attention_heads
     readings = 1 + ("repeat" in compaction.queries) * compaction.chooses
-    passes = 1 + sum(QUERY_PASSES.get(kind, 0) for kind in compaction.queries) * compaction.chooses
-    read = 2 * parameters * tokens * readings + passes * layers * heads * 2 * dim * tokens**2
+    part = -(-tokens // len(compaction.parts(tokens)))
+    passes = sum(QUERY_PASSES.get(kind, 0) for kind in compaction.queries) * compaction.chooses
+    pairs = tokens * (tokens + passes * part)
+    read = 2 * parameters * tokens * readings + layers * heads * 2 * dim * pairs
     if not compaction.chooses:
         return read / machine.operations
     queries = min(reference_queries(compaction, tokens, heads // kv_heads), compaction.most_queries)
     kept = compaction.kept(tokens)
-    part = min(tokens, compaction.chunk)
     fit = 6 * queries * tokens * dim + 4 * queries * kept * min(kept, part)
     fit += 30 * 8 * queries * tokens  # passes over the logits
     if compaction.pursues:

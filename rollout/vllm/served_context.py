@@ -78,4 +78,5 @@ def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, 
     first, common = split_prompt(prompt, text, tokenizer).first, [tokens[0] for tokens in same]
     if len(common) <= first:
         raise UserError("the text is too short: each of its tokens depends on the words that follow it", "--context")
-    return common, first, ContextPrompts.of(tokenizer, lambda continuation: whole(continuation)[len(common) :])
+    follow = lambda continuation: whole(continuation)[len(common) :]  # noqa: E731
+    return common, first, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str))

@@ -167,4 +167,4 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
         thinking = None if config.thinking is None else False
         return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking).rest
 
-    return Questions(prompts, ContextPrompts.of(tokenizer, follow))
+    return Questions(prompts, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str)))
