@@ -24,6 +24,7 @@ from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.methods.am.context_view import ContextView
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
+from sparse_rl.trace.files import write_sections
 from trainer.batches import Batch
 from trainer.examples import Example
 
@@ -346,6 +347,66 @@ def test_mixed_batches_are_refused(sampled: Callable) -> None:
         batch_traces([first, EvictionTrace(second.evict_at, settings)], [0, 0], width)
     with pytest.raises(TraceError, match="cannot be packed"):
         pack_traces([first, second])
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a token after the context": (
+        lambda sections: sections["compacted_queries"][3, 1].fill_(60),
+        r"compacted_queries\[3\] = \[0, 60, -1\] is not a query of a context with 3 parts and 60 tokens",
+    ),
+    "a part that does not exist": (
+        lambda sections: sections["compacted_queries"][0, 0].fill_(3),
+        r"compacted_queries\[0\] = \[3, 0, -1\] is not a query of a context",
+    ),
+    "a part without queries": (
+        lambda sections: sections["compacted_queries"][:, 0].clamp_(max=1),
+        "compacted_queries has no reference query for part 2",
+    ),
+    "a query of two numbers": (
+        lambda sections: sections.update(compacted_queries=sections["compacted_queries"][:, :2].contiguous()),
+        "compacted_queries has 2 numbers per reference query, not 3",
+    ),
+    "a part that ends after the context": (
+        lambda sections: sections["compacted_parts"][-1].fill_(61),
+        "compacted_parts .* is not a list of at least two ascending positions from 0 to 60",
+    ),
+    "an empty part": (
+        lambda sections: sections["compacted_parts"][1].copy_(sections["compacted_parts"][2]),
+        "is not a list of at least two ascending positions",
+    ),
+    "an eviction outside the parts": (
+        lambda sections: sections["evict_at"][0, 0, 0].fill_(60),
+        "a token is evicted that is in none of the parts",
+    ),
+    "a ridge of 0": (lambda sections: sections["compacted_with"][0].fill_(0), "not a valid list of fit settings"),
+    "no fit": (lambda sections: sections["compacted_with"][2:].fill_(0), "not a valid list of fit settings"),
+    "no settings": (lambda sections: sections.pop("compacted_with"), "also needs compacted_with"),
+    "no parts": (lambda sections: sections.pop("compacted_parts"), "also needs compacted_parts"),
+    "no queries": (lambda sections: sections.pop("compacted_queries"), "also needs compacted_queries"),
+    "no end": (lambda sections: sections.pop("compacted_at"), "also needs compacted_at"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_records_are_refused(name: str, sampled: Callable, tmp_path: Path) -> None:
+    """A damaged record is refused when a trace is made, loaded from a file, or replayed after its tensors were changed
+    in place. Control: the original record is accepted.
+    """
+    change, message = DAMAGED[name]
+    _, (rollout, *_) = sampled("qwen3", chunk=20)
+    sections = {section: values.clone() for section, values in rollout.trace.sections.items()}
+    batch_traces([rollout.trace], [0], len(rollout.trace))
+    change(sections)
+    write_sections(tmp_path / "t.safetensors", [sections], None)
+    with pytest.raises(TraceError, match=message):
+        load_traces(tmp_path / "t.safetensors")
+    evict_at = sections.pop("evict_at")
+    with pytest.raises(TraceError, match=message):
+        EvictionTrace(evict_at, sections)
+    changed = EvictionTrace(evict_at, sections, validate=False)
+    object.__setattr__(changed, "validate", True)
+    with pytest.raises(TraceError, match=message):
+        make_view([changed], [0], len(changed), "cpu")
 
 
 def test_a_query_head_that_does_not_exist_is_refused(sampled: Callable) -> None:
