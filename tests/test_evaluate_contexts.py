@@ -218,15 +218,17 @@ def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: 
     assert any("=[5]=" in line["completion"] for line in lines_of(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("policy", ["am", "evict"])
+@pytest.mark.parametrize(("policy", "queries"), [("am", "repeat"), ("am", "context"), ("evict", "repeat")])
 def test_rollouts_after_a_context_are_saved_with_their_traces(
-    policy: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
+    policy: str, queries: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
 ) -> None:
     """`sample` continues from contexts compacted by the first prompt cache. Trace files are in the order of the lines
-    of completions, and record which entries of the context were kept (20 %). `verify` can replay plain evictions, but
-    not the fits of am, which no file stores.
+    of completions, and record which entries of the context were kept (20 %). `verify` can replay plain evictions, and
+    fits to queries of the context's own tokens, but no other fits.
     """
-    recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
+    recipe = recipe_of(
+        [{"policy": policy, "ratio": 0.2, "queries": [queries]}, {"policy": "full"}], samples=2, temperature=1
+    )
     outputs = sample(recipe, tmp_path / "kept", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "completions.jsonl").read_text().splitlines()]
     traces = [t for file in sorted((tmp_path / "kept").glob("traces-*")) for t in load_traces(file)]
@@ -241,12 +243,14 @@ def test_rollouts_after_a_context_are_saved_with_their_traces(
         assert bool((retained_counts == 1 + round(0.2 * len(context))).all())
         assert len(trace) > len(line["prompt_ids"])
         assert ("compacted_at" in trace.further) is (policy == "am")
+        assert ("compacted_queries" in trace.further) is (policy == "am" and queries == "context")
     capsys.readouterr()
-    if policy == "am":  # no file stores the biases and values of am
+    if policy == "am" and queries == "repeat":  # no file stores biases, values or the queries of another text
         assert main(["verify", str(tmp_path / "kept")]) == 2
         assert "no view replays traces with the sections evict_at, compacted_at" in capsys.readouterr().err
     else:
-        assert main(["verify", str(tmp_path / "kept")]) == 0
+        assert main(["verify", str(tmp_path / "kept"), "--json", "--bound", "2e-6"]) == 0
+        assert json.loads(capsys.readouterr().out)["largest"] <= 2e-6
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

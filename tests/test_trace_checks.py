@@ -55,6 +55,24 @@ def compacted(rng: random.Random, prompt: int, length: int) -> Sections:
     return {"evict_at": evict_at, "compacted_at": tensor([end])}
 
 
+def context(rng: random.Random, prompt: int, length: int) -> Sections:
+    """Return a record of a compacted context whose reference queries are recorded. Only tokens of its parts leave."""
+    sections = compacted(rng, prompt, length)
+    end = int(sections["compacted_at"])
+    bounds = sorted(rng.sample(range(end + 1), rng.randint(2, min(4, end + 1))))
+    evict_at = sections["evict_at"]
+    evict_at[..., : bounds[0]] = evict_at[..., bounds[-1] :] = NEVER
+    parts = range(len(bounds) - 1)
+    asked = [[part, rng.randrange(end), rng.randint(-1, 2)] for part in parts for _ in range(rng.randint(1, 3))]
+    settings = tensor([0.1, rng.randint(0, 1), *rng.choice([(0, 1), (1, 0), (1, 1)])], torch.float64)
+    return {
+        **sections,
+        "compacted_with": settings,
+        "compacted_parts": tensor(bounds),
+        "compacted_queries": tensor(rng.sample(asked, len(asked))),
+    }
+
+
 def refitted(rng: random.Random, prompt: int, length: int) -> Sections:
     """Return a record of Attention Matching, with the number of entries between sinks and window that each compaction
     keeps.
@@ -103,7 +121,8 @@ def paged(rng: random.Random, prompt: int, length: int) -> Sections:
     return sections
 
 
-KINDS = {"evicted": evicted, "compacted": compacted, "refitted": refitted, "paged": paged}
+CONTEXT = {"compacted_with", "compacted_parts", "compacted_queries"}
+KINDS = {"evicted": evicted, "compacted": compacted, "context": context, "refitted": refitted, "paged": paged}
 
 
 def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
@@ -136,6 +155,8 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
         (end,) = further["compacted_at"]
         if not 1 <= end <= prompt or {at for row in heads for at in row} - {end, NEVER}:
             return False
+    if names & CONTEXT and (not CONTEXT | {"compacted_at"} <= names or not possible_context(further)):
+        return False
     if "refit_at" in names:
         sinks, window, kept_count, asked, ridge, *flags = further["refit_with"]
         times = further["refit_at"]
@@ -156,6 +177,23 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
                 if not around <= set(held) or len(held) != sinks + window + kept_count:
                     return False
     return "opened" not in names or possible_pages(further, prompt, length)
+
+
+def possible_context(further: dict[str, Any]) -> bool:
+    (end,), bounds = further["compacted_at"], further["compacted_parts"]
+    ridge, *flags = further["compacted_with"]
+    if not 0 < ridge < float("inf") or any(flag not in (0, 1) for flag in flags) or not any(flags[1:]):
+        return False
+    if len(bounds) < 2 or bounds != sorted(set(bounds)) or bounds[0] < 0 or bounds[-1] > end:
+        return False
+    for row in (row for layer in further["evict_at"] for row in layer):
+        if any(at != NEVER and not bounds[0] <= token < bounds[-1] for token, at in enumerate(row)):
+            return False
+    parts = range(len(bounds) - 1)
+    for part, token, head in further["compacted_queries"]:
+        if part not in parts or not 0 <= token < end or not -1 <= head < NEVER:
+            return False
+    return set(parts) == {part for part, _, _ in further["compacted_queries"]}
 
 
 def possible_pages(further: dict[str, Any], prompt: int, length: int) -> bool:
@@ -292,7 +330,7 @@ def test_a_record_without_a_prompt_length_is_accepted_if_it_fits_some_prompt(kin
 
 def possible_or_not(sections: Sections, prompt: int) -> bool:
     """Return the result of `possible`, also for settings of another length."""
-    numbers = {"refit_with": 7, "paged_with": 8, "compacted_at": 1}
+    numbers = {"refit_with": 7, "paged_with": 8, "compacted_at": 1, "compacted_with": 4}
     if any(name in sections and len(sections[name]) != count for name, count in numbers.items()):
         return False
     return possible(sections, prompt)

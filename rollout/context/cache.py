@@ -6,7 +6,7 @@ them, which are never evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,12 +67,14 @@ class Context:
     fitted : True if entries differ from those that the model computes as it reads the context: biases and values were
         fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
+    recorded : trace sections from which a trainer can recompute the fits (record.py); {} if there are none
     """
 
     tokens: list[int]
     layers: list[LayerEntries]
     fitted: bool
     seconds: dict[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +97,12 @@ class Context:
     def trace(self, length: int) -> EvictionTrace:
         """Return the trace of a sequence of `length` tokens, including the context, that continues this context.
 
-        If `fitted`, the trace gets the section `compacted_at`. No trainer can replay such a trace, because neither the
-        queries of the fit nor the parts are recorded.
+        If `fitted`, the trace gets the section `compacted_at`, and the sections `recorded`. No trainer can replay a
+        trace with `compacted_at` alone.
         """
         evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
-        section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
-        return EvictionTrace.recorded(evictions, section if self.fitted else {})
+        sections = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32), **self.recorded}
+        return EvictionTrace.recorded(evictions, sections if self.fitted else {})
 
     def evict_at(self) -> Tensor:
         """Return the eviction positions of the context's tokens: int32 [L, Hkv, number of tokens].

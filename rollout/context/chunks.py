@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, LayerEntries, joined
@@ -21,6 +22,7 @@ from rollout.context.cartridge import trained
 from rollout.context.compact import Counts, OnStage, Studied, prefill, study_places
 from rollout.context.config import Part, PromptCacheConfig
 from rollout.context.conversations import Reader, summarized
+from rollout.context.record import recorded
 from rollout.context.stages import Stages
 
 
@@ -86,7 +88,14 @@ class StudiedParts:
                 for part, studied in self.parts
             ]
             layers = [without_padding(layer) for layer in self._joined(of_parts)]
-        return Context(self.tokens, layers, config.fits or self.read_whole is None, stages)
+        return Context(self.tokens, layers, config.fits or self.read_whole is None, stages, self._recorded(config))
+
+    def _recorded(self, config: PromptCacheConfig) -> dict[str, Tensor]:
+        """Return the trace sections of the fits (record.py); {} if parts were read alone."""
+        if self.read_whole is None:
+            return {}
+        parts = [(self.first + part.start, self.first + part.end) for part, _ in self.parts]
+        return recorded(config, parts, [studied.recorded for _, studied in self.parts])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """Implement `Studied.head` of budgets.py."""

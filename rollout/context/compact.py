@@ -20,6 +20,7 @@ from rollout.context.cartridge import trained
 from rollout.context.config import ON_POLICY, PromptCacheConfig
 from rollout.context.conversations import Reader, conversations, question
 from rollout.context.layerwise import LayerwiseView, by_kv_head
+from rollout.context.record import recorded, recorded_queries, subset
 from rollout.context.stages import Stages
 from sparse_rl.clock import part
 from sparse_rl.errors import NotFiniteError, UserError
@@ -47,6 +48,7 @@ class Studied:
     seconds : durations of the prefill and of the computation of the reference queries
     reader : the engine that read the context
     texts : texts of on-policy queries, for each of their kinds. If there are any, `queries` has the other kinds alone
+    recorded : the reference queries for a trace (record.py); None if they cannot be recorded
     """
 
     whole: Context
@@ -55,6 +57,7 @@ class Studied:
     seconds: Stages
     reader: Reader
     texts: list[list[list[int]]] = field(default_factory=list)
+    recorded: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +85,8 @@ class Studied:
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             layers = self.entries(config, counts)
-        return Context(self.whole.tokens, layers, config.fits, stages)
+        part = (config.first, self.length - config.last)
+        return Context(self.whole.tokens, layers, config.fits, stages, recorded(config, [part], [self.recorded]))
 
     def entries(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
         """Return the entries to keep in each layer. The arguments are those of `compacted`."""
@@ -200,7 +204,8 @@ def study_places(
             queries.append(joined_kinds if on_policy else _drawn(joined_kinds, config))
             for cache in [*caches, *([prefilled.cache] if release else [])]:
                 cache.forget(layer)
-    return Studied(whole, queries, scaling, stages, reader, on_policy)
+    own = recorded_queries(config, places, reader.group)
+    return Studied(whole, queries, scaling, stages, reader, on_policy, own)
 
 
 def _at_places(entries: LayerEntries, places: Tensor) -> LayerEntries:
@@ -296,11 +301,8 @@ def _random(
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
     """Return a random subset of at most `config.most_queries` reference queries, the same indices in every kv head."""
-    count = queries.shape[2]
-    if count <= config.most_queries:
-        return queries
-    places = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed))[: config.most_queries]
-    return queries[:, :, places.sort().values.to(queries.device)]
+    drawn = subset(queries.shape[2], config)
+    return queries if drawn is None else queries[:, :, drawn.to(queries.device)]
 
 
 # ---- kept entries ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 tokens                                     int64 [T], token ids of the whole context
 layers.N.{keys, values, bias, positions}   entries of layer N, as in LayerEntries
+recorded.NAME                              trace sections of the fits, if they can be replayed; not in version 1
 metadata                                   fitted, seconds (JSON)
 """
 
@@ -18,7 +19,9 @@ from sparse_rl.errors import NotWrittenError, reason
 from sparse_rl.trace.sealed import read_sealed, write_sealed
 
 FORMAT = "sparse_rl.context"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+READ = ["1", "2"]
+RECORDED = "recorded."
 PARTS = tuple(part.name for part in fields(LayerEntries))
 
 
@@ -30,6 +33,7 @@ def save_context(path: str | Path, context: Context) -> None:
         tensors |= {
             f"layers.{number}.{name}": x.cpu().clone().contiguous() for name, x in zip(PARTS, layer, strict=True)
         }
+    tensors |= {RECORDED + name: values.clone().contiguous() for name, values in context.recorded.items()}
     metadata = {"fitted": json.dumps(context.fitted), "seconds": json.dumps(context.seconds)}
     try:
         write_sealed(path, tensors, format=FORMAT, format_version=FORMAT_VERSION, **metadata)
@@ -42,9 +46,11 @@ def load_context(path: str | Path, device: str | torch.device = "cpu") -> Contex
 
     Raises UserError if the file is missing, damaged, of another kind or of another format version.
     """
-    tensors, metadata = read_sealed(path, "a compacted context", FORMAT, [FORMAT_VERSION], "compact the context")
+    tensors, metadata = read_sealed(path, "a compacted context", FORMAT, READ, "compact the context")
     layers = [
         LayerEntries(*(tensors[f"layers.{number}.{name}"].to(device) for name in PARTS))
-        for number in range(len(tensors) // len(PARTS))
+        for number in range(sum(name.startswith("layers.") for name in tensors) // len(PARTS))
     ]
-    return Context(tensors["tokens"].tolist(), layers, json.loads(metadata["fitted"]), json.loads(metadata["seconds"]))
+    recorded = {name.removeprefix(RECORDED): x for name, x in tensors.items() if name.startswith(RECORDED)}
+    fitted, seconds = json.loads(metadata["fitted"]), json.loads(metadata["seconds"])
+    return Context(tensors["tokens"].tolist(), layers, fitted, seconds, recorded)

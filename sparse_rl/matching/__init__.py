@@ -6,6 +6,7 @@ trainer share this tensor code; only the trainer needs gradients. reference.py h
 """
 
 from sparse_rl.matching.block import Block, Fit, choose, match, refit, residuals
+from sparse_rl.matching.compacted import ContextRecord
 from sparse_rl.matching.record import Record
 
-__all__ = ["Block", "Fit", "Record", "choose", "match", "refit", "residuals"]
+__all__ = ["Block", "ContextRecord", "Fit", "Record", "choose", "match", "refit", "residuals"]

@@ -33,8 +33,8 @@ class PolicyConfig(NamedConfiguration):
     sections: ClassVar[str | None] = None  # a module whose SECTIONS declares the trace sections besides evict_at
 
     @classmethod
-    def part(cls, kind: Literal["policy", "cache", "view", "learned_view"]) -> Any:
-        """Import and return the class named by `policy_class`, `cache_class`, `view_class` or `learned_view_class`."""
+    def part(cls, kind: Literal["policy", "cache", "view", "learned_view", "context_view"]) -> Any:
+        """Import and return the class that the attribute `KIND_class` names, for example `policy_class`."""
         module, name = getattr(cls, f"{kind}_class").split(":")
         return getattr(importlib.import_module(module), name)
 

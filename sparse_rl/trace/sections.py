@@ -136,8 +136,8 @@ def numbers(
 
 SECTIONS: dict[str, Section] = {
     "evict_at": EVICT_AT,
-    # the end of a compacted context, whose entries were fitted to queries that are not recorded
-    "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
+    # the end of a context that was compacted once; without further sections its entries cannot be replayed
+    "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at, batch_times),
 }
 """The sections that belong to no method, by name. evict_at is the first; it is the only one that every trace has."""
 

@@ -54,11 +54,11 @@ def test_continuations_attend_only_to_kept_entries(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_continuations_are_replayed_only_after_plain_evictions(
+def test_continuations_after_fits_to_another_text_are_not_replayed(
     name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """After plain evictions (`evict`), the replay of a continuation has a gap of at most 1e-5. After a fit (Attention
-    Matching) replay is refused, since no trace records the fitted biases and values.
+    """After plain evictions (`evict`), the replay of a continuation has a gap of at most 1e-5. After a fit to queries
+    of another text (`repeat`) replay is refused, since the trace has neither this text nor biases and values.
     """
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     rollouts = engine.generate(

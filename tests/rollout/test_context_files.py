@@ -78,6 +78,15 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
         assert str(broken) in line
 
 
+def test_files_of_version_1_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 had no record of the fits, so continuations cannot be replayed."""
+    monkeypatch.setattr("rollout.context.files.FORMAT_VERSION", "1")
+    save_context(tmp_path / "context", example_context())
+    loaded = load_context(tmp_path / "context")
+    assert same(loaded, example_context())
+    assert not loaded.recorded
+
+
 def test_files_of_another_format_or_version_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "context"
     save_context(file, example_context())
@@ -89,7 +98,7 @@ def test_files_of_another_format_or_version_are_refused(tmp_path: Path) -> None:
             {"format": "sparse_rl.trace"},
             "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
         ),
-        ({"format_version": "2"}, "has format version '2'; the supported versions: 1"),
+        ({"format_version": "3"}, "has format version '3'; the supported versions: 1 and 2"),
         ({"fitted": "false"}, "is damaged"),
         ({"sha256": "0"}, "is damaged"),
     ):

@@ -17,7 +17,9 @@ from watching import pool_of, watched
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.context import Context, PromptCacheConfig
+from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
+from sparse_rl.trace import EvictionTrace
 
 SAMPLING = SamplingConfig(max_tokens=20, seed=1, n=2, ignore_eos=True)
 LENGTHS = (1, 7, 33, 4, 12, 7)
@@ -75,6 +77,21 @@ def test_continuations_equal_those_of_hf(
     assert gap([torch.tensor(rollouts[2].model_logprobs)], [simulated]) <= 1e-5
     without_context = make_engine("hf", model=loaded(directory_of(family))).generate(questions, SAMPLING)
     assert same(without_context, engine.generate(questions, SAMPLING))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_trainer_replays_continuations_of_a_context_fitted_to_its_own_queries(
+    family: str, compacted: Callable, open_engine: Callable, random_prompts: Callable,
+    loaded: Callable, directory_of: Callable,
+) -> None:  # fmt: skip
+    """Control: without the record of the fits, the replay has a gap of more than 1e-3."""
+    engine, model = open_engine("full", family, context_entries=200), loaded(directory_of(family))
+    context = compacted(family, ratio=0.2, queries=["context"], chunk=40)
+    rollouts = engine.generate(random_prompts(LENGTHS), SAMPLING, context)
+    plain = [replace(r, trace=EvictionTrace(r.trace.evict_at)) for r in rollouts]
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        assert gap(replay_logprobs(model, plain), rollouts) > 1e-3
 
 
 def test_heads_and_layers_may_keep_different_numbers_of_entries(

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.matching import Block, Record, refit
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.matching import Block, ContextRecord, Record, refit
+from sparse_rl.matching.compacted import SECTIONS, fitted_parts
+from sparse_rl.trace import EvictionTrace, TraceError
 
 
 class DenseView:
@@ -18,10 +19,11 @@ class DenseView:
 
     Under Attention Matching, each compaction makes a new fitted entry for every token that it fits. Queries see the
     token's own entry until the token's first fit, and each fitted entry until the next compaction. One masked attention
-    call covers all these entries.
+    call covers all these entries. After a context that Attention Matching compacted once, the same holds for the only
+    compaction.
     """
 
-    replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
+    replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with", "compacted_at", *SECTIONS})
     requires: ClassVar = frozenset({"evict_at"})
 
     def __init__(self, trace: EvictionTrace, device: torch.device | str = "cpu") -> None:
@@ -30,17 +32,62 @@ class DenseView:
         self.evict_at = trace.evict_at.to(device)
         self.times = trace.further["refit_at"].tolist() if "refit_at" in trace.further else []
         self.record = Record.read(trace.further["refit_with"]) if self.times else None
+        self.context = trace.further if "compacted_at" in trace.further else None
+        if self.context is not None and (missing := [name for name in SECTIONS if name not in self.context]):
+            raise TraceError(
+                f"DenseView cannot replay a trace with compacted_at but without the section {missing[0]!r}"
+            )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if self.record is None:
+        if self.record is None and self.context is None:
             return dense_attention(query, key, value, self.masks[layer], scaling)
         heads, group = key.shape[1], query.shape[1] // key.shape[1]
         out = []
         for head in range(heads):  # kv heads keep different tokens
             queries = query[:, head * group : (head + 1) * group]
             kv = slice(head, head + 1)
-            out.append(self._attend_head(self.evict_at[layer, head], queries, key[:, kv], value[:, kv], scaling))
+            attend = self._attend_head if self.context is None else self._attend_after_context
+            out.append(attend(self.evict_at[layer, head], queries, key[:, kv], value[:, kv], scaling))
         return torch.cat(out, dim=1)
+
+    def _attend_after_context(
+        self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Return one kv head's output, as `_attend_head` does, if the context was compacted once."""
+        assert self.context is not None
+        length, (now,) = key.shape[2], self.context["compacted_at"].tolist()
+        fit = ContextRecord.read(self.context["compacted_with"]).fit
+        token = torch.arange(length, device=key.device)
+        seen_until = torch.full_like(token, length)
+        indices, biases, fitted_values = [token], [value.new_zeros(1, 1, length, dtype=torch.float32)], [value]
+        for part in fitted_parts(self.context["compacted_parts"], self.context["compacted_queries"], query.shape[1]):
+            own = token[part.start : part.end]
+            seen_until[own] = now
+            stays = (evict_at[own] > now).nonzero()[:, 0]
+            if len(stays):
+                block = Block(
+                    keys=key[:, :, own],
+                    values=value[:, :, own],
+                    queries=query[:, part.heads.to(key.device), part.tokens.to(key.device)][:, None],
+                    bias=value.new_zeros(1, 1, len(own), dtype=torch.float32),
+                    competing=torch.ones(1, 1, len(own), dtype=torch.bool, device=key.device),
+                    scaling=scaling,
+                )
+                bias, values = refit(block, stays[None, None], fit)
+                indices, biases, fitted_values = [*indices, own[stays]], [*biases, bias], [*fitted_values, values]
+        index = torch.cat(indices)
+        position, entry = token[:, None], torch.arange(len(index), device=key.device)
+        seen_from = torch.where(entry < length, index, now)
+        seen_until = torch.cat([seen_until, seen_until.new_full((len(index) - length,), length)])
+        visible = (seen_from <= position) & (position < seen_until)
+        return dense_attention(
+            query,
+            key[:, :, index],
+            torch.cat(fitted_values, dim=2),
+            visible[None, None],
+            scaling,
+            torch.cat(biases, dim=2),
+        )
 
     def _attend_head(self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return one kv head's output, [1, G, S, D] for G query heads; key and value are [1, 1, S, D]."""

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
-from sparse_rl.methods.config import CONFIGS
+from sparse_rl.methods.config import CONFIGS, AMConfig
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
+
+NOT_RECORDED = (
+    "a compacted context can be replayed only with `chunking: kv`, and either `policy: evict` or `policy: am` with "
+    "`fit: ridge` and reference queries of the context's own tokens, `queries: [context]` or `queries: [window]`"
+)
 
 
 def views() -> list[type[TraceView]]:
-    return list(dict.fromkeys(config.part("view") for config in CONFIGS.values()))
+    return list(dict.fromkeys([*(config.part("view") for config in CONFIGS.values()), AMConfig.part("context_view")]))
 
 
 def make_view(
@@ -36,7 +41,8 @@ def make_view(
     """
     batch = batch_traces(traces, starts, width)
     for view in views():
-        if batch.keys() <= view.replays:
+        if view.requires <= batch.keys() <= view.replays:
             return view(batch, device, kernel, through)
     abilities = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
-    raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({abilities})")
+    why = f"; {NOT_RECORDED}" if batch.keys() == {"evict_at", "compacted_at"} else ""
+    raise TraceError(f"no view replays traces with the sections {', '.join(batch)}{why} ({abilities})")

@@ -29,6 +29,7 @@ class AMConfig(EvictingConfig):
     name: ClassVar[str] = "am"
     policy_class: ClassVar[str] = "sparse_rl.methods.am.policy:AM"
     view_class: ClassVar[str] = "sparse_rl.methods.am.view:MatchedView"
+    context_view_class: ClassVar[str] = "sparse_rl.methods.am.context_view:ContextView"  # for one-shot compaction
     sections: ClassVar[str | None] = "sparse_rl.methods.am.sections"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False

@@ -1,14 +1,22 @@
-"""Trace sections of Attention Matching: the times at which entries got new biases and values, and the fit settings."""
+"""Trace sections of Attention Matching: the times at which entries got new biases and values, the fit settings, and
+the parts and reference queries of a context that was compacted once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from sparse_rl.matching import compacted
 from sparse_rl.trace.checks import NEVER, Sections, last_query
-from sparse_rl.trace.sections import batch_times, numbers
+from sparse_rl.trace.sections import Section, batch_times, numbers
 
 SETTINGS = 7  # length of refit_with
+CONTEXT_SETTINGS = 4  # length of compacted_with
+QUERY_NUMBERS = 3  # numbers for each reference query in compacted_queries
 
 
 def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
@@ -60,9 +68,85 @@ def check_refit_with(values: Tensor, sections: Sections, prompt: int | None) -> 
     return None if whole and refitted and queries and ridge and set(flags) <= {0.0, 1.0} else message
 
 
+def check_compacted_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Check the fit settings of a compacted context, `compacted_with`; return an error message, or None.
+
+    The four numbers are ridge, and flags for pursuit, biases and values (sparse_rl/matching/compacted.py).
+    """
+    if len(values) == CONTEXT_SETTINGS and bool(values.isfinite().all()):
+        ridge, pursuit, *fitted = values.tolist()
+        if ridge > 0 and {pursuit, *fitted} <= {0.0, 1.0} and any(fitted):
+            return None
+    return f"compacted_with {values.tolist()[:20]} is not a valid list of fit settings"
+
+
+def check_compacted_parts(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Check the bounds of the parts of a compacted context, `compacted_parts`; return an error message, or None.
+
+    The bounds must ascend inside the context. Tokens outside the parts must stay.
+    """
+    end, shown = int(sections["compacted_at"]), values.tolist()[:20]
+    if len(values) < 2 or bool((values.diff() <= 0).any()) or int(values[0]) < 0 or int(values[-1]) > end:
+        return f"compacted_parts {shown} is not a list of at least two ascending positions from 0 to {end}"
+    outside = sections["evict_at"].clone()
+    outside[..., int(values[0]) : int(values[-1])] = NEVER
+    if bool((outside != NEVER).any()):
+        return f"a token is evicted that is in none of the parts of compacted_parts {shown}"
+    return None
+
+
+def check_compacted_queries(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Check the reference queries of a compacted context, `compacted_queries`; return an error message, or None.
+
+    Each row is a part, a token of the context, and a query head within its group or -1 for all of them. Every part must
+    have a query.
+    """
+    end, parts = int(sections["compacted_at"]), len(sections["compacted_parts"]) - 1
+    if values.shape[1] != QUERY_NUMBERS:
+        return f"compacted_queries has {values.shape[1]} numbers per reference query, not {QUERY_NUMBERS}"
+    low, high = torch.tensor([0, 0, compacted.GROUP]), torch.tensor([parts - 1, end - 1, NEVER - 1])
+    if bool((wrong := ((values < low) | (values > high)).any(1)).any()):
+        place = int(wrong.nonzero()[0])
+        bounds = f"{parts} parts and {end} tokens"
+        return f"compacted_queries[{place}] = {values[place].tolist()} is not a query of a context with {bounds}"
+    if missing := sorted(set(range(parts)) - set(values[:, 0].tolist())):
+        return f"compacted_queries has no reference query for part {missing[0]}"
+    return None
+
+
+def _batch_queries(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
+    """Batch reference queries; tokens are shifted by the start of their row: int32 [rows, longest row, 3]. The padding
+    is a query of part -1, which does not exist.
+    """
+    shifted = [
+        values + torch.tensor([0, start, 0], dtype=torch.int32) for values, start in zip(rows, starts, strict=True)
+    ]
+    return pad_sequence(shifted, batch_first=True, padding_value=-1)
+
+
+def _others(name: str) -> tuple[str, ...]:
+    return ("compacted_at", *(other for other in compacted.SECTIONS if other != name))
+
+
 SECTIONS = (
     # the settings under which entries got new biases and values (sparse_rl/matching/record.py)
     numbers("refit_with", torch.float64, "setting", check_refit_with, needs=("refit_at",)),
     # the number of tokens seen at each compaction that fits entries
     numbers("refit_at", torch.int32, "compaction", check_refit_at, batch_times, ("refit_with",)),
+    # the settings of the fits of a compacted context (sparse_rl/matching/compacted.py)
+    numbers("compacted_with", torch.float64, "context_setting", check_compacted_with, needs=_others("compacted_with")),
+    # the positions at which the parts of a compacted context begin, and the end of the last part
+    numbers(
+        "compacted_parts", torch.int32, "part_bound", check_compacted_parts, batch_times, _others("compacted_parts")
+    ),
+    # the reference queries of the parts of a compacted context
+    Section(
+        name="compacted_queries",
+        dtype=torch.int32,
+        axes=("reference", "column"),
+        joined="reference",
+        check=check_compacted_queries,
+        batch=_batch_queries,
+        needs=_others("compacted_queries"),
+    ),
 )

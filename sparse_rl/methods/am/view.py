@@ -14,48 +14,16 @@ Sizes in shapes: B rows of the batch, R rows of a segment, T columns of a segmen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import Replayed, TraceView
-from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.matching import Block, Record, refit, residuals
 from sparse_rl.matching.block import fit_bytes
-
-
-@dataclass
-class Segment:
-    """The tokens between two compactions, for the R rows that have this segment.
-
-    rows : int64 [R], indices of the rows in the batch
-    kept_rows : int64 [R], indices of the same rows among the rows of the previous segment
-    own : int64 [R, T], columns of the segment's tokens, right-padded
-    real : bool [R, T], False for padding
-    first : int64 [R], column of the first token of each row's sequence
-    """
-
-    rows: Tensor
-    kept_rows: Tensor
-    own: Tensor
-    real: Tensor
-    first: Tensor
-
-
-@dataclass
-class Held:
-    """The K entries per kv head that a compaction left.
-
-    index, bias, values : int64 [R, H, K], columns of the entries, ascending; float32 [R, H, K]; and [R, H, K, D]
-    """
-
-    index: Tensor
-    bias: Tensor
-    values: Tensor
+from sparse_rl.methods.am.segments import Held, Segment, attend, columns_of, placed, saved, segments, tensors_of
 
 
 class MatchedView(TraceView):
@@ -74,7 +42,7 @@ class MatchedView(TraceView):
         # If this is set to a list, each compaction appends: residual of mass, residual of output, largest |bias|.
         self.residuals: list[tuple[float, float, float]] | None = None
         self.record = Record.read(batch["refit_with"])
-        self.segments = self._segments(batch["refit_at"])
+        self.segments = segments(self.evict_at, batch["refit_at"], self.device)
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
@@ -86,28 +54,6 @@ class MatchedView(TraceView):
         note = "estimate, of one layer and one segment at a time; the fits in float64"
         return [("fits and masks", 3 * fits // 2 + masks, note)]  # the backward pass needs more memory
 
-    def _segments(self, refit_at: Tensor) -> list[Segment]:
-        """Return the segments, the same for every layer; refit_at, int32 [B, C], holds the times of the compactions."""
-        real = self.evict_at[0, :, 0] > 0  # False for padding
-        width = real.shape[1]
-        start = real.int().argmax(1)
-        end = start + real.sum(1)
-        times = torch.cat([start[:, None], refit_at.clamp(max=width).long(), torch.full((len(real), 1), width)], dim=1)
-        times = torch.minimum(times, end[:, None])
-        segments, before = [], torch.arange(len(real))
-        for place in range(times.shape[1] - 1):
-            first, last = times[:, place], times[:, place + 1]
-            rows = (last > first).nonzero()[:, 0]
-            if not len(rows):
-                break
-            own = first[rows, None] + torch.arange(int((last - first).max()))
-            is_real = own < last[rows, None]
-            kept_rows = torch.searchsorted(before, rows)
-            parts = (rows, kept_rows, own.clamp(max=width - 1), is_real, start[rows])
-            segments.append(Segment(*(part.to(self.device) for part in parts)))
-            before = rows
-        return segments
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
@@ -115,9 +61,8 @@ class MatchedView(TraceView):
         for place, segment in enumerate(self.segments):
             if place:
                 held = self._compacted(self.segments[place - 1], segment, held, evict_at, query, key, value, scaling)
-            attended = _saved(partial(_attend, segment, scaling), query, key, value, *_tensors(held))
-            where = segment.real.nonzero(as_tuple=True)
-            out = out.index_put((segment.rows[where[0]], segment.own[where]), attended.transpose(1, 2)[where])
+            attended = saved(partial(attend, segment, scaling), query, key, value, *tensors_of(held))
+            out = placed(out, segment, attended)
         return out.transpose(1, 2)
 
     def _compacted(
@@ -143,75 +88,36 @@ class MatchedView(TraceView):
             raw = torch.cat(
                 [held.index[kept_rows, 0, held.index.shape[2] - record.window :], before.own[kept_rows]], dim=1
             )
-            held = Held(*(part[kept_rows] for part in _tensors(held)))
+            held = Held(*(part[kept_rows] for part in tensors_of(held)))
         competes = raw < now - record.window
         raw = raw[:, : int(competes.sum(1).max())]
         competing = competes[:, None, : raw.shape[1]].expand(-1, heads, -1)
         index = raw[:, None].expand(-1, heads, -1)
         if held is not None:
             fitted = slice(record.sinks, record.sinks + record.refitted)
-            held = Held(*(part[:, :, fitted] for part in _tensors(held)))
+            held = Held(*(part[:, :, fitted] for part in tensors_of(held)))
             index = torch.cat([held.index, index], dim=2)
             competing = torch.cat([torch.ones_like(held.index, dtype=torch.bool), competing], dim=2)
         stays = (evict_at[rows].gather(2, index) > now[:, None]) & competing
         chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
         query_columns = now + torch.arange(-record.reference_queries, 0, device=self.device)
         block = partial(_block, rows, index, competing, query_columns, scaling)
-        remake, tensors = partial(_refit, block, chosen, record), (query, key, value, *_tensors(held)[1:])
+        remake, tensors = partial(_refit, block, chosen, record), (query, key, value, *tensors_of(held)[1:])
         if self.through:
-            bias, values = _saved(remake, *tensors)
+            bias, values = saved(remake, *tensors)
         else:
             with torch.no_grad():
                 bias, values = remake(*tensors)
         if self.residuals is not None:
             self.residuals.append((*residuals(block(*tensors), chosen, bias, values), float(bias.abs().max())))
         around = [columns[:, None].expand(-1, heads, -1) for columns in (sinks, window)]
-        as_they_were = [_columns(value[rows], columns) for columns in around]
+        as_they_were = [columns_of(value[rows], columns) for columns in around]
         no_bias = [bias.new_zeros(columns.shape) for columns in around]
         return Held(
             torch.cat([around[0], index.gather(2, chosen), around[1]], dim=2),
             torch.cat([no_bias[0], bias, no_bias[1]], dim=2),
             torch.cat([as_they_were[0], values, as_they_were[1]], dim=2),
         )
-
-
-def _tensors(held: Held | None) -> tuple[Tensor, ...]:
-    return () if held is None else (held.index, held.bias, held.values)
-
-
-def _saved(function: Any, *tensors: Tensor) -> Any:
-    """Return function(*tensors) with gradient checkpointing, which saves only `tensors` for the backward pass."""
-    if not torch.is_grad_enabled():
-        return function(*tensors)
-    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
-
-
-def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Gather the columns int64 [R, H, N] of x [R, H, S, D]. Returns [R, H, N, D]."""
-    return x.gather(2, columns[..., None].expand(*columns.shape, x.shape[-1]))
-
-
-def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value: Tensor, *held: Tensor) -> Tensor:
-    """Attend from a segment's queries to the entries `held` and, causally, to the segment's own tokens."""
-    rows, own = segment.rows, segment.own
-    heads, width = key.shape[1], own.shape[1]
-    query, key, value = query[rows], key[rows], value[rows]
-    columns = own[:, None].expand(-1, heads, -1)
-    queries = _columns(query, own[:, None].expand(-1, query.shape[1], -1))
-    keys, values = _columns(key, columns), _columns(value, columns)
-    causal = torch.ones(width, width, dtype=torch.bool, device=own.device).tril()
-    if not held:
-        return sdpa(queries, keys, values, scaling, causal=True)
-    index, bias, held_values = held
-    keys, values = torch.cat([_columns(key, index), keys], dim=2), torch.cat([held_values, values], dim=2)
-    later = torch.zeros(width, width, device=own.device).masked_fill(~causal, float("-inf"))
-    mask = torch.cat(
-        [bias[:, :, None].expand(-1, -1, width, -1), later.expand(*bias.shape[:2], -1, -1)], dim=-1
-    ).flatten(0, 1)[:, None]
-    group = queries.shape[1] // heads
-    grouped = queries.reshape(-1, group, width, queries.shape[-1])  # kv heads join the rows: a group shares a mask
-    keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-    return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
 
 
 def _refit(block: Any, chosen: Tensor, record: Record, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,18 +143,18 @@ def _block(
     """
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
-    queries = _columns(query, query_columns[:, None].expand(-1, query.shape[1], -1))
-    values = _columns(value, index)
+    queries = columns_of(query, query_columns[:, None].expand(-1, query.shape[1], -1))
+    values = columns_of(value, index)
     bias = torch.zeros(index.shape, device=index.device)
     if held:
         was_bias, was_values = held
         raw = index[:, :, was_bias.shape[2] :]
         values, bias = (
-            torch.cat([was_values, _columns(value, raw)], dim=2),
+            torch.cat([was_values, columns_of(value, raw)], dim=2),
             torch.cat([was_bias, bias[:, :, was_bias.shape[2] :]], dim=2),
         )
     return Block(
-        keys=_columns(key, index),
+        keys=columns_of(key, index),
         values=values,
         queries=queries.reshape(len(rows), heads, group * query_columns.shape[1], -1),
         bias=bias,
