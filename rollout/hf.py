@@ -42,6 +42,7 @@ from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
+from sparse_rl.models.identity import Identity, identify
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
@@ -79,6 +80,10 @@ class EngineReader:
     engine: HFEngine
     study_prompts: list[list[int]]
     sampling: SamplingConfig
+
+    @property
+    def model(self) -> Identity:
+        return self.engine.identity
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         self.engine._read([list(text) for text in texts], cache)
@@ -145,6 +150,11 @@ class HFEngine:
         self.progress = progress
         self.peak_cache_bytes = 0  # maximum number of bytes of keys and values during the last run
 
+    @property
+    def identity(self) -> Identity:
+        """Identity of the model with its present weights; it is computed at each call, because weights may change."""
+        return identify(self.model)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
@@ -160,6 +170,40 @@ class HFEngine:
         return self._run(
             *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
         )
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context | None = None
+    ) -> list[list[float]]:
+        """Return the log-prob of each token of the completions, as `simulate` does under a full cache, but from one
+        forward pass for max_batch sequences.
+
+        prompts, completions : token ids, one completion for each prompt
+        context : a compacted context that every prompt continues; None means that there is none
+
+        Raises UserError on an empty prompt or completion and for a context of another model, and NotFiniteLogprobError.
+        """
+        requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
+        if context is not None:
+            context.check_model(cache_shape(self.model.config), self.identity)
+        device = next(self.model.parameters()).device
+        results = []
+        for start in range(0, len(requests), self.max_batch):
+            rows = [(prompts[r.place], r.forced or []) for r in requests[start : start + self.max_batch]]
+            lengths = [len(prompt) + len(completion) - 1 for prompt, completion in rows]
+            ids = [[*p, *c[:-1], *c[-1:] * (max(lengths) - n)] for (p, c), n in zip(rows, lengths, strict=True)]
+            cache = ContextCache(context)
+            cache.begin_prefill(lengths, device)
+            places = torch.arange(max(lengths), device=device)[None] + cache.past
+            with self._sampling():
+                hidden = self._hidden(torch.tensor(ids, device=device), places.expand(len(rows), -1), cache)
+                for row, (prompt, completion) in enumerate(rows):
+                    logits = self._logits(hidden[row, len(prompt) - 1 : lengths[row]]).float()
+                    index = torch.tensor(completion, device=device)[:, None]
+                    results.append(logits.log_softmax(-1).gather(-1, index)[:, 0].tolist())
+                    if wrong := [step for step, value in enumerate(results[-1]) if not math.isfinite(value)]:
+                        dtype = str(hidden.dtype).removeprefix("torch.")
+                        raise NotFiniteLogprobError(start + row, 0, wrong[0], dtype)
+        return results
 
     def compact(
         self,
@@ -178,11 +222,11 @@ class HFEngine:
         on_stage : called with the name of each stage when the stage begins
 
         Raises UserError if the context has at most `config.first` + `config.last` tokens, if `config.queries` contains
-        self_study but `study_prompts` is empty, or if `config.budgets` was made for a model of another shape.
+        self_study but `study_prompts` is empty, or if `config.budgets` was made for another model.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
-            counts = planned(config, len(tokens), *shape)
+            counts = planned(config, len(tokens), *shape, self.identity)
         studied = self.study(tokens, config, study_prompts, on_stage)
         on_stage("compaction")
         return studied.compacted(config, counts)
@@ -249,7 +293,7 @@ class HFEngine:
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
-            requests[0].context.check_shape(cache_shape(self.model.config))
+            requests[0].context.check_model(cache_shape(self.model.config), self.identity)
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
         with self._sampling(), sampling_stage(requests, self.progress) as shown:

@@ -53,7 +53,7 @@ class StudiedChunks:
             return self._joined(of_part)
 
         layers = [entries_of(place) for place in range(len(self._first_part.whole.layers))]
-        return Context(self.tokens, layers, self._read_apart)
+        return Context(self.tokens, layers, self._read_apart, model=self._first_part.whole.model)
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +67,14 @@ class StudiedChunks:
             return replace(self.whole, seconds=dict(self.seconds))
         if counts is None:
             layers = self._first_part.whole.layers
-            counts = planned(config, len(self.tokens), len(layers), layers[0].keys.shape[1])
+            counts = planned(
+                config, len(self.tokens), len(layers), layers[0].keys.shape[1], self._first_part.whole.model
+            )
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             kept = [self._layer(config, place, selected) for place, selected in enumerate(counts)]
-        return Context(self.tokens, kept, config.policy == "am" or self._read_apart, stages)
+        fitted = config.policy == "am" or self._read_apart
+        return Context(self.tokens, kept, fitted, stages, self._first_part.whole.model)
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """Implement `Studied.head` of budgets.py."""

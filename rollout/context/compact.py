@@ -26,6 +26,7 @@ from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, choose, match, refit
 from sparse_rl.matching.select import attention_score
 from sparse_rl.methods.eviction.cache import at_slots
+from sparse_rl.models.identity import Identity
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]
@@ -36,6 +37,11 @@ MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and sco
 
 class Reader(Protocol):
     """The functions of an engine that a compaction needs."""
+
+    @property
+    def model(self) -> Identity:
+        """The engine's model."""
+        ...
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         """Run texts through the model, as rows of a batch, with a cache."""
@@ -104,14 +110,14 @@ class Studied:
             return replace(self.whole, seconds=dict(self.seconds))
         if counts is None:
             heads = self.whole.layers[0].keys.shape[1]
-            counts = planned(config, len(self.whole.tokens), len(self.whole.layers), heads)
+            counts = planned(config, len(self.whole.tokens), len(self.whole.layers), heads, self.whole.model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             if self.texts and config.chooses:
                 layers = self._layerwise(config, counts)
             else:
                 layers = [self.layer(config, place, selected) for place, selected in enumerate(counts)]
-        return Context(self.whole.tokens, layers, config.policy == "am", stages)
+        return Context(self.whole.tokens, layers, config.policy == "am", stages, self.whole.model)
 
     def _layerwise(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]]) -> list[LayerEntries]:
         """Compact the layers during one pass over `texts`; see LayerwiseView."""
@@ -160,7 +166,7 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, on_s
         reader.read([tokens], prefilled)
         positions = torch.arange(len(tokens))
         held = ([x[:, :, : len(tokens)] for x in pair] for pair in prefilled.own.values())
-        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False)
+        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False, model=reader.model)
     for place, entries in enumerate(whole.layers):
         if not bool(entries.keys.isfinite().all() & entries.values.isfinite().all()):
             raise NotFiniteError(

@@ -2,23 +2,24 @@
 
 tokens                                     int64 [T], token ids of the whole context
 layers.N.{keys, values, bias, positions}   entries of layer N, as in LayerEntries
-metadata                                   fitted, seconds (JSON)
+metadata                                   fitted, seconds, model (name and fingerprint) (JSON)
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
 from rollout.context.cache import Context, LayerEntries
 from sparse_rl.errors import NotWrittenError, reason
+from sparse_rl.models.identity import Identity
 from sparse_rl.trace.sealed import read_sealed, write_sealed
 
 FORMAT = "sparse_rl.context"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 PARTS = tuple(part.name for part in fields(LayerEntries))
 
 
@@ -30,7 +31,8 @@ def save_context(path: str | Path, context: Context) -> None:
         tensors |= {
             f"layers.{number}.{name}": x.cpu().clone().contiguous() for name, x in zip(PARTS, layer, strict=True)
         }
-    metadata = {"fitted": json.dumps(context.fitted), "seconds": json.dumps(context.seconds)}
+    texts = {"fitted": context.fitted, "seconds": context.seconds, "model": asdict(context.model)}
+    metadata = {name: json.dumps(value) for name, value in texts.items()}
     try:
         write_sealed(path, tensors, format=FORMAT, format_version=FORMAT_VERSION, **metadata)
     except Exception as error:  # safetensors raises its own errors for a full disk and for a missing folder
@@ -47,4 +49,5 @@ def load_context(path: str | Path, device: str | torch.device = "cpu") -> Contex
         LayerEntries(*(tensors[f"layers.{number}.{name}"].to(device) for name in PARTS))
         for number in range(len(tensors) // len(PARTS))
     ]
-    return Context(tensors["tokens"].tolist(), layers, json.loads(metadata["fitted"]), json.loads(metadata["seconds"]))
+    fitted, seconds, model = (json.loads(metadata[name]) for name in ("fitted", "seconds", "model"))
+    return Context(tensors["tokens"].tolist(), layers, fitted, seconds, Identity(**model))
