@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rollout import one_pass
 from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import planned
@@ -182,28 +183,7 @@ class HFEngine:
 
         Raises UserError on an empty prompt or completion and for a context of another model, and NotFiniteLogprobError.
         """
-        requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
-        if context is not None:
-            context.check_model(cache_shape(self.model.config), self.identity)
-        device = next(self.model.parameters()).device
-        results = []
-        for start in range(0, len(requests), self.max_batch):
-            rows = [(prompts[r.place], r.forced or []) for r in requests[start : start + self.max_batch]]
-            lengths = [len(prompt) + len(completion) - 1 for prompt, completion in rows]
-            ids = [[*p, *c[:-1], *c[-1:] * (max(lengths) - n)] for (p, c), n in zip(rows, lengths, strict=True)]
-            cache = ContextCache(context)
-            cache.begin_prefill(lengths, device)
-            places = torch.arange(max(lengths), device=device)[None] + cache.past
-            with self._sampling():
-                hidden = self._hidden(torch.tensor(ids, device=device), places.expand(len(rows), -1), cache)
-                for row, (prompt, completion) in enumerate(rows):
-                    logits = self._logits(hidden[row, len(prompt) - 1 : lengths[row]]).float()
-                    index = torch.tensor(completion, device=device)[:, None]
-                    results.append(logits.log_softmax(-1).gather(-1, index)[:, 0].tolist())
-                    if wrong := [step for step, value in enumerate(results[-1]) if not math.isfinite(value)]:
-                        dtype = str(hidden.dtype).removeprefix("torch.")
-                        raise NotFiniteLogprobError(start + row, 0, wrong[0], dtype)
-        return results
+        return one_pass.logprobs(self, prompts, completions, context)
 
     def compact(
         self,
@@ -291,9 +271,13 @@ class HFEngine:
             last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
         return PrefilledPrompts(cache, last_hidden)
 
+    def check_context(self, context: Context) -> None:
+        """Raise UserError if the context was made by another model."""
+        context.check_model(cache_shape(self.model.config), self.identity)
+
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
-            requests[0].context.check_model(cache_shape(self.model.config), self.identity)
+            self.check_context(requests[0].context)
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
         with self._sampling(), sampling_stage(requests, self.progress) as shown:

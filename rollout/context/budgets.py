@@ -208,11 +208,25 @@ def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig)
     return wanted.long().tolist()
 
 
+def padding(counts: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Return the memory of a compacted context over the memory of its entries alone, in hf and in vLLM.
+
+    In hf each head is padded to the longest head of its layer, in vLLM to the longest head of all layers (AM, footnote
+    3).
+
+    counts : number of entries of each kv head, as [layer][kv head]
+    """
+    longest = [max(heads) for heads in counts]
+    entries = sum(map(sum, counts)) / len(counts[0])
+    return sum(longest) / entries, max(longest) * len(counts) / entries
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: Any) -> None:
-    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean.
+def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: Any) -> dict[str, Any]:
+    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean. Return the content of
+    the file.
 
     model : the model of which they are the budgets
     more : further keys of the file
@@ -220,6 +234,7 @@ def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: An
     content = {"format_version": FORMAT_VERSION, "model": asdict(model), **more}
     content["shares"] = (shares / shares.mean()).tolist()
     replace_text(path, json.dumps(content) + "\n")
+    return content
 
 
 def load(path: str | Path, layers: int, kv_heads: int, model: Identity = UNKNOWN) -> Tensor:
