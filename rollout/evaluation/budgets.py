@@ -164,8 +164,9 @@ def results(contexts: Sequence[MeasuredContext]) -> tuple[Tensor, dict[str, Any]
     settings, lines = contexts[0].settings, [context.line() for context in contexts]
     losses = [context.losses() for context in contexts]
     curves = torch.tensor(losses, dtype=torch.float64).mean(0)
+    used = {name: value for name, value in settings_of(settings.cache).items() if name not in ("ratio", "budgets")}
     content = {
-        "settings": {"prompt_cache": settings_of(settings.cache), "sampling": asdict(settings.sampling)},
+        "settings": {"prompt_cache": used, "sampling": asdict(settings.sampling)},
         "contexts": [
             {"task": one.task, "problem": one.problem, "tokens": len(one.tokens), "questions": len(one.prompts)}
             for one in contexts

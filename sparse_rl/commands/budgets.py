@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_continuing, add_recipe, print_findings, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, print_table, quiet_loading, say
-from sparse_rl.commands.eval import NOT_CHECKED
+from sparse_rl.commands.rollout import NOT_CHECKED
 from sparse_rl.errors import UserError
 from sparse_rl.progress import stage
 from sparse_rl.recipe import BudgetsRecipe
