@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_recipes import family_of
 
-from sparse_rl.recipe import BenchRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
+from sparse_rl.recipe import BenchRecipe, BudgetsRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
 from sparse_rl.recipe.kinds.base import TrainRecipe
 
 CHAT = (
@@ -106,12 +106,14 @@ def stand_ins(
         replaced = [f"model={model}", f"output_dir={tmp_path / 'out'}"]
         if isinstance(recipe, EvalRecipe | PerplexityRecipe) and recipe.sweep.model:
             replaced.append(f"sweep.model=[{model}]")
-        if isinstance(recipe, EvalRecipe):
+        if isinstance(recipe, EvalRecipe | BudgetsRecipe):
             for task, data in recipe.tasks.items():
                 replaced += local(f"tasks.{task}", data)
             if any(cache.budgets for cache in recipe.prompt_caches()):
                 (tmp_path / "budgets.json").write_text(json.dumps({"shares": [[1.0, 1.0]] * 2}))  # of the tiny model
                 replaced.append(f"prompt_cache.budgets={tmp_path / 'budgets.json'}")
+        if isinstance(recipe, BudgetsRecipe):
+            replaced.append("contexts=1")  # the files have one context
         if isinstance(recipe, BenchRecipe):
             replaced += ["random_weights=true", "shape={max_position_embeddings: 200000}"]
         if isinstance(recipe, PerplexityRecipe):
