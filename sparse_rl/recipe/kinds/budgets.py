@@ -54,6 +54,7 @@ class BudgetsRecipe(Recipe):
     base : ratio that all other heads keep, for which the budgets are computed
     global_ratios : ratios at which the keys of all heads compete by their attention, for comparison with the budgets
     temperature, top_p, top_k, max_completion_length : sampling of the answers, as in recipes of kind eval
+    rollout : the engine is always hf
     """
 
     kind: ClassVar[str] = "budgets"
@@ -69,7 +70,7 @@ class BudgetsRecipe(Recipe):
     top_p: Fraction = 0.95
     top_k: PositiveInt | None = None
     max_completion_length: PositiveInt = 512
-    rollout: EvalRolloutConfig = field(default_factory=lambda: EvalRolloutConfig(engine="hf"))
+    rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
