@@ -43,7 +43,7 @@ class MeasuredCacheConfig(PromptCacheConfig):
 class BudgetsRecipe(Recipe):
     """Head budgets: shares of the kept entries for each kv head, from the model's loss when a single head keeps more or
     fewer entries (Attention Matching, section 3.4). The loss is the negative log-likelihood per token of answers that
-    the model has sampled with the full cache.
+    the model has sampled with the full cache. The engine is always hf.
 
     tasks : names of tasks in recipes/tasks, or a mapping, name -> dataset, as in recipes of kind eval. Each dataset
         needs a column of contexts
@@ -54,7 +54,6 @@ class BudgetsRecipe(Recipe):
     base : ratio that all other heads keep, for which the budgets are computed
     global_ratios : ratios at which the keys of all heads compete by their attention, for comparison with the budgets
     temperature, top_p, top_k, max_completion_length : sampling of the answers, as in recipes of kind eval
-    rollout : the engine is always hf
     """
 
     kind: ClassVar[str] = "budgets"
