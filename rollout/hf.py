@@ -45,6 +45,7 @@ from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
+from sparse_rl.models.identity import Identity, identify
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
@@ -119,6 +120,11 @@ class HFEngine:
         self.progress = progress
         self.peak_cache_bytes = 0  # maximum number of bytes of keys and values during the last run
 
+    @property
+    def identity(self) -> Identity:
+        """Identity of the model with its present weights; it is computed at each call, because weights may change."""
+        return identify(self.model)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
@@ -144,7 +150,7 @@ class HFEngine:
         a time as in sampling, so that they need no more memory.
         """
         requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
-        context.check_shape(cache_shape(self.model.config))
+        self.check_context(context)
         result = []
         for start in range(0, len(requests), self.max_batch):
             batch, cache = requests[start : start + self.max_batch], ContextCache(context)
@@ -174,11 +180,11 @@ class HFEngine:
         on_stage : called with the name of each stage when the stage begins
 
         Raises UserError if the context has at most `config.first` + `config.last` tokens, if `prompts` lack what
-        `config` needs, or if `config.budgets` was made for a model of another shape.
+        `config` needs, or if `config.budgets` was made for another model.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
-            counts = planned(config, len(tokens), *shape)
+            counts = planned(config, len(tokens), *shape, self.identity)
         if config.summary is not None:
             counts = None
         studied = self.study(tokens, config, prompts, on_stage)
@@ -251,9 +257,13 @@ class HFEngine:
                 hidden = self._hidden(piece_ids, places, cache)
             yield start, hidden
 
+    def check_context(self, context: Context) -> None:
+        """Raise UserError if the context was made by another model."""
+        context.check_model(cache_shape(self.model.config), self.identity)
+
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
-            requests[0].context.check_shape(cache_shape(self.model.config))
+            self.check_context(requests[0].context)
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
         with self._sampling(), sampling_stage(requests, self.progress) as shown:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_rl.recipe import (
     BenchRecipe,
+    BudgetsRecipe,
     DistillRecipe,
     EvalRecipe,
     GRPORecipe,
@@ -68,6 +69,9 @@ def small_evaluation(recipe: Any) -> list[str]:
     if isinstance(recipe, BenchRecipe):
         sizes = ["batch=[2]", "prompt_tokens=8", "repetitions=1", *(["length=[16, 24]"] if recipe.length else [])]
         return ["rollout.engine=hf", *sizes, *(["contexts.length=[64]"] if recipe.contexts else [])]
+    if isinstance(recipe, BudgetsRecipe):
+        tasks = [f"tasks.{task}.limit=2" for task in recipe.tasks]
+        return [*overrides, *tasks, "contexts=1", "ratios=[0, 0.05, 1]", "max_completion_length=6"]
     assert isinstance(recipe, EvalRecipe)
     overrides += [f"samples={min(recipe.samples, 2)}", "max_completion_length=12"]
     overrides += [f"tasks.{task}.limit=2" for task in recipe.tasks]

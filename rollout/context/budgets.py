@@ -4,7 +4,7 @@ appendix E, algorithm 4).
 A head's sensitivity curve gives the model's loss as a function of the ratio of its entries that this head keeps, while
 all other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the
 head whose loss falls most. The step size and the interpolation between the measured ratios are our own choice. Budgets
-are measured once per model, and serve for all contexts.
+are measured once per model, and serve for all contexts. `sparse-rl budgets` measures them (evaluation/budgets.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.context.cache import Context, LayerEntries, joined
-from rollout.context.config import PromptCacheConfig
+from rollout.context.config import BASE, RATIOS, PromptCacheConfig
+from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason
-from sparse_rl.files import read_text
+from sparse_rl.files import read_text, replace_text
+from sparse_rl.models.identity import UNKNOWN, Identity
 
-RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at ratio 0 a head keeps one entry
-BASE = 0.05
+FORMAT_VERSION = 1
 STEPS = 200  # a step moves 1 / STEPS of the mean number of entries per head
 STEEP = 20  # in a pyramid, the mean layer keeps STEEP times as much as the last layer (PyramidKV's beta)
 
@@ -43,18 +46,20 @@ class Studied(Protocol):
         ...
 
 
-def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) -> list[list[int]]:
+def planned(
+    config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int, model: Identity = UNKNOWN
+) -> list[list[int]]:
     """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
 
     The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
 
     Raises UserError if the context has at most `config.first` + `config.last` tokens, or if `config.budgets` is not a
-    file of head budgets for a model with these numbers of layers and kv heads.
+    file of head budgets for this model, with these numbers of layers and kv heads.
     """
     mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
         try:
-            shares = load(config.budgets, layers, kv_heads)
+            shares = load(config.budgets, layers, kv_heads, model)
         except UserError as error:
             raise UserError(error.message, "budgets") from error
         if config.heads == "partition":
@@ -89,6 +94,58 @@ def pyramid(mean: int, most: int, layers: int) -> list[int]:
     return [end - start for start, end in pairwise(math.floor(end + 0.5) for end in accumulate(shares, initial=0))]
 
 
+class Varied:
+    """A compacted context in which all heads keep the ratio `base` of their entries, except one head at a time."""
+
+    def __init__(self, studied: Studied, config: PromptCacheConfig, base: float = BASE) -> None:
+        self.studied, self.config = studied, config
+        self.whole = studied.whole
+        self.kv_heads = self.whole.layers[0].keys.shape[1]
+        self.count = self._count(base)
+        places = range(len(self.whole.layers))
+        self.heads = [[self._head(layer, head, self.count) for head in range(self.kv_heads)] for layer in places]
+        self.layers = [joined(heads) for heads in self.heads]
+
+    def unvaried(self) -> Context:
+        """Return the compaction in which all heads keep the ratio `base`."""
+        return replace(self.whole, layers=self.layers, fitted=self.config.policy == "am")
+
+    def varied(self, layer: int, head: int, count: int) -> Context:
+        """Return the compaction in which one kv head keeps `count` chosen entries instead."""
+        heads = list(self.heads[layer])
+        heads[head] = self._head(layer, head, count)
+        layers = [*self.layers[:layer], joined(heads), *self.layers[layer + 1 :]]
+        return replace(self.unvaried(), layers=layers)
+
+    def curve(
+        self,
+        layer: int,
+        head: int,
+        ratios: Sequence[float],
+        loss: Callable[[Context], float],
+        unvaried_loss: float | None = None,
+    ) -> list[float]:
+        """Return the sensitivity curve of a kv head: the loss at each ratio.
+
+        Ratios with equal numbers of entries share one call of `loss`.
+
+        loss : function compaction of the context -> the model's loss with this compaction
+        unvaried_loss : loss of `unvaried()`; None means that it has not been computed
+        """
+        losses = {} if unvaried_loss is None else {self.count: unvaried_loss}
+        counts = [self._count(ratio) for ratio in ratios]
+        for count in counts:
+            if count not in losses:
+                losses[count] = loss(self.varied(layer, head, count))
+        return [losses[count] for count in counts]
+
+    def _count(self, ratio: float) -> int:
+        return max(1, round(ratio * self.config.between(len(self.whole.tokens))))
+
+    def _head(self, layer: int, head: int, count: int) -> LayerEntries:
+        return self.studied.head(self.config, layer, head, count)
+
+
 def sensitivity(
     contexts: Sequence[Studied],
     config: PromptCacheConfig,
@@ -103,22 +160,13 @@ def sensitivity(
 
     loss : function (index in `contexts`, a compaction of that context) -> the model's loss with this compaction
     """
-    shape = (len(contexts[0].whole.layers), contexts[0].whole.layers[0].keys.shape[1])
-    curves = torch.zeros(*shape, len(ratios), dtype=torch.float64)
+    curves = []
     for number, studied in enumerate(contexts):
-        between = config.between(len(studied.whole.tokens))
-        count = [max(1, round(ratio * between)) for ratio in (base, *ratios)]
-        rest = [[studied.head(config, layer, head, count[0]) for head in range(shape[1])] for layer in range(shape[0])]
-        layers = [joined(heads) for heads in rest]
-        for layer in range(shape[0]):
-            for head in range(shape[1]):
-                for place in range(len(ratios)):
-                    changed_heads = list(rest[layer])
-                    changed_heads[head] = studied.head(config, layer, head, count[place + 1])
-                    changed = [*layers[:layer], joined(changed_heads), *layers[layer + 1 :]]
-                    context = Context(studied.whole.tokens, changed, config.policy == "am")
-                    curves[layer, head, place] += loss(number, context) / len(contexts)
-    return curves
+        varied = Varied(studied, config, base)
+        layers, heads = range(len(varied.layers)), range(varied.kv_heads)
+        of_context = [[varied.curve(n, head, ratios, partial(loss, number)) for head in heads] for n in layers]
+        curves.append(torch.tensor(of_context, dtype=torch.float64))
+    return torch.stack(curves).mean(0)
 
 
 def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
@@ -176,23 +224,72 @@ def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig)
     return wanted.long().tolist()
 
 
-def save(path: str | Path, shares: Tensor) -> None:
-    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean."""
-    Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
+def padding(counts: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Return the memory of a compacted context over the memory of its entries alone, in hf and in vLLM.
+
+    In hf each head is padded to the longest head of its layer, in vLLM to the longest head of all layers (AM, footnote
+    3).
+
+    counts : number of entries of each kv head, as [layer][kv head]
+    """
+    longest = [max(heads) for heads in counts]
+    entries = sum(map(sum, counts)) / len(counts[0])
+    return sum(longest) / entries, max(longest) * len(counts) / entries
 
 
-def load(path: str | Path, layers: int, kv_heads: int) -> Tensor:
-    """Read head budgets that `save` wrote. Returns float64 [L, Hkv], with mean 1.
+# ---- files ----------------------------------------------------------------------------------------------------------
 
-    Raises UserError if the file does not hold budgets for a model with these numbers of layers and kv heads.
+
+def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: Any) -> dict[str, Any]:
+    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean. Return the content of
+    the file.
+
+    model : the model of which they are the budgets
+    more : further keys of the file
+    """
+    content = {"format_version": FORMAT_VERSION, "model": asdict(model), **more}
+    content["shares"] = (shares / shares.mean()).tolist()
+    replace_text(path, json.dumps(content) + "\n")
+    return content
+
+
+def load(path: str | Path, layers: int, kv_heads: int, model: Identity = UNKNOWN) -> Tensor:
+    """Read head budgets. Returns float64 [L, Hkv], with mean 1.
+
+    Three formats are read: a file of `save`; a JSON mapping {"L0H0": share, ...}, as the paper's authors publish; and a
+    file *.tsv with a line for each layer and a column for each kv head, as DuoAttention publishes. The last two name no
+    model, so only their shape is checked.
+
+    Raises UserError if the file does not hold budgets for this model, with these numbers of layers and kv heads.
     """
     try:
-        shares = torch.tensor(json.loads(read_text(path))["shares"], dtype=torch.float64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = read_text(path)
+        content = {"shares": _table(text)} if Path(path).suffix == ".tsv" else json.loads(text)
+        if not isinstance(content, dict):
+            raise TypeError("it is not a mapping")
+        if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+            wrong = f"it has format version {show(content['format_version'])}, but {FORMAT_VERSION} is read"
+            raise UserError(f"{wrong}; measure it again")
+        maker = Identity(**content.get("model", {}))
+        if "shares" not in content and "L0H0" in content:
+            content = {"shares": _by_name(content)}
+        shares = torch.tensor(content["shares"], dtype=torch.float64)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
-    if not bool((shares >= 0).all() and shares.sum() > 0):
+    if not bool((shares >= 0).all() and shares.isfinite().all() and shares.sum() > 0):
         raise UserError(f"{path} has a head budget below 0, or no head budget above 0")
     if shares.shape != (layers, kv_heads):
         wrong = f"{list(shares.shape)}, but the model has {[layers, kv_heads]} layers and kv heads"
         raise UserError(f"{path} has head budgets of shape {wrong}")
-    return shares
+    maker.check(model, str(path))
+    return shares / shares.mean()
+
+
+def _table(text: str) -> list[list[float]]:
+    return [[float(cell) for cell in line.split("\t")] for line in text.splitlines() if line.strip()]
+
+
+def _by_name(shares: dict[str, float]) -> list[list[float]]:
+    """Return [layer][kv head] of a mapping from names such as L3H0 to shares. Raises KeyError for an absent head."""
+    heads = 1 + max(int(name.partition("H")[2]) for name in shares)
+    return [[float(shares[f"L{layer}H{head}"]) for head in range(heads)] for layer in range(len(shares) // heads)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.errors import UserError
+from sparse_rl.models.identity import UNKNOWN, Identity
 from sparse_rl.trace import NEVER, EvictionTrace
 
 GROW = 128  # number of slots added at a time while tokens are decoded one by one
@@ -68,6 +69,7 @@ class Context:
         fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
     recorded : trace sections from which a trainer can recompute the fits (record.py); {} if there are none
+    model : the model that made the context
     """
 
     tokens: list[int]
@@ -75,6 +77,7 @@ class Context:
     fitted: bool
     seconds: dict[str, float] = field(default_factory=dict)
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
+    model: Identity = UNKNOWN
 
     @property
     def nbytes(self) -> int:
@@ -86,13 +89,16 @@ class Context:
         """Maximum number of entries of a kv head in any layer."""
         return max(layer.keys.shape[2] for layer in self.layers)
 
-    def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError if the context was made by a model of another shape (layers, kv heads per layer, head
-        size).
+    def check_model(self, shape: tuple[int, int, int], model: Identity) -> None:
+        """Raise UserError if the context was not made by this model.
+
+        shape : (layers, kv heads per layer, head size) of the model
+        model : the model; weights whose fingerprint is unknown are not compared
         """
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
             raise UserError(f"the context is of another model: layers, kv heads and head size are {own}, not {shape}")
+        self.model.check(model, "the context")
 
     def trace(self, length: int) -> EvictionTrace:
         """Return the trace of a sequence of `length` tokens, including the context, that continues this context.

@@ -59,7 +59,7 @@ class StudiedParts:
             count = studied.whole.entries
             order = [*range(first), *range(count - last, count), *range(first, count - last)]
             of_parts.append([_sliced(layer, order) for layer in studied.whole.layers])
-        return Context(self.tokens, self._joined(of_parts), True)
+        return Context(self.tokens, self._joined(of_parts), True, model=self.reader.model)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ class StudiedParts:
             return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
             layers = self.parts[0][1].whole.layers
-            counts = planned(config, self.length, len(layers), layers[0].keys.shape[1])
+            counts = planned(config, self.length, len(layers), layers[0].keys.shape[1], self.reader.model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             of_parts = [
@@ -88,7 +88,8 @@ class StudiedParts:
                 for part, studied in self.parts
             ]
             layers = [without_padding(layer) for layer in self._joined(of_parts)]
-        return Context(self.tokens, layers, config.fits or self.read_whole is None, stages, self._recorded(config))
+        fitted = config.fits or self.read_whole is None
+        return Context(self.tokens, layers, fitted, stages, self._recorded(config), self.reader.model)
 
     def _recorded(self, config: PromptCacheConfig) -> dict[str, Tensor]:
         """Return the trace sections of the fits (record.py); {} if parts were read alone."""
@@ -96,6 +97,10 @@ class StudiedParts:
             return {}
         parts = [(self.first + part.start, self.first + part.end) for part, _ in self.parts]
         return recorded(config, parts, [studied.recorded for _, studied in self.parts])
+
+    def scores(self, config: PromptCacheConfig) -> Tensor:
+        """Return the scores of the entries that compete, part by part; see `Studied.scores`."""
+        return torch.cat([studied.scores(config) for _, studied in self.parts], dim=2)
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """Implement `Studied.head` of budgets.py."""

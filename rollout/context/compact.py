@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
 from rollout.context.cartridge import trained
+from rollout.context.competition import competing_counts
 from rollout.context.config import ON_POLICY, PromptCacheConfig
 from rollout.context.conversations import Reader, conversations, question
 from rollout.context.layerwise import LayerwiseView, by_kv_head
@@ -81,17 +82,18 @@ class Studied:
         if config.policy == "cartridge":
             return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
-            counts = planned(config, self.length, len(self.whole.layers), self.whole.layers[0].keys.shape[1])
+            heads = self.whole.layers[0].keys.shape[1]
+            counts = planned(config, self.length, len(self.whole.layers), heads, self.whole.model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             layers = self.entries(config, counts)
-        part = (config.first, self.length - config.last)
-        return Context(self.whole.tokens, layers, config.fits, stages, recorded(config, [part], [self.recorded]))
+        sections = recorded(config, [(config.first, self.length - config.last)], [self.recorded])
+        return Context(self.whole.tokens, layers, config.fits, stages, sections, self.whole.model)
 
     def entries(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
         """Return the entries to keep in each layer. The arguments are those of `compacted`."""
         if config.chooses and config.heads == "global":
-            counts = self.competing_counts(config, sum(map(sum, counts)))
+            counts = competing_counts(self.scores(config), sum(map(sum, counts)))
         if self.texts and config.chooses:
             return self._layerwise(config, counts)
         return [self.layer(config, place, selected) for place, selected in enumerate(counts)]
@@ -108,30 +110,21 @@ class Studied:
         self.reader.read_layerwise(view)
         return view.layers
 
-    def competing_counts(self, config: PromptCacheConfig, total: int) -> list[list[int]]:
-        """Return the number of entries that each kv head keeps if all heads of all layers compete, [layer][kv head].
+    def scores(self, config: PromptCacheConfig) -> Tensor:
+        """Return the scores of the N entries that compete in each kv head, float64 [L, Hkv, N].
 
-        The `total` entries with the highest scores are kept (KVzip; AM appendix E). The best entry of a head is always
-        among them. With on-policy queries, the scores are those of the other kinds of queries alone.
-
-        Raises UserError if all queries are on-policy.
+        With on-policy queries, the scores are those of the other kinds of queries alone. Raises UserError if there are
+        no others.
         """
         if not self.queries[0].shape[2]:
             wrong = "heads cannot compete with on-policy queries, which a layer only gets after the layers below it"
             raise UserError(f"{wrong}; use on_policy: false", "heads")
-        scores = torch.stack([self._scores(config, layer) for layer in range(len(self.whole.layers))])
-        scores = scores.scatter(2, scores.argmax(2, keepdim=True), float("inf"))
-        order = scores.flatten().sort(descending=True, stable=True).indices
-        kept = torch.zeros_like(order, dtype=torch.bool)
-        kept[order[: max(total, scores.shape[0] * scores.shape[1])]] = True
-        return kept.view_as(scores).sum(-1).tolist()
-
-    def _scores(self, config: PromptCacheConfig, place: int) -> Tensor:
-        """Return the scores of the entries of layer `place` that compete, float64 [Hkv, number of entries]."""
-        entries = self.whole.layers[place]
-        competing = _competing(entries, config)
-        block = _block(entries, self.queries[place], competing, self.scaling)
-        return pooled_score(block, config)[0, :, competing]
+        layers = []
+        for entries, queries in zip(self.whole.layers, self.queries, strict=True):
+            competing = _competing(entries, config)
+            block = _block(entries, queries, competing, self.scaling)
+            layers.append(pooled_score(block, config)[0, :, competing])
+        return torch.stack(layers)
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
         """Return the entries to keep in layer `place`. Heads with fewer entries than others are padded with masked
@@ -168,7 +161,7 @@ def prefill(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, st
     with stages.timed("prefill"):
         cache = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
         reader.read([tokens], cache)
-        whole = cache.as_context(list(tokens))
+        whole = replace(cache.as_context(list(tokens)), model=reader.model)
     for place, entries in enumerate(whole.layers):
         if not bool(entries.keys.isfinite().all() & entries.values.isfinite().all()):
             raise NotFiniteError(

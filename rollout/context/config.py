@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from sparse_rl.config import Configuration, Fraction, NonNegativeInt, PathText, Positive, PositiveInt, Rule, Seed
 from sparse_rl.errors import UserError
 
+RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # of sensitivity curves; at ratio 0 a head keeps one entry
+BASE = 0.05  # ratio of all other heads
 QueryKind = Literal["context", "repeat", "self_study", "question", "window", "random", "random_plain"]
 # Kinds of queries whose texts continue the context, and see its compacted entries.
 ON_POLICY = {"repeat", "self_study", "question"}

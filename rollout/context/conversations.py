@@ -15,6 +15,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.layerwise import LayerwiseView
 from rollout.context.prompts import ContextPrompts
 from sparse_rl.errors import UserError
+from sparse_rl.models.identity import Identity
 
 
 class Reader(Protocol):
@@ -22,7 +23,11 @@ class Reader(Protocol):
 
     prompts : prompts about contexts
     group : G, the number of query heads per kv head
+    model : the engine's model
     """
+
+    @property
+    def model(self) -> Identity: ...
 
     @property
     def prompts(self) -> ContextPrompts: ...

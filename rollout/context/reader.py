@@ -14,6 +14,7 @@ from rollout.context.cache import Context, ContextCache
 from rollout.context.layerwise import LayerwiseView
 from rollout.context.prompts import ContextPrompts
 from rollout.context.rotation import moved
+from sparse_rl.models.identity import Identity
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class EngineReader:
 
     engine: Any
     prompts: ContextPrompts
+
+    @property
+    def model(self) -> Identity:
+        identity: Identity = self.engine.identity
+        return identity
 
     @property
     def group(self) -> int:

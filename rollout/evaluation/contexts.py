@@ -83,9 +83,7 @@ def compacted_contexts(
     Raises UserError if one of the settings cannot be applied to a context. The message begins with the number of the
     first problem that has this context.
     """
-    problems_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for place, prompt in enumerate(questions.prompts):
-        problems_of.setdefault((prompt.first, tuple(prompt.context)), []).append(place)
+    problems_of = problems_by_context(questions)
     for number, ((first, tokens), problems) in enumerate(problems_of.items(), start=1):
         context_label = f"context {number} of {len(problems_of)}"
         on_reading_stage = partial(_tell, on_stage, f"{context_label}: {len(tokens)} tokens")
@@ -109,6 +107,30 @@ def compacted_contexts(
                 del studied  # frees its memory before the next context is prefilled
             except UserError as error:
                 raise UserError(f"problem {problems[0] + 1}: {error.message}", "prompt_cache") from error
+
+
+def problems_by_context(questions: Questions) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Return (number of tokens before the context's text, token ids of the context) -> indices of its problems."""
+    problems_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for place, prompt in enumerate(questions.prompts):
+        problems_of.setdefault((prompt.first, tuple(prompt.context)), []).append(place)
+    return problems_of
+
+
+def check_lengths(questions: Mapping[str, Questions], answer: int, window: int | None) -> None:
+    """Raise UserError if a context, a question and an answer are longer than the model can read.
+
+    questions : task's name -> the task's questions
+    answer : maximum number of tokens of an answer
+    window : maximum number of tokens that the model can read; None if unknown
+    """
+    for name, task_questions in questions.items():
+        for place, prompt in enumerate(task_questions.prompts):
+            tokens = len(prompt.context) + len(prompt.rest)
+            if window is not None and tokens + answer > window:
+                wrong = f"problem {place + 1} has {tokens} tokens, which with {answer} tokens of answer exceed the"
+                remedy = "lower max_prompt_tokens or max_completion_length"
+                raise UserError(f"{wrong} {window} tokens that the model can read; {remedy}", f"tasks.{name}")
 
 
 def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
@@ -183,14 +205,7 @@ class ContextEngines:
         on_stage : called with the name of the task and the name of each stage when the stage begins
         finished : for each task and each of its compactions, the indices of the problems that need no answers
         """
-
-        for name, task_questions in questions.items():
-            for place, prompt in enumerate(task_questions.prompts):
-                tokens = len(prompt.context) + len(prompt.rest)
-                if self.window is not None and tokens + answer > self.window:
-                    wrong = f"problem {place + 1} has {tokens} tokens, which with {answer} tokens of answer exceed the"
-                    remedy = "lower max_prompt_tokens or max_completion_length"
-                    raise UserError(f"{wrong} {self.window} tokens that the model can read; {remedy}", f"tasks.{name}")
+        check_lengths(questions, answer, self.window)
 
         def compact_all(engine: Any, name: str) -> Iterator[Compacted]:
             done = None if finished is None else finished[name]

@@ -35,6 +35,7 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.models.directory import attach_scorers, check_scorers
+from sparse_rl.models.identity import UNKNOWN, identify
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
@@ -122,6 +123,7 @@ class VLLMEngine:
         self.held: Context | None = None  # the context that the workers hold
         self.turn = threading.Lock()
         self.shape = layers, kv_heads
+        self.identity = identify(model)  # read now: files that replace these later have other weights
         self.generation_config = load_generation_config(model)
         context_options: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
         policy_options = arguments.engine_arguments(
@@ -213,7 +215,7 @@ class VLLMEngine:
                     f"max_model_len {self.max_model_len}"
                 )
             if context is not None:
-                context.check_shape(cache_shape(self.config))
+                context.check_model(cache_shape(self.config), self.identity)
                 if self.context_entries is None:
                     raise UserError("this engine cannot continue a context; pass context_entries to make_engine")
             held = length + request.max_tokens - (0 if context is None else len(context.tokens) - context.entries)
@@ -312,6 +314,7 @@ class VLLMEngine:
         Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may then be replaced.
         """
         checked = self._checked(weights)
+        self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
         if not self.separate:
             self._replace("replace_weights", checked)
             return

@@ -34,7 +34,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     exec.
 
     Raises UserError if the file is not a text, if the text is too long or too short, or if the file of head budgets was
-    made for a model of another shape.
+    made for another model.
     """
     try:
         text = read_text(file)

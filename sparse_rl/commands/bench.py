@@ -18,7 +18,7 @@ from sparse_rl.commands.console import Session, print_table, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.files import replace_text
 from sparse_rl.progress import stage
-from sparse_rl.recipe import BenchRecipe, EvalRecipe, Recipe, SweptRecipe, load_recipe, make_recipe
+from sparse_rl.recipe import BenchRecipe, Recipe, SweptRecipe, load_recipe, make_recipe
 
 if TYPE_CHECKING:
     from sparse_rl.commands.bench_points import Bench
@@ -83,8 +83,10 @@ def timing_of(recipe: Recipe) -> dict[str, Any]:
         "rollout": {key: value for key, value in whole["rollout"].items() if key != "sleep"},
         "batch": [min(recipe.rollout.max_batch, _sequences(recipe) or recipe.rollout.max_batch)],
     }
-    if isinstance(recipe, EvalRecipe) and recipe.prompt_caches():
-        return {**bench, "length": [], "contexts": {"length": [CONTEXT], "compactions": whole["prompt_cache"]}}
+    if recipe.prompt_caches():
+        blocks = whole["prompt_cache"]
+        compactions = blocks if isinstance(blocks, list) else [blocks]
+        return {**bench, "length": [], "contexts": {"length": [CONTEXT], "compactions": compactions}}
     prompt = max(bound or 1 for bound in recipe.prompt_bounds())
     prompt = prompt if prompt > 1 else BenchRecipe.prompt_tokens
     caches: dict[str, Any] = {"cache": whole["cache"]}

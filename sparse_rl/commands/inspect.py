@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.origin import ORIGIN, TRACES
-from sparse_rl.commands import bench, eval, perplexity
+from sparse_rl.commands import bench, budgets, eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.commands.machine import show
@@ -104,7 +104,7 @@ def _folder(path: Path) -> str:
     if runs == [path] or model_path != str(path):
         model = "no model yet" if model_path == str(path) else f"the model in {model_path}{_carried(Path(model_path))}"
         return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
-    for results in (path / eval.RESULTS, path / perplexity.RESULTS, path / bench.RESULTS):
+    for results in (path / file for file in (eval.RESULTS, perplexity.RESULTS, budgets.RESULTS, bench.RESULTS)):
         if results.is_file():
             return _file(results)
     if traces:
@@ -123,7 +123,7 @@ def _file(path: Path) -> str:
         kind = parse_yaml(path.read_text(), str(path)).get("kind")
         if kind is None:
             return "YAML, but not a recipe: it has no kind"
-        command = kind if kind in ("eval", "perplexity", "bench") else "train"
+        command = kind if kind in ("eval", "perplexity", "budgets", "bench") else "train"
         return f"a recipe of kind {kind}; sparse-rl {command} {path} runs it"
     if path.suffix == ".safetensors":
         return f"weights of the model in {path.parent}"
@@ -136,6 +136,10 @@ def _file(path: Path) -> str:
         return f"how {origin['model']} sampled the rollouts beside it; sparse-rl verify {path.parent} replays them"
     if path.name == eval.RESULTS:
         return f"the results of an evaluation, {len(_json(path)['rows'])} rows; sparse-rl plot {path} draws them"
+    if path.name == budgets.RESULTS:
+        content = _json(path)
+        heads = " x ".join(map(str, (len(content["shares"]), len(content["shares"][0]))))
+        return f"head budgets of {content['model']['name']}, {heads} heads, for the setting prompt_cache.budgets"
     if path.name == perplexity.RESULTS:
         return f"perplexities of a text, {len(_json(path)['rows'])} rows; sparse-rl plot {path} draws them"
     if path.name == bench.RESULTS:

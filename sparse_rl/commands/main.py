@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from sparse_rl import __version__
 from sparse_rl.commands import (
     bench,
+    budgets,
     doctor,
     eval,
     inspect,
@@ -29,7 +30,22 @@ from sparse_rl.progress import screen
 from sparse_rl.recipe import list_recipes
 
 _MODULES = (
-    *(train, teacher, rollout, eval, perplexity, bench, serve, inspect, verify, plot, doctor, keys, quickstart),
+    *(
+        train,
+        teacher,
+        rollout,
+        eval,
+        perplexity,
+        budgets,
+        bench,
+        serve,
+        inspect,
+        verify,
+        plot,
+        doctor,
+        keys,
+        quickstart,
+    ),
 )
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 

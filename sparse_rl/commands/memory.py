@@ -33,7 +33,7 @@ from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
-from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, SweptRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
 
@@ -135,7 +135,8 @@ class _Evaluation(_Process):
 
     def plan(self) -> Plan:
         """Return the memory plan. The caches of a sweep are used in turn: all are shown, only the largest counts."""
-        recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
+        recipe: Any = self.recipe  # every kind that samples without training has `sequences`
+        engine = self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
         prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)

@@ -16,6 +16,7 @@ from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
 from sparse_rl.models.directory import check_scorers, saved_policy
+from sparse_rl.models.identity import identify
 from sparse_rl.models.known import load_shape
 from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.models.random_weights import changed_config
@@ -82,7 +83,7 @@ def prepare_model(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
     for compaction in recipe.prompt_caches():
         try:
             if compaction.budgets is not None:
-                budgets.load(compaction.budgets, *prepared.shape[:2])
+                budgets.load(compaction.budgets, *prepared.shape[:2], identify(live or recipe.model))
         except UserError as error:
             raise UserError(error.message, "prompt_cache.budgets") from error
         if compaction.by_text:

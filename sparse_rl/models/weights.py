@@ -45,13 +45,17 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
     file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
     shapes: dict[str, list[int]] = {}
     try:
-        for name in [WEIGHTS] if file.name == WEIGHTS else _shards(file):
-            file = folder / name
+        for file in weight_files(folder):
             with safe_open(file, framework="pt") as opened:
                 shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except Exception as error:  # any exception of the library for a damaged file
         raise UserError(f"{file} cannot be read ({reason(error)}); download or write it again", key) from error
     return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's directory. Raises ValueError, KeyError or OSError for a wrong index."""
+    return [folder / name for name in ([WEIGHTS] if (folder / WEIGHTS).is_file() else _shards(folder / INDEX))]
 
 
 def _shards(index: Path) -> list[str]:

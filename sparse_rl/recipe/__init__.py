@@ -14,6 +14,7 @@ The configuration dataclasses are defined beside the components that they config
 from sparse_rl.recipe.kinds import KINDS
 from sparse_rl.recipe.kinds.base import Recipe, TrainRecipe
 from sparse_rl.recipe.kinds.bench import BenchRecipe
+from sparse_rl.recipe.kinds.budgets import BudgetsRecipe
 from sparse_rl.recipe.kinds.distill import DistillRecipe
 from sparse_rl.recipe.kinds.evaluation import EvalRecipe
 from sparse_rl.recipe.kinds.grpo import GRPORecipe
@@ -27,6 +28,7 @@ from sparse_rl.recipe.load import list_recipes, load_recipe, make_recipe
 __all__ = [
     "KINDS",
     "BenchRecipe",
+    "BudgetsRecipe",
     "DistillRecipe",
     "EvalRecipe",
     "GRPORecipe",

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from sparse_rl.config import NamedConfiguration, describe
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.recipe.keys import Key, all_keys, read_docstring
-from sparse_rl.recipe.kinds import KINDS, EvalRecipe
+from sparse_rl.recipe.kinds import KINDS, BudgetsRecipe, EvalRecipe
 from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.tasks import named_tasks
@@ -64,7 +64,7 @@ class SchemaWriter:
         for option, hint in PASSED_THROUGH.get(kind, {}).items():
             words = f"{describe(hint)}: passed on unchanged to TRL and transformers"
             schema["properties"][option] = {"description": words, **self.type(hint)}
-        if issubclass(cls, EvalRecipe):  # the loader turns a list of named tasks into blocks
+        if issubclass(cls, EvalRecipe | BudgetsRecipe):  # the loader turns a list of named tasks into blocks
             blocks = {key: schema["properties"]["tasks"].pop(key) for key in ("type", "additionalProperties")}
             schema["properties"]["tasks"]["anyOf"] = [blocks, _list_of({"enum": list(named_tasks())}, promote=True)]
         return self.swept(schema) if issubclass(cls, SweptRecipe) else schema

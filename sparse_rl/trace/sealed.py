@@ -63,7 +63,8 @@ def read_sealed(
     if (actual_format := metadata.get("format")) != format:
         raise UserError(f"{path} is not {what} (format {shown(actual_format)}, expected {format!r})")
     if (version := metadata.get("format_version")) not in versions:
-        raise UserError(f"{path} has format version {shown(version)}; the supported versions: {' and '.join(versions)}")
+        accepted = " and ".join(versions)
+        raise UserError(f"{path} has format version {shown(version)}; the supported versions: {accepted}; {mend} again")
     if HASH not in metadata:
         raise UserError(f"{path} has no {HASH}: an earlier version wrote it, and damage would not show; {mend} again")
     if metadata[HASH] != actual_hash:

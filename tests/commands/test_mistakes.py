@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.data.running_sum import save_untrained
-from sparse_rl.recipe import TrainRecipe, list_recipes, load_recipe
+from sparse_rl.recipe import BudgetsRecipe, TrainRecipe, list_recipes, load_recipe
 from sparse_rl.recipe.kinds.swept import SweptRecipe
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy")
@@ -65,6 +65,9 @@ def mistakes() -> list[tuple[list[str], str]]:
         ]
         if recipe.prompt_caches():
             values.append(("prompt_cache={policy: am, ratio: 2}", "ratio: expected a number above 0, at most 1, got 2"))
+        if isinstance(recipe, BudgetsRecipe):
+            values.append(("base=2", "base: expected a number above 0, at most 1, got 2"))
+        elif recipe.prompt_caches():
             values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
@@ -107,7 +110,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
     """With TRL blocked, a dry run of every kind of training succeeds, even if the recipe names TRL's own rewards, which
     are not called. Control: importing TRL in such a process fails."""
-    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity", "bench"}
+    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {
+        *TRAINED,
+        "eval",
+        "perplexity",
+        "budgets",
+        "bench",
+    }
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
     runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -50,6 +51,10 @@ OVERRIDES = {
     "sparse-rl perplexity eval/pg19": [
         "model=quickstart/model", "dtype=float32", "rollout.engine=hf", "prompt_tokens=16", "completion_tokens=16",
         "sweep.cache.fraction=[0.5]",
+    ],
+    "sparse-rl budgets budgets/qwen3-4b": [
+        "model=quickstart/model", "dtype=float32", "tasks={a: {path: articles.jsonl, columns: {context: context}}}",
+        "contexts=1", "ratios=[0, 0.05, 1]", "max_completion_length=4",
     ],
     "sparse-rl rollout RECIPE": [],
 }  # fmt: skip
@@ -109,6 +114,7 @@ def test_commands_work_in_the_readmes_order(tmp_path: Path) -> None:
     recipe += f"\noutput_dir: {RUN}\ncache: {{policy: streaming, budget: 40}}\ngradient_checkpointing: false\n"
     (tmp_path / "mine.yaml").write_text(recipe.replace("rollout.engine: hf", "rollout: {engine: hf}"))
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;b2A1B3;" * 10)
+    (tmp_path / "articles.jsonl").write_text(json.dumps({"context": "Qa1b2c3?a1A1;" * 3, "prompt": "Qa?"}) + "\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(words: list[str]) -> None:

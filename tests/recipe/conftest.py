@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_recipes import family_of
 
-from sparse_rl.recipe import BenchRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
+from sparse_rl.recipe import BenchRecipe, BudgetsRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
 from sparse_rl.recipe.kinds.base import TrainRecipe
 
 CHAT = (
@@ -106,7 +106,7 @@ def stand_ins(
         replaced = [f"model={model}", f"output_dir={tmp_path / 'out'}"]
         if isinstance(recipe, EvalRecipe | PerplexityRecipe) and recipe.sweep.model:
             replaced.append(f"sweep.model=[{model}]")
-        if isinstance(recipe, EvalRecipe):
+        if isinstance(recipe, EvalRecipe | BudgetsRecipe):
             for task, data in recipe.tasks.items():
                 replaced += local(f"tasks.{task}", data)
             if any(cache.budgets for cache in recipe.prompt_caches()):
@@ -115,6 +115,8 @@ def stand_ins(
                 ours = {"budgets": str(tmp_path / "budgets.json")}
                 own = [block | (ours if block["budgets"] else {}) for block in blocks]
                 replaced.append(f"prompt_cache={json.dumps(own)}")
+        if isinstance(recipe, BudgetsRecipe):
+            replaced.append("contexts=1")  # the files have one context
         if isinstance(recipe, BenchRecipe):
             replaced += ["random_weights=true", "shape={max_position_embeddings: 200000}"]
         if isinstance(recipe, PerplexityRecipe):

@@ -27,6 +27,7 @@ TEXTS = {
     "sft": "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}, lora: {r: 4}}",
     "eval": "{kind: eval, model: m, output_dir: o, tasks: {a: {path: x.jsonl}}, cache: {policy: cake, budget: 64}}",
     "bench": "{kind: bench, model: m, output_dir: o, contexts: {length: [64], compactions: [{ratio: [0.1]}]}}",
+    "budgets": "{kind: budgets, model: m, output_dir: o, tasks: {a: {path: x.jsonl, columns: {context: c}}}}",
     "perplexity": "{kind: perplexity, model: m, output_dir: o, text: t, cache: {policy: gkv, budget: 64}}",
 }
 

@@ -169,7 +169,7 @@ def test_a_python_command_names_a_file(command: str) -> None:
     assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists()
 
 
-DRY = ("train", "eval", "rollout", "perplexity", "bench")  # the commands that have a dry run
+DRY = ("train", "eval", "rollout", "perplexity", "budgets", "bench")  # the commands that have a dry run
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "sparse-rl"])

@@ -42,10 +42,11 @@ data: {path: x.jsonl}
 cache: {policy: kvpop, budget: 64, window: 16}
 """
 PERPLEXITY = "{kind: perplexity, model: m, output_dir: o, text: book.txt}"
+BUDGETS = "{kind: budgets, model: m, output_dir: o, tasks: {a: {path: a.jsonl, columns: {context: text}}}}"
 BENCH = "{kind: bench, model: m, output_dir: o, cache: {policy: tova, budget: 64}}"
 TEXTS = {
     **{"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT},
-    **{"eval": EVAL, "perplexity": PERPLEXITY, "bench": BENCH},
+    **{"eval": EVAL, "perplexity": PERPLEXITY, "budgets": BUDGETS, "bench": BENCH},
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from policy_cases import BOUNDED
-from small_recipes import family_of, shortened, small_training
+from small_recipes import family_of, shortened, small_evaluation, small_training
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
@@ -24,6 +24,7 @@ from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import (
+    BudgetsRecipe,
     DistillRecipe,
     EvalRecipe,
     GRPORecipe,
@@ -66,6 +67,7 @@ def test_each_shipped_recipe_is_valid_and_names_its_command(name: str) -> None:
 def test_the_folders_of_shipped_recipes_are_these() -> None:
     assert {name.split("/")[0] for name in NAMES} == {
         "bench",
+        "budgets",
         "deepseek-r1-distill-llama-8b",
         "deepseek-r1-distill-qwen-7b",
         "eval",
@@ -558,6 +560,17 @@ def test_each_perplexity_recipe_runs_at_a_small_size(name: str, tiny_model: Call
     assert len(rows) == len(load_recipe(name).sweep.policy)
     different = [row.nll for row in rows if row.policy != "layered"]  # the model's two layers are both lined
     assert len(set(different)) == len(different)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).kind == "budgets"])
+def test_each_recipe_of_head_budgets_runs_at_a_small_size(name: str, stand_ins: Callable) -> None:
+    from sparse_rl.commands.budgets import measure
+
+    small = load_recipe(name, [*stand_ins(name), "dtype=float32", *small_evaluation(load_recipe(name))])
+    content = measure(small.expect(BudgetsRecipe), progress=False)
+    assert content is not None
+    assert len(content["shares"]) == 2
+    assert min(map(min, content["shares"])) >= 0
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation problems are not here")

@@ -294,7 +294,7 @@ def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path:
     (tmp_path / "no.json").write_text("[]")
     for file, message in (
         ("absent", "No such file"),
-        ("no.json", "list indices"),
+        ("no.json", "it is not a mapping"),
         ("b.json", r"\[2, 3\], but the model"),
     ):
         with pytest.raises(UserError, match=message) as caught:

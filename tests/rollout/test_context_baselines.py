@@ -17,6 +17,7 @@ from judging import gap
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
 from rollout.context.cache import LayerEntries, joined
+from rollout.context.competition import competing_counts
 from rollout.context.prompts import ContextPrompts
 from sparse_rl.attention import replay_logprobs
 from sparse_rl.errors import UserError
@@ -59,7 +60,7 @@ def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: 
     assert torch.equal(context.evict_at() > TOKENS, expected)
     counts = expected.sum(-1)
     assert int(counts.max()) > int(counts.min())
-    assert studied.competing_counts(config, 11 * LAYERS * HEADS) == (counts - 5).tolist()
+    assert competing_counts(studied.scores(config), 11 * LAYERS * HEADS) == (counts - 5).tolist()
     equal = studied.compacted(replace(config, heads="equal"))
     assert not torch.equal(equal.evict_at(), context.evict_at())
     (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)

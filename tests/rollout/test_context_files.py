@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, PromptCacheConfig, load_context, save_context
 from rollout.context.cache import LayerEntries
-from sparse_rl.errors import NotWrittenError
+from sparse_rl.errors import NotWrittenError, UserError
+from sparse_rl.models.identity import Identity, identify
 
 
 def example_context(dtype: torch.dtype = torch.float32) -> Context:
@@ -27,12 +29,13 @@ def example_context(dtype: torch.dtype = torch.float32) -> Context:
         keys, values = (torch.randn(1, 2, 6, 4, generator=generator).to(dtype)[:, :, 1:5] for _ in range(2))
         layers.append(LayerEntries(keys, values, torch.randn(1, 2, 4, generator=generator), positions))
     layers[0].bias[0, 1, 3] = float("-inf")  # padding of a shorter head
-    return Context(list(range(5, 17)), layers, True, {"prefill": 0.5, "compaction": 2.0})
+    return Context(list(range(5, 17)), layers, True, {"prefill": 0.5, "compaction": 2.0}, model=Identity("a", "12"))
 
 
 def same(ours: Context, theirs: Context) -> bool:
     """Return True if two contexts are equal in every part, bit for bit."""
-    if (ours.tokens, ours.fitted, ours.seconds) != (theirs.tokens, theirs.fitted, theirs.seconds):
+    names = ("tokens", "fitted", "seconds", "model")
+    if any(getattr(ours, name) != getattr(theirs, name) for name in names):
         return False
     layers = zip(ours.layers, theirs.layers, strict=True)
     parts = [pair for layer, other_layer in layers for pair in zip(layer, other_layer)]  # noqa: B905
@@ -61,6 +64,27 @@ def test_rollouts_after_a_loaded_context_equal_those_after_the_original(
     assert ours.logprobs == theirs.logprobs
     assert ours.prompt_ids == [*tokens, *question]
     assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
+
+
+def test_a_context_of_another_model_is_refused(new_model: Callable, tmp_path: Path) -> None:
+    """A context is refused by a model of the same shape with other weights, and by its own model after a change of
+    weights. Control: its own model, and the file of a context without a model, are accepted."""
+    models = [new_model("qwen2", seed=seed) for seed in (0, 1)]
+    engine, other = (make_engine("hf", model=model, policy="full") for model in models)
+    sampling, tokens = SamplingConfig(max_tokens=2, seed=1, ignore_eos=True), list(range(20, 50))
+    save_context(tmp_path / "context", engine.compact(tokens, PromptCacheConfig(ratio=0.3)))
+    context = load_context(tmp_path / "context")
+    assert context.model == identify(models[0])
+    assert len(context.model.fingerprint) == 16
+    engine.generate([[5]], sampling, context)
+    with pytest.raises(UserError, match="the context is of another model: it was made with") as caught:
+        other.generate([[5]], sampling, context)
+    assert "\n" not in str(caught.value)
+    engine.load_weights(models[1].named_parameters())
+    with pytest.raises(UserError, match="the context is of another model: it was made with"):
+        engine.generate([[5]], sampling, context)
+    save_context(tmp_path / "context", replace(context, model=Identity()))
+    other.generate([[5]], sampling, load_context(tmp_path / "context"))
 
 
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -98,7 +122,8 @@ def test_files_of_another_format_or_version_are_refused(tmp_path: Path) -> None:
             {"format": "sparse_rl.trace"},
             "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
         ),
-        ({"format_version": "3"}, "has format version '3'; the supported versions: 1 and 2"),
+        ({"format_version": "1"}, "has format version '1'; the supported versions: 2; compact the context again"),
+        ({"model": "{}"}, "is damaged"),
         ({"fitted": "false"}, "is damaged"),
         ({"sha256": "0"}, "is damaged"),
     ):

@@ -19,6 +19,7 @@ from rollout import Rollout, SamplingConfig, make_engine
 from rollout.context import Context, PromptCacheConfig
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
+from sparse_rl.models.identity import Identity, identify
 from sparse_rl.trace import EvictionTrace
 
 SAMPLING = SamplingConfig(max_tokens=20, seed=1, n=2, ignore_eos=True)
@@ -173,6 +174,18 @@ def test_other_kernels_and_processes_give_the_same_continuations(
             assert gap([slow], [rollout]) <= 1e-5
 
 
+def test_both_engines_and_a_module_have_one_fingerprint(
+    compacted: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Callable
+) -> None:
+    """The context names its model. After new weights, vLLM's model is unknown and not compared."""
+    context, (question,) = compacted(ratio=0.3), random_prompts([5])
+    engine, model = open_engine("full", context_entries=60), loaded(directory_of("qwen2"))
+    assert engine.identity.fingerprint == identify(model).fingerprint == context.model.fingerprint != ""
+    engine.load_weights(model.state_dict().items())
+    assert engine.identity.fingerprint == ""
+    engine.generate([question], SAMPLING, context)
+
+
 def test_unsupported_contexts_are_refused(
     compacted: Callable, open_engine: Callable, random_prompts: Callable, policy_of: Callable
 ) -> None:
@@ -182,6 +195,10 @@ def test_unsupported_contexts_are_refused(
         engine.generate([question], SamplingConfig(24), context)
     with pytest.raises(UserError, match="the context is of another model"):
         engine.generate([question], SAMPLING, replace(context, layers=context.layers[:1]))
+    with pytest.raises(
+        UserError, match=r"the context is of another model: it was made with .* \(12\), and is used with"
+    ):
+        engine.generate([question], SAMPLING, replace(context, model=Identity("other", "12")))
     with pytest.raises(UserError, match="prompt 0 has 105 tokens: with max_tokens 1000"):
         engine.generate([question], SamplingConfig(1000), context)
     engine = open_engine("full")

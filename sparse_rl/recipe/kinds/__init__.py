@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from sparse_rl.recipe.kinds.base import Recipe
 from sparse_rl.recipe.kinds.bench import BenchRecipe
+from sparse_rl.recipe.kinds.budgets import BudgetsRecipe
 from sparse_rl.recipe.kinds.distill import DistillRecipe
 from sparse_rl.recipe.kinds.evaluation import EvalRecipe
 from sparse_rl.recipe.kinds.grpo import GRPORecipe
@@ -28,5 +29,6 @@ KINDS: dict[str, type[Recipe]] = {
     "eval": EvalRecipe,
     "perplexity": PerplexityRecipe,
     "bench": BenchRecipe,
+    "budgets": BudgetsRecipe,
 }
 """The class of each kind of recipe, by the value of the key `kind`."""

@@ -1,0 +1,345 @@
+"""`sparse-rl budgets` measures sensitivity curves, and writes head budgets. The curves equal a plain loop over the
+engine; an interrupted measurement continues, and ends with the same file. Files of other models are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import SamplingConfig, make_engine
+from rollout.context import PromptCacheConfig
+from rollout.context.budgets import Varied, allocate, load, padding, save
+from rollout.context.competition import global_shares
+from rollout.evaluation.journal import Journal
+from rollout.hf import HFEngine
+from sparse_rl.commands.budgets import CURVES, RESULTS, measure
+from sparse_rl.commands.main import main
+from sparse_rl.data.running_sum import build_tokenizer
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import WEIGHTS
+from sparse_rl.models.identity import Identity, identify
+from sparse_rl.recipe import BudgetsRecipe, make_recipe
+
+QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
+CONTEXTS = ("a1b2c3d4" * 5, "e5f6g7" * 5, "h1" * 20)
+RATIOS = [0.0, 0.1, 0.5]
+LAYERS, HEADS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The quickstart's model, whose tokenizer has no chat template."""
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    shutil.copytree(QUICKSTART, folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BudgetsRecipe]:
+    """recipe_of(output_dir, **keys) -> a recipe: six questions about three contexts, of which two are used."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": CONTEXTS[i % 3], "prompt": f"Q{c}?"} for i, c in enumerate("abcdef")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(output_dir: str = "out", **keys: Any) -> BudgetsRecipe:
+        mapping = {
+            "kind": "budgets", "model": model, "output_dir": output_dir, "dtype": "float32", "contexts": 2,
+            "tasks": {"one": {"path": str(tmp_path / "rows.jsonl"), "columns": {"context": "text"}}},
+            "ratios": RATIOS, "base": 0.1, "max_completion_length": 6, "rollout": {"progress": False},
+        }  # fmt: skip
+        return make_recipe({**mapping, **keys}).expect(BudgetsRecipe)
+
+    return make
+
+
+@pytest.fixture
+def written(recipe_of: Callable) -> dict[str, Any]:
+    """The content of a file of head budgets."""
+    content = measure(recipe_of(), progress=False)
+    assert content is not None
+    return content
+
+
+# ---- log-probs and curves --------------------------------------------------------------------------------------------
+
+
+def test_curves_equal_a_plain_loop_over_the_engine(written: dict[str, Any], model: str) -> None:
+    """For each context, head and ratio, the loss equals that of `simulate` after a compaction whose numbers of entries
+    are written out. The shares are those of algorithm 4 on the mean curves."""
+    engine, tokenizer = make_engine("hf", model=model, policy="full"), build_tokenizer()
+    assert isinstance(engine, HFEngine)
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    config, sampling = PromptCacheConfig(first=0), SamplingConfig(6, 0.6, 0.95, seed=42)
+    for number, text in enumerate(CONTEXTS[:2]):
+        tokens, questions = encode(text), [encode(f"Q{c}?") for c in "abcdef"[number::3]]
+        assert written["contexts"][number] == {
+            "task": "one", "problem": number, "tokens": len(tokens), "questions": 2,
+        }  # fmt: skip
+        full = engine.compact(tokens, PromptCacheConfig(policy="full", first=0))
+        answers = [r.completion_ids for r in engine.generate(questions, sampling, full)]
+
+        def loss(context: Any, questions: Any = questions, answers: Any = answers) -> float:
+            logprobs = [r.model_logprobs for r in engine.simulate(questions, answers, context=context)]
+            return -sum(map(sum, logprobs)) / sum(map(len, logprobs))
+
+        def compacted(changed: tuple[int, int] | None, ratio: float = 0, tokens: Any = tokens) -> Any:
+            counts = [[round(0.1 * len(tokens))] * HEADS for _ in range(LAYERS)]
+            if changed is not None:
+                counts[changed[0]][changed[1]] = max(1, round(ratio * len(tokens)))
+            return engine.compact(tokens, config, counts=counts)
+
+        assert written["full_losses"][number] == pytest.approx(loss(full), abs=1e-4)
+        assert written["baseline_losses"][number] == pytest.approx(loss(compacted(None)), abs=1e-4)
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                losses = [loss(compacted((layer, head), ratio)) for ratio in RATIOS]
+                assert written["losses"][number][layer][head] == pytest.approx(losses, abs=1e-4)
+                assert written["losses"][number][layer][head][1] == written["baseline_losses"][number]
+    curves = torch.tensor(written["losses"], dtype=torch.float64).mean(0)
+    expected = allocate(curves, RATIOS, 0.1)
+    assert torch.tensor(written["shares"], dtype=torch.float64) == pytest.approx((expected / expected.mean()).numpy())
+
+
+def test_equal_numbers_of_entries_share_one_loss(model: str) -> None:
+    """Of the ratios below, two keep one entry, and one is the base ratio, whose loss is given."""
+    engine = make_engine("hf", model=model, policy="full")
+    assert isinstance(engine, HFEngine)
+    varied, calls = Varied(engine.study(range(10, 50), PromptCacheConfig(first=0)), PromptCacheConfig(first=0), 0.1), []
+
+    def loss(context: Any) -> float:
+        calls.append((context.evict_at() > 40).sum(-1).tolist())
+        return float(len(calls))
+
+    assert varied.curve(1, 0, [0.0, 0.01, 0.1, 1.0], loss, 9.0) == [1.0, 1.0, 9.0, 2.0]
+    assert calls == [[[4, 4], [1, 4]], [[4, 4], [40, 4]]]
+
+
+# ---- shares under competition ----------------------------------------------------------------------------------------
+
+
+def test_global_shares_count_the_keys_with_the_highest_scores(model: str) -> None:
+    """Ranking all keys of all heads by their scores in a plain loop gives the same shares. At ratio 1 the shares are
+    equal. Control: negated scores give other shares."""
+    engine, config = make_engine("hf", model=model, policy="full"), PromptCacheConfig(first=2, last=1)
+    assert isinstance(engine, HFEngine)
+    measured = engine.study(range(10, 50), config).scores(config)
+    assert measured.shape == (LAYERS, HEADS, 37)
+    ratios = (0.02, 0.3, 1.0)
+    shares = global_shares(measured, ratios)
+    assert shares.sum((1, 2)).tolist() == pytest.approx([1.0] * 3)
+    flat = [(float(measured[i, j, k]), i, j) for i in range(LAYERS) for j in range(HEADS) for k in range(37)]
+    for place, ratio in enumerate(ratios):
+        kept = sorted(flat, reverse=True)[: round(ratio * len(flat))]
+        plain = [[sum((i, j) == head[1:] for head in kept) / len(kept) for j in range(HEADS)] for i in range(LAYERS)]
+        assert torch.allclose(shares[place], torch.tensor(plain, dtype=torch.float64))
+    assert shares[2].flatten().tolist() == [0.25] * 4
+    assert not torch.equal(global_shares(-measured, ratios)[1], shares[1])
+
+
+def test_scores_choose_the_keys_of_a_compaction(model: str) -> None:
+    """The keys that a head keeps without competition are those with its highest scores."""
+    engine, config = make_engine("hf", model=model, policy="full"), PromptCacheConfig(policy="evict", ratio=0.2)
+    assert isinstance(engine, HFEngine)
+    studied = engine.study(range(10, 50), config)
+    best = studied.scores(config).topk(8).indices.sort(-1).values + 1
+    for place, layer in enumerate(studied.compacted(config).layers):
+        assert torch.equal(layer.positions[0, :, 1:], best[place])
+
+
+def test_padding_counts_the_longest_heads() -> None:
+    """hf stores 4 + 2 entries in each head's row, vLLM 4 + 4, and the mean of the entries is 3 + 1.5."""
+    assert padding([[4, 2], [2, 1]]) == pytest.approx((6 / 4.5, 8 / 4.5))
+    assert padding([[3, 3], [3, 3]]) == (1, 1)
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def interrupted_after(writes: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt within the block after the journal was written to `writes` times."""
+    add, count = Journal.add, 0
+
+    def interrupting_add(journal: Journal, lines: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > writes:
+            raise KeyboardInterrupt
+        add(journal, lines)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "add", interrupting_add)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.parametrize("writes", [0, 1, 3, 7])
+def test_an_interrupted_measurement_ends_with_the_same_file(recipe_of: Callable, tmp_path: Path, writes: int) -> None:
+    """Each line of the journal is one head or context (10 in all), and none is measured twice. The last line of an
+    interrupted journal may be cut."""
+    measure(recipe_of("whole"), progress=False)
+    with interrupted_after(writes):
+        measure(recipe_of("out"), progress=False)
+    with (tmp_path / "out" / CURVES).open("a") as file:
+        file.write('{"point": "half a li')
+    assert not (tmp_path / "out" / RESULTS).exists()
+    lines: list[Any] = []
+    add = Journal.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "add", lambda journal, new: (lines.extend(new), add(journal, new))[1])
+        measure(recipe_of("out"), progress=False, resume=True)
+    assert len(lines) == 2 * (LAYERS * HEADS + 1) - writes
+    assert (tmp_path / "out" / RESULTS).read_text() == (tmp_path / "whole" / RESULTS).read_text()
+
+
+def test_other_settings_do_not_continue_a_journal(recipe_of: Callable, tmp_path: Path) -> None:
+    measure(recipe_of(), progress=False)
+    content = measure(recipe_of(base=0.5), progress=False, resume=True)
+    assert content is not None
+    assert content["base"] == 0.5
+    assert len((tmp_path / "out" / CURVES).read_text().splitlines()) == 4 * (LAYERS * HEADS + 1)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_of_another_model_are_refused(written: dict[str, Any], model: str, tmp_path: Path) -> None:
+    """Weights in a directory and in memory are compared. Control: the model that was measured takes the file."""
+    file, config = tmp_path / "out" / RESULTS, PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "out" / RESULTS))
+    assert written["model"] == {"name": model, "fingerprint": identify(model).fingerprint}
+    torch.testing.assert_close(load(file, LAYERS, HEADS, identify(model)).tolist(), written["shares"])
+    engine = make_engine("hf", model=model, policy="full")
+    assert isinstance(engine, HFEngine)
+    engine.compact(range(10, 50), config)
+    engine.load_weights({n: w + 0.01 for n, w in engine.model.named_parameters()}.items())
+    for use in (lambda: load(file, LAYERS, HEADS, Identity("b", "0")), lambda: engine.compact(range(10, 50), config)):
+        with pytest.raises(UserError, match=r"head_budgets\.json is of another model: it was made with") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+def test_published_formats_of_head_budgets_are_read(tmp_path: Path) -> None:
+    """The formats of the paper's authors and of DuoAttention are read, of any model of the right shape."""
+    shares, model = [[0.1, 0.3], [0.2, 0.2], [0.4, 0.0]], Identity("any", "12")
+    expected = torch.tensor(shares, dtype=torch.float64) / 0.2
+    by_name = {f"L{i}H{j}": share for i, row in enumerate(shares) for j, share in enumerate(row)}
+    (tmp_path / "a.json").write_text(json.dumps(by_name))
+    (tmp_path / "a.tsv").write_text("".join("\t".join(map(str, row)) + "\n" for row in shares))
+    (tmp_path / "bare.json").write_text(json.dumps({"shares": shares}))
+    save(tmp_path / "b.json", expected, losses=[1])
+    for name in ("a.json", "a.tsv", "bare.json", "b.json"):
+        torch.testing.assert_close(load(tmp_path / name, 3, 2, model), expected)
+        with pytest.raises(UserError, match=r"shape \[3, 2\], but the model has \[2, 3\]"):
+            load(tmp_path / name, 2, 3, model)
+
+
+def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -> None:
+    save(tmp_path / "whole.json", torch.ones(2, 2))
+    whole = (tmp_path / "whole.json").read_text()
+    damaged = {
+        "cut.json": (whole[:-9], "holds no head budgets"),
+        "version.json": (
+            whole.replace('"format_version": 1', '"format_version": 2'),
+            "format version 2, but 1 is read",
+        ),
+        "maker.json": (whole.replace('"fingerprint"', '"finger"'), "holds no head budgets"),
+        "absent.json": ('{"L0H0": 1, "L0H1": 1, "L1H0": 1, "L2H0": 1}', "L1H1"),
+        "ragged.tsv": ("1\t1\n1\n", "holds no head budgets"),
+        "text.tsv": ("1\ta\n", "could not convert"),
+        "nan.tsv": ("nan\t1\n1\t1\n", "a head budget below 0, or no head budget above 0"),
+    }
+    for name, (text, message) in damaged.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message) as caught:
+            load(tmp_path / name, 2, 2)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ({"base": 0.7}, r"ratios: name at least two ratios, from at most base \(0\.7\) to at least base"),
+    ({"ratios": [0.5, 0.1]}, "ratios: name ratios in increasing order"),
+    ({"ratios": [0.1, 1.2]}, r"ratios\[1\]: expected a number between 0 and 1"),
+    ({"tasks": {}}, "tasks: name at least one task"),
+    ({"tasks": {"a": {"path": "a.jsonl"}}}, r"tasks\.a\.columns: head budgets are measured on contexts"),
+    ({"prompt_cache": {"policy": "full"}}, r"prompt_cache\.policy: full selects no entries"),
+    ({"prompt_cache": {"budgets": "b.json"}}, r"prompt_cache\.budgets: does not apply"),
+    ({"prompt_cache": {"ratio": 0.2}}, r"prompt_cache\.ratio: does not apply"),
+    ({"prompt_cache": {"on_policy": True}}, r"prompt_cache\.on_policy: does not apply"),
+    ({"prompt_cache": {"chunking": "text"}}, r"prompt_cache\.chunking: does not apply"),
+    ({"rollout": {"engine": "vllm"}}, r"rollout\.engine: head budgets are measured with the engine hf"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), WRONG)
+def test_a_mistake_in_the_recipe_is_a_one_line_error(keys: dict[str, Any], message: str, recipe_of: Callable) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        recipe_of(**keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_that_the_data_show_are_found_before_the_model_is_loaded(
+    recipe_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparse_rl.commands.sampling.load_for_sampling", lambda _: pytest.fail("loaded"))
+    for keys, message in (
+        ({"contexts": 4}, "contexts: the tasks have 3 contexts, fewer than 4"),
+        ({"prompt_cache": {"last": 60}}, r"tasks\.one: problem 1: the context has 40 tokens, but first \+ last is 60"),
+        ({"max_completion_length": 1000}, r"tasks\.one: problem 1 has 43 tokens, which with 1000 tokens of answer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            measure(recipe_of(**keys), progress=False)
+
+
+def test_the_command_writes_a_file_that_eval_uses(
+    recipe_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture, model: str
+) -> None:
+    """A dry run writes no file. A second call needs --resume or --overwrite. `eval` and `inspect` read the file; `eval`
+    refuses it for a model with other weights."""
+    (tmp_path / "b.yaml").write_text(recipe_of().as_yaml())
+    assert main(["budgets", "b.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2, of 30 to 40 tokens, with 4 questions" in out
+    assert "2 layers x 2 kv heads x 3 ratios x 2 contexts = 24" in out
+    assert not (tmp_path / "out").exists()
+    assert main(["budgets", "b.yaml"]) == 0
+    assert capsys.readouterr().out.endswith(f"out/{RESULTS}\n")
+    assert main(["budgets", "b.yaml"]) == 2
+    assert f"already holds {RESULTS}" in capsys.readouterr().err
+    assert main(["budgets", "b.yaml", "--resume"]) == 0
+    assert main(["inspect", f"out/{RESULTS}"]) == 0
+    assert f"head budgets of {model}, 2 x 2 heads" in capsys.readouterr().out
+    rows = [{"text": CONTEXTS[0], "prompt": "Qa?", "answer": "1"}]
+    (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mapping = {
+        "kind": "eval", "model": model, "output_dir": "scored", "dtype": "float32", "samples": 1, "accuracy": "boxed",
+        "tasks": {"one": {"path": "answered.jsonl", "columns": {"context": "text"}}}, "rollout": {"engine": "hf"},
+        "prompt_cache": {"ratio": 0.2, "budgets": f"out/{RESULTS}"}, "max_completion_length": 4,
+    }  # fmt: skip
+    (tmp_path / "e.yaml").write_text(make_recipe(mapping).as_yaml())
+    assert main(["eval", "e.yaml", "rollout.progress=false"]) == 0
+    shutil.copytree(model, tmp_path / "other")
+    other = make_engine("hf", model=model, policy="full")
+    assert isinstance(other, HFEngine)
+    other.load_weights({n: w + 0.01 for n, w in other.model.named_parameters()}.items())
+    (tmp_path / "other" / WEIGHTS).unlink()
+    other.model.save_pretrained(tmp_path / "other")
+    capsys.readouterr()
+    assert main(["eval", "e.yaml", "model=other", "output_dir=o2"]) == 2
+    assert f"prompt_cache.budgets: out/{RESULTS} is of another model" in capsys.readouterr().err
+    for command in ("eval", "train", "perplexity"):
+        assert main([command, "b.yaml"]) == 2
+        assert "a recipe of kind budgets " in capsys.readouterr().err
+    assert main(["budgets", "e.yaml"]) == 2
+    assert "a recipe of kind eval measures no head budgets; it needs kind: budgets" in capsys.readouterr().err
