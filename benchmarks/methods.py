@@ -68,7 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "head partition (DuoAttention)": {
         "policy": "evict", "queries": ["context"], "heads": "partition", "budgets": "attention",
     },
-    "Cartridges": {"policy": "cartridge", "study_samples": 32, "cartridge": {"steps": 300, "batch": 8}},
+    "Cartridges": {"policy": "cartridge", "study_samples": 24, "cartridge": {"steps": 100, "batch": 8}},
 }  # fmt: skip
 DRAWN = (
     "AM-OMP", "AM-OMP-fast", "AM-HighestAttnKeys", "AM-HighestAttnKeys-fast", "KVzip", "PyramidKV", "SnapKV", "H2O+",
@@ -270,7 +270,9 @@ def main() -> None:
         print(f"{task.name}: head budgets: {time.process_time() - start:.0f} CPU seconds", flush=True)
         for name, rows in measure(engine, task, shares, options.only).items():
             seeds = results.setdefault(task.name, {}).setdefault(name, [])
-            seeds[place:] = [*seeds[place + 1 :], rows] if len(seeds) > place else [rows]
+            seeds[place : place + 1] = [rows]
+        show({task.name: results[task.name]})
+        write(options.out, contexts=options.contexts, calibration=options.calibration, results=results)
 
     for place, model in enumerate(options.retrieval):
         engine = make_engine("hf", model=model_directory(model), policy="full", max_batch=128)
@@ -282,9 +284,6 @@ def main() -> None:
         tokenizer = load_tokenizer(options.stories)
         sizes = ((options.contexts, 100 * seed + 1), (options.calibration, 100 * seed + 51))
         run(engine, [StoryTask(engine, tokenizer, *size) for size in sizes], seed)
-    show(results)
-    if options.stories or options.retrieval:
-        write(options.out, contexts=options.contexts, calibration=options.calibration, results=results)
     draw(results, options.figure)
 
 
