@@ -14,6 +14,8 @@ prompts.py        the prompts for these texts
 reader.py         the functions of the hf engine that a compaction needs
 cartridge.py      training of a compacted context by gradient descent
 budgets.py        number of entries that each kv head keeps
+competition.py    keys of all kv heads that compete with each other
+record.py         the record of a compaction in traces
 files.py          contexts as files
 memory.py         bytes that a context and its compaction take
 stages.py         durations of the stages
