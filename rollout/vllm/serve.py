@@ -175,7 +175,11 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
             f"a compacted context cannot be combined with the evicting policy {policy.name}; write --cache policy=full",
             "--context",
         )
-    return build(PromptCacheConfig, {"first": 0, **prompt_cache}, "--prompt-cache", Source())
+    config = build(PromptCacheConfig, {"first": 0, **prompt_cache}, "--prompt-cache", Source())
+    if config.summary is not None:
+        wrong = "prompts begin with the text itself, so a summary cannot take its place"
+        raise UserError(f"{wrong}; remove summary", "--prompt-cache.summary")
+    return config
 
 
 def command_line(**options: Any) -> list[str]:

@@ -101,6 +101,7 @@ def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> N
         (["--context", "raw.txt"], "--context: raw.txt cannot be read: 'utf-8' codec"),
         (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, but the model can read only 90"),
         (["--context", "TEXT", "--prompt-cache", "ratio=7"], "--prompt-cache.ratio: expected a number above 0"),
+        (["--context", "TEXT", "--prompt-cache", "summary=plain"], "a summary cannot take its place; remove summary"),
         (
             ["--context", "TEXT", "--prompt-cache", "ration=7"],
             "--prompt-cache.ration: unknown key; did you mean",
