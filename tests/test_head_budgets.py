@@ -182,7 +182,7 @@ def interrupted_after(writes: int) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("writes", [0, 1, 3, 7])
+@pytest.mark.parametrize("writes", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 7))])
 def test_an_interrupted_measurement_ends_with_the_same_file(recipe_of: Callable, tmp_path: Path, writes: int) -> None:
     """Each line of the journal is one head or context (10 in all), and none is measured twice. The last line of an
     interrupted journal may be cut."""
