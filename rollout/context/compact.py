@@ -113,12 +113,8 @@ class Studied:
     def scores(self, config: PromptCacheConfig) -> Tensor:
         """Return the scores of the N entries that compete in each kv head, float64 [L, Hkv, N].
 
-        With on-policy queries, the scores are those of the other kinds of queries alone. Raises UserError if there are
-        no others.
+        With on-policy queries, the scores are those of the other kinds of queries alone.
         """
-        if not self.queries[0].shape[2]:
-            wrong = "heads cannot compete with on-policy queries, which a layer only gets after the layers below it"
-            raise UserError(f"{wrong}; use on_policy: false", "heads")
         layers = []
         for entries, queries in zip(self.whole.layers, self.queries, strict=True):
             competing = _competing(entries, config)
@@ -135,7 +131,7 @@ class Studied:
         entries, queries = self.whole.layers[place], self.queries[place]
         in_groups = config.policy == "evict" and not config.pursues  # of queries, so memory does not grow with heads
         logits = queries.shape[1] * queries.shape[2] * entries.keys.shape[2]
-        if len(set(counts)) == 1 and (in_groups or logits <= MOST_LOGITS):
+        if len(set(counts)) == 1 and (in_groups or not config.chooses or logits <= MOST_LOGITS):
             return _compacted(entries, queries, counts[0], config, self.scaling)
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
@@ -336,7 +332,10 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
         return match(block, count, fit)
     index = choose(block, count, fit) if config.pursues else _most_attended(block, count, config)
     if config.fits:
-        return index, *refit(block, index, fit)
+        bias, values = refit(block, index, fit)
+        if not bool(values.isfinite().all()):
+            raise NotFiniteError("a fitted value is not finite")
+        return index, bias, values
     return index, block.bias.gather(2, index), at_slots(block.values, index)
 
 

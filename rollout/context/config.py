@@ -59,9 +59,9 @@ class PromptCacheConfig(Configuration):
     queries : kinds of reference queries: context, queries of the context's tokens; repeat, queries of an instruction to
         repeat the context, and of the tokens that compete when the model reads them a second time; self_study, queries
         of conversations about the context that the model has with itself; question, queries of one question that the
-        model writes about the context; window, queries of the context's last `window` tokens; random, normally
-        distributed queries times the weights of the model's query norm, or, for a model without one, with the mean norm
-        of the context's queries; random_plain, standard normal queries
+        model writes about the context; window, queries of the last `window` tokens of the context or of the part;
+        random, normally distributed queries times the weights of the model's query norm, or, for a model without one,
+        with the mean norm of the context's queries; random_plain, standard normal queries
     window : number of tokens of the query kind window (SnapKV's observation window)
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
         of the attention mass; omp_fast is omp with 8 keys in a step, which takes less time (AM-OMP-fast)
@@ -76,7 +76,8 @@ class PromptCacheConfig(Configuration):
     heads : equal, every kv head keeps the same number of entries; pyramid, the number falls from the first layer to the
         last, as in PyramidKV; global, the entries of all kv heads of all layers compete by their attention, and every
         head keeps at least one, as in KVzip; partition, the heads with the largest head budgets keep everything, and
-        the others one entry, similar to DuoAttention. `ratio` always sets the mean over the heads
+        the others one entry, similar to DuoAttention. `ratio` is the mean over the heads. But with `budgets` the mean
+        is lower if a head's budget exceeds all its entries, and with partition it is rounded to whole heads
     budgets : path of a file of head budgets (budgets.py), which `heads: equal` and `heads: partition` use; None means
         that there are none
     on_policy : True computes the queries of repeat, self_study and question in each layer while the layers below it are
@@ -84,21 +85,22 @@ class PromptCacheConfig(Configuration):
         for each ratio. The texts are sampled with the full cache. Other kinds of queries do not change
     chunk : am divides a longer context into equal parts of at most this number of tokens. Each part is compacted on its
         own: it has reference queries of its own, which see the first `first` tokens, the part and the last `last`
-        tokens, and it keeps its share of the entries (AM section 3.5, C.3). A fit needs memory for (number of reference
-        queries) x chunk numbers. Under evict, all tokens of the context compete with each other; with omp and omp_fast,
-        they compete in parts
+        tokens, and it keeps its share of the entries (AM section 3.5, C.3). A fit needs memory for three float64 arrays
+        of queries x tokens of the part. Under evict with `select: attention`, the context is not divided, unless
+        `chunks` or `chunking: text` is set
     chunks : number of equal parts, under any policy that chooses entries; None means that `chunk` determines it
     chunking : kv, a long context is read as a whole, and its entries are divided into parts; text, each part of its
         tokens is read alone, between the first `first` and the last `last` tokens, also under evict. RoPE then turns
         the kept keys to their positions in the context
     summary : the model first writes a summary of the context, which takes the context's place; `ratio` then counts the
         summary's tokens. The value names the request: plain, detailed, for_questions, concise or shortest. With
-        `chunks`, each of the parts is summarized alone, and the summaries follow each other. None means no summary
+        `chunks`, each of the parts is summarized alone, and the summaries follow each other; the summary is compacted
+        in parts of at most `chunk` tokens. None means no summary
     summary_tokens : maximum number of tokens of a summary
     most_queries : maximum number of reference queries of a kv head, for each part; if there are more, a random subset
         is used
-    study_samples, study_tokens : for self_study, the number of answers to each conversation starter, and the maximum
-        number of tokens of an answer and of the model's questions
+    study_samples, study_tokens : for self_study, the number of answers to each conversation starter; for self_study and
+        question, the maximum number of tokens of an answer and of the model's questions
     cartridge : settings of the training of a cartridge
     seed : seed of random queries, of the subset of queries, of self-study and of summaries
     """
@@ -155,6 +157,9 @@ class PromptCacheConfig(Configuration):
         if self.heads == "global" and self.pursues:
             wrong = f"select: {self.select} has no scores by which heads could compete"
             raise UserError(f"{wrong}; use select: attention, or heads: equal", "heads")
+        if self.heads == "global" and self.on_policy and ON_POLICY.issuperset(self.queries):
+            wrong = "heads cannot compete by on-policy queries, which a layer gets only after the layers below it"
+            raise UserError(f"{wrong}; use on_policy: false, or add the queries context", "heads")
 
     @property
     def chooses(self) -> bool:

@@ -31,7 +31,7 @@ SUMMARIES = {
     "concise": "Summarize the text above concisely.",
     "shortest": "Summarize the text above in as few words as possible.",
 }
-MARKER = re.compile(r"^\s*(?:\d+\s*[.):]|[-*•])\s*")  # of an item in a list
+MARKER = re.compile(r"^\s*(?:[Qq]?\d{1,2}\s*[.):]|[-*•])\s+")  # of an item in a list
 
 
 def _no_starters(answer: Sequence[int]) -> list[list[int]]:
@@ -71,8 +71,12 @@ class ContextPrompts:
         chat : False for plain text without turns, in which a repetition directly follows the context
         """
 
+        questions = follow(f"\n\n{QUESTIONS}")
+
         def decoded(answer: Sequence[int]) -> str:
-            return after_thinking(tokenizer.decode(list(answer), skip_special_tokens=True))
+            text, turn = (tokenizer.decode(list(x), skip_special_tokens=True) for x in (answer, questions))
+            begun = "<think>" in turn and "</think>" not in turn  # by the chat template
+            return after_thinking(f"<think>{text}" if begun else text)
 
         def starters(answer: Sequence[int]) -> list[list[int]]:
             return [follow(f"\n\n{question}") for question in questions_in(decoded(answer))]
@@ -84,7 +88,7 @@ class ContextPrompts:
         return cls(
             follow(f"\n\n{REPEAT}") if chat else (),
             [follow(f"\n\n{request}") for request in REQUESTS],
-            follow(f"\n\n{QUESTIONS}"),
+            questions,
             starters,
             {name: follow(f"\n\n{request}") for name, request in SUMMARIES.items()},
             text,
@@ -99,6 +103,10 @@ def after_thinking(text: str) -> str:
 
 
 def questions_in(text: str) -> list[str]:
-    """Return the first three questions of a text with one question in each line, without the markers of a list."""
-    lines = (MARKER.sub("", line).strip() for line in text.splitlines())
-    return [line for line in lines if any(character.isalnum() for character in line)][:MOST_QUESTIONS]
+    """Return the first three questions of a text with one question in each line, without the markers of a list.
+
+    Lines without a question mark count only if no line has one.
+    """
+    lines = [MARKER.sub("", line).strip(" \t*") for line in text.splitlines()]
+    lines = [line for line in lines if any(character.isalnum() for character in line)]
+    return ([line for line in lines if "?" in line] or lines)[:MOST_QUESTIONS]

@@ -152,13 +152,14 @@ def _read_alike(configs: Mapping[int, PromptCacheConfig], tokens: int) -> list[i
         return config.summary and (config.summary, config.summary_tokens, config.chunks, config.seed)
 
     def reading(config: PromptCacheConfig) -> Any:
-        parts = None if config.summary else config.parts(tokens)
+        parts = (config.in_parts, config.chunk) if config.summary else config.parts(tokens)
         return {name: value for name, value in asdict(config).items() if name not in COMPACTION}, parts, text(config)
 
     def shares(config: PromptCacheConfig) -> bool:
         if config.chooses:
             return reading(config) == reading(configs[lead])
-        return not configs[lead].by_text and text(config) == text(configs[lead])
+        edges = (config.first, config.last) == (configs[lead].first, configs[lead].last)
+        return not configs[lead].by_text and text(config) == text(configs[lead]) and (edges or config.policy != "none")
 
     whole = next((place for place, config in configs.items() if config.keeps_all), None)
     leads = [place for place, config in configs.items() if config.chooses]

@@ -71,12 +71,12 @@ def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, 
     before the text, and the prompts about the text.
     """
 
-    def whole(continuation: str) -> list[int]:
-        return prompt_ids(with_context(prompt, text, text, continuation), tokenizer)
+    def whole(continuation: str, thinking: bool | None = None) -> list[int]:
+        return prompt_ids(with_context(prompt, text, text, continuation), tokenizer, thinking)
 
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*map(whole, BEHIND), strict=False))
     first, common = split_prompt(prompt, text, tokenizer).first, [tokens[0] for tokens in same]
     if len(common) <= first:
         raise UserError("the text is too short: each of its tokens depends on the words that follow it", "--context")
-    follow = lambda continuation: whole(continuation)[len(common) :]  # noqa: E731
+    follow = lambda continuation: whole(continuation, thinking=False)[len(common) :]  # noqa: E731
     return common, first, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str))

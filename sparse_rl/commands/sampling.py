@@ -164,7 +164,6 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
     prompt, context = rows[0]
 
     def follow(text: str) -> list[int]:
-        thinking = None if config.thinking is None else False
-        return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking).rest
+        return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking=False).rest
 
     return Questions(prompts, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str)))

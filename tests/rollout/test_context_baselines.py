@@ -72,10 +72,13 @@ def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: 
 
 def test_heads_that_compete_need_queries_before_the_pass(stories: tuple) -> None:
     engine, tokens, _ = stories
-    config = PromptCacheConfig(heads="global", on_policy=True)
-    with pytest.raises(UserError, match="heads cannot compete with on-policy queries") as caught:
-        engine.compact(tokens, config)
+    with pytest.raises(UserError, match="heads cannot compete by on-policy queries") as caught:
+        PromptCacheConfig(heads="global", on_policy=True)
     assert caught.value.key == "heads"
+    both = PromptCacheConfig(heads="global", on_policy=True, queries=["context", "repeat"], first=0)
+    counts = (engine.compact(tokens, both).evict_at() > TOKENS).sum(-1)
+    assert int(counts.sum()) == 6 * LAYERS * HEADS
+    assert len(counts.unique()) > 1
 
 
 @pytest.mark.parametrize(("ratio", "whole"), [(0.05, 1), (0.2, 4), (0.5, 10), (1.0, 20)])

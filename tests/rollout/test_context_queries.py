@@ -188,10 +188,14 @@ def test_each_part_is_compacted_alone(changed: dict, stories: tuple, model_of: C
 
 def test_questions_are_read_line_by_line() -> None:
     for text, expected in (
+        ("Q1: Who came?", ["Who came?"]),
         ("Who came?\nWhen?\n\nWhy?\nHow?", ["Who came?", "When?", "Why?"]),
         ("1. Who came?\n2) When?\n- Why 3 times?", ["Who came?", "When?", "Why 3 times?"]),
         ("---\n  \n* Who?", ["Who?"]),
         ("3 men came. Who?", ["3 men came. Who?"]),
+        ("Here are three questions:\n\n**Who came?**\n2: When?", ["Who came?", "When?"]),
+        ("3.5 million people came. Who?\n1939: who came?", ["3.5 million people came. Who?", "1939: who came?"]),
+        ("Say who came.\nSay when.", ["Say who came.", "Say when."]),
         ("", []),
     ):
         assert questions_in(text) == expected
