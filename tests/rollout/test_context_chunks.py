@@ -236,3 +236,25 @@ def test_evictions_are_not_replayed_after_separate_readings(
         replay_logprobs(model_of("qwen2"), parts)
     with torch.no_grad():
         assert gap(replay_logprobs(model_of("qwen2"), single), single) <= 1e-5
+
+
+def test_baselines_equal_those_that_are_compacted_alone(
+    engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`none` and `full` have the entries that they have without other settings beside them: with other numbers of first
+    tokens than a context in parts, beside on-policy queries of which there are too many for all heads together, and
+    beside a summary.
+    """
+    engine, (tokens, request) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    monkeypatch.setattr("rollout.context.compact.MOST_LOGITS", 100)
+    parts = PromptCacheConfig(policy="evict", chunks=5, first=0, queries=["context"])
+    on_policy = PromptCacheConfig(first=0, queries=["context", "repeat"], on_policy=True)
+    summary = PromptCacheConfig(first=0, summary="plain", summary_tokens=9)
+    questions = Questions([SplitPrompt(tokens, 2, [7])], ContextPrompts(summaries={"plain": request}))
+    for beside in (parts, on_policy, summary):
+        for baseline in (PromptCacheConfig(policy="none", first=5), PromptCacheConfig(policy="full", first=0)):
+            results = {item.cache: item for item in compacted_contexts(engine, questions, [beside, baseline])}
+            alone = engine.compact(tokens, replace(baseline, first=baseline.first + 2))
+            for ours, theirs in zip(results[1].context.layers, alone.layers, strict=True):
+                assert torch.equal(ours.positions, theirs.positions)
+                assert torch.equal(ours.keys, theirs.keys)
