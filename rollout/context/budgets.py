@@ -274,6 +274,8 @@ def load(path: str | Path, layers: int, kv_heads: int, model: Identity = UNKNOWN
         if "shares" not in content and "L0H0" in content:
             content = {"shares": _by_name(content)}
         shares = torch.tensor(content["shares"], dtype=torch.float64)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no file {path}; measure head budgets: sparse-rl budgets RECIPE") from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
     if not bool((shares >= 0).all() and shares.isfinite().all() and shares.sum() > 0):

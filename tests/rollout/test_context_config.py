@@ -221,7 +221,7 @@ def test_wrong_budgets_are_refused_before_the_context_is_read(
     engine, tokens, _ = stories
     save(tmp_path / "other.json", torch.ones(2, 3))
     monkeypatch.setattr(engine, "_read", lambda *_: pytest.fail("read"))
-    for name, message in (("absent.json", "No such file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
+    for name, message in (("absent.json", "there is no file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
         with pytest.raises(UserError, match=message) as caught:
             engine.compact(tokens, PromptCacheConfig(budgets=str(tmp_path / name)))
         assert caught.value.key == "budgets"
