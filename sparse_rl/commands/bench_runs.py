@@ -16,7 +16,7 @@ import torch
 
 from rollout.config import SamplingConfig
 from rollout.context.config import PromptCacheConfig
-from rollout.context.prompts import MOST_QUESTIONS, REQUESTS, ContextPrompts
+from rollout.context.prompts import MOST_QUESTIONS, REQUESTS, SUMMARIES, ContextPrompts
 from rollout.evaluation.journal import Journal
 from rollout.timing.contexts import time_context
 from rollout.timing.sampling import time_sampling
@@ -31,7 +31,7 @@ from sparse_rl.temporary import temporary_folder
 
 WARM_UP = 8  # tokens that an engine samples before it is timed
 WARM_UP_CONTEXT = 128  # tokens of a context that is compacted before one is timed
-STUDY_PROMPT = 16  # tokens of a conversation starter of self-study
+STUDY_PROMPT = 16  # tokens of each prompt about a context
 
 
 def time_benches(recipe: BenchRecipe, benches: Sequence[Bench], journal: Journal) -> Iterator[None]:
@@ -179,7 +179,14 @@ class _Runner:
         generator = torch.Generator().manual_seed(self.recipe.seed)
         tokens = torch.randint(self.prepared.config.vocab_size, (point.size,), generator=generator).tolist()
         config: Any = point.cache
-        prompts = ContextPrompts(requests=[tokens[:STUDY_PROMPT]] * (len(REQUESTS) + MOST_QUESTIONS))
+        starter = tokens[:STUDY_PROMPT]
+        prompts = ContextPrompts(
+            repeat=starter,
+            requests=[starter] * len(REQUESTS),
+            questions=starter,
+            starters=lambda answer: [starter] * MOST_QUESTIONS,
+            summaries=dict.fromkeys(SUMMARIES, starter),
+        )
         if self.number == 0 and config.between(point.size) > WARM_UP_CONTEXT:  # a shorter context first, as a warm-up
             short = config.first + config.last + WARM_UP_CONTEXT
             time_context(engine, tokens[:short], config, prompts)
