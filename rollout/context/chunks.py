@@ -24,6 +24,7 @@ from rollout.context.config import Part, PromptCacheConfig
 from rollout.context.conversations import Reader, summarized
 from rollout.context.record import recorded
 from rollout.context.stages import Stages
+from sparse_rl.models.identity import Identity
 
 
 @dataclass
@@ -59,7 +60,7 @@ class StudiedParts:
             count = studied.whole.entries
             order = [*range(first), *range(count - last, count), *range(first, count - last)]
             of_parts.append([_sliced(layer, order) for layer in studied.whole.layers])
-        return Context(self.tokens, self._joined(of_parts), True, model=self.reader.model)
+        return Context(self.tokens, self._joined(of_parts), True, model=self._model)
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +73,10 @@ class StudiedParts:
         """Number of tokens of the context."""
         return len(self.tokens)
 
+    @property
+    def _model(self) -> Identity:
+        return self.parts[0][1].whole.model
+
     def compacted(self, config: PromptCacheConfig, counts: Counts | None = None) -> Context:
         """Compact the context; see `Studied.compacted`. With `heads: global`, the heads compete in each part."""
         if config.policy == "full":
@@ -80,7 +85,7 @@ class StudiedParts:
             return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
             layers = self.parts[0][1].whole.layers
-            counts = planned(config, self.length, len(layers), layers[0].keys.shape[1], self.reader.model)
+            counts = planned(config, self.length, len(layers), layers[0].keys.shape[1], self._model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             of_parts = [
@@ -89,7 +94,7 @@ class StudiedParts:
             ]
             layers = [without_padding(layer) for layer in self._joined(of_parts)]
         fitted = config.fits or self.read_whole is None
-        return Context(self.tokens, layers, fitted, stages, self._recorded(config), self.reader.model)
+        return Context(self.tokens, layers, fitted, stages, self._recorded(config), self._model)
 
     def _recorded(self, config: PromptCacheConfig) -> dict[str, Tensor]:
         """Return the trace sections of the fits (record.py); {} if parts were read alone."""
