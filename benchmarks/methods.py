@@ -227,6 +227,7 @@ def draw(results: Results, out: Path) -> None:
     figure.set_size_inches(8 * len(results), 6)
     for number, (task, methods) in enumerate(results.items(), start=1):
         axes = figure.add_subplot(1, len(results), number)
+        axes.spines[["top", "right"]].set_visible(False)
         drawn = [name for name in DRAWN if name in methods]
         families = ["am" if name.startswith("AM") else "none" if name == "Cartridges" else "evict" for name in drawn]
         ends = []
