@@ -92,8 +92,6 @@ QUESTIONS: dict[str, dict[str, Any]] = {
         "model": QWEN2, "shape": {**OF_HALF_B, "num_hidden_layers": 1}, "length": [],
         "contexts": {"length": [8192, 16_384, 32_768], "compactions": [
             {"queries": ["repeat"], "ratio": [0.05], "chunk": 4096, "most_queries": 2048},
-            {"queries": ["repeat"], "ratio": [0.05], "chunk": 4096, "most_queries": 512, "select": "omp"},
-            {"queries": ["repeat"], "ratio": [0.05], "chunk": 4096, "most_queries": 512, "select": "omp_fast"},
         ]},
     },
 }  # fmt: skip
