@@ -9,7 +9,8 @@ Every method has the settings of the paper's main experiments (section 4, append
 and repetition, head budgets for the fitted methods. Seconds are CPU seconds of one thread for one context: reading,
 reference queries and compaction. Summaries are left out, because these models follow no instructions.
 
-    OMP_NUM_THREADS=1 python benchmarks/methods.py --stories MODEL --retrieval runs/retrieval/sft ...
+    OMP_NUM_THREADS=1 python benchmarks/methods.py --stories MODEL
+    OMP_NUM_THREADS=1 python benchmarks/methods.py --retrieval runs/retrieval/sft-0 ... --contexts 2 --calibration 1
 """
 
 from __future__ import annotations
@@ -258,11 +259,12 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=4, help="number of contexts for each seed")
     parser.add_argument("--calibration", type=int, default=2, help="number of contexts for head budgets")
     parser.add_argument("--only", default="", help="measure only methods whose name has this text")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/methods.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of methods_TASK.json")
     parser.add_argument("--figure", type=Path, default=Path("docs/methods.png"))
     options = parser.parse_args()
-    stored = json.loads(options.out.read_text()) if options.out.is_file() else {"results": {}}
-    results: Results = stored["results"]
+    files = {task: options.out / f"methods_{task}.json" for task in RATIOS}
+    stored = {task: json.loads(file.read_text())["results"] for task, file in files.items() if file.is_file()}
+    results: Results = {task: methods for of_task in stored.values() for task, methods in of_task.items()}
 
     def run(engine: Any, tasks: Sequence[Task], place: int) -> None:
         task, calibration = tasks
@@ -273,7 +275,8 @@ def main() -> None:
             seeds = results.setdefault(task.name, {}).setdefault(name, [])
             seeds[place : place + 1] = [rows]
         show({task.name: results[task.name]})
-        write(options.out, contexts=options.contexts, calibration=options.calibration, results=results)
+        own = {task.name: results[task.name]}
+        write(files[task.name], contexts=options.contexts, calibration=options.calibration, results=own)
 
     for place, model in enumerate(options.retrieval):
         engine = make_engine("hf", model=model_directory(model), policy="full", max_batch=128)
@@ -285,6 +288,8 @@ def main() -> None:
         tokenizer = load_tokenizer(options.stories)
         sizes = ((options.contexts, 100 * seed + 1), (options.calibration, 100 * seed + 51))
         run(engine, [StoryTask(engine, tokenizer, *size) for size in sizes], seed)
+    if not options.stories and not options.retrieval:
+        show(results)
     draw(results, options.figure)
 
 
