@@ -230,7 +230,9 @@ def draw(results: Results, out: Path) -> None:
         axes = figure.add_subplot(1, len(results), number)
         axes.spines[["top", "right"]].set_visible(False)
         drawn = [name for name in DRAWN if name in methods]
-        families = ["am" if name.startswith("AM") else "none" if name == "Cartridges" else "evict" for name in drawn]
+        families = [
+            "am" if name.startswith("AM") else "cartridge" if name == "Cartridges" else "evict" for name in drawn
+        ]
         ends = []
         for line, (name, colour) in enumerate(zip(drawn, method_colours(families), strict=True)):
             levels = [mean(rows[place][1] for rows in methods[name]) for place in range(len(RATIOS[task]))]

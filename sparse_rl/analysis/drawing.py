@@ -36,6 +36,7 @@ COLOURS = {
     "full": "#000000",
     # other ways to compact a context once
     "evict": "#E03C31",
+    "cartridge": "#7A4A1E",
     "none": "#A8A8A8",
     # runs that do not sample, and runs whose training attention differs from their sampling attention
     "sft": "#808080",
