@@ -81,3 +81,15 @@ def shortened(r: Rollout, stop: set[int]) -> Rollout:
         EvictionTrace.recorded(r.trace.evict_at[..., : len(r.prompt_ids) + n]),
         "stop" if results else "length",
     )
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a loss to all weights of a model that it reaches, float64 [number of these weights]."""
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+def weighted_sum(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a loss in which each log-prob has another weight, as advantages would give."""
+    return sum((row * torch.linspace(-1, 2, len(row))).sum() for row in logprobs)  # type: ignore[return-value]

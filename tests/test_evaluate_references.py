@@ -5,19 +5,18 @@ mean negative log-likelihood of these answers after each compacted context (Atte
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import pytest
+from interrupting import interrupted_after
 
 from rollout import make_engine
 from rollout.context import PromptCacheConfig
 from rollout.evaluation.contexts import Questions, compacted_contexts
-from rollout.evaluation.journal import Journal
 from rollout.hf import HFEngine
 from sparse_rl.analysis.evaluation import accuracy_table
 from sparse_rl.commands.eval import evaluate
@@ -68,24 +67,6 @@ def counting(name: str, method: Callable, counts: dict[str, int]) -> Callable:
         return results
 
     return counted
-
-
-@contextmanager
-def interrupted_after(writes: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt within the block, after the journal was written to `writes` times."""
-    add, count = Journal.add, 0
-
-    def interrupting_add(journal: Journal, lines: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > writes:
-            raise KeyboardInterrupt
-        add(journal, lines)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "add", interrupting_add)
-        with pytest.raises(KeyboardInterrupt):
-            yield
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ a part of the point's work.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
@@ -15,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupting import interrupted_after
 
 from rollout.evaluation.journal import Journal, point_key
 from rollout.hf import HFEngine
@@ -100,24 +100,6 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(HFEngine, "generate", counted_generate)
     monkeypatch.setattr(HFEngine, "simulate", counted_simulate)
     return counts
-
-
-@contextlib.contextmanager
-def interrupted_after(writes: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt within the block, after the journal was written to `writes` times."""
-    add, count = Journal.add, 0
-
-    def interrupting_add(journal: Journal, lines: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > writes:
-            raise KeyboardInterrupt
-        add(journal, lines)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "add", interrupting_add)
-        with pytest.raises(KeyboardInterrupt):
-            yield
 
 
 # ---- the journal ---------------------------------------------------------------------------------------------------

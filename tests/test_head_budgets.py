@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interrupting import interrupted_after
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
@@ -162,24 +162,6 @@ def test_padding_counts_the_longest_heads() -> None:
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def interrupted_after(writes: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt within the block after the journal was written to `writes` times."""
-    add, count = Journal.add, 0
-
-    def interrupting_add(journal: Journal, lines: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > writes:
-            raise KeyboardInterrupt
-        add(journal, lines)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "add", interrupting_add)
-        with pytest.raises(KeyboardInterrupt):
-            yield
 
 
 @pytest.mark.parametrize("writes", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 7))])

@@ -23,14 +23,14 @@ from sparse_rl.methods.eviction.cache import at_slots
 class Cartridge:
     """The entries of a context in training: all but the first `fixed`. Biases are trained only if they were fitted.
 
-    Parameters are float32. `context` rounds them to the dtype of the start.
+    Parameters have at least the precision of float32. `context` rounds them to the dtype of the start.
     """
 
     def __init__(self, start: Context, fixed: int) -> None:
         self.start, self.fixed = start, fixed
         self.of_layer = [
             [
-                x[:, :, fixed:].detach().float().clone().requires_grad_(x is not layer.bias or start.fitted)
+                _precise(x[:, :, fixed:].detach()).clone().requires_grad_(x is not layer.bias or start.fitted)
                 for x in (layer.keys, layer.values, layer.bias)
             ]
             for layer in start.layers
@@ -91,13 +91,18 @@ def train(
 
 
 def logprobs(reader: Reader, context: Context, texts: Sequence[Conversation]) -> Tensor:
-    """Return the log-probs of the next token at each token of the answers that has a next token, float32 [n, V].
+    """Return the log-probs of the next token at each token of the answers that has a next token: [n, V], float32 or wider.
 
     The first of them is the last token of the starter.
     """
     logits = reader.logits([text.tokens for text in texts], ContextCache(context))
     spans = [slice(len(text.starter) - 1, len(text.tokens) - 1) for text in texts]
-    return torch.cat([row[span] for row, span in zip(logits, spans, strict=True)]).float().log_softmax(-1)
+    rows = torch.cat([row[span] for row, span in zip(logits, spans, strict=True)])
+    return _precise(rows).log_softmax(-1)
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def divergence(full: Tensor, own: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from judging import gap
+from judging import gap, gradients, weighted_sum
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig, load_context, save_context
@@ -229,17 +229,6 @@ def test_control_wrong_traces_give_a_large_gap(name: str, wrong: str, sampled: C
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
-
-
-def weighted_sum(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a loss in which each log-prob has another weight, as advantages would give."""
-    return sum((row * torch.linspace(-1, 2, len(row))).sum() for row in logprobs)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("setting", ["parts", "global", "subset"])

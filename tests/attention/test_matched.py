@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judging import gap
+from judging import gap, gradients, weighted_sum
 from solving import least_squares
 from transformers import PreTrainedModel
 
@@ -185,17 +185,6 @@ def test_fits_hardly_amplify_rounding(sampled: Callable, model_of: Callable, pro
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
-
-
-def weighted_sum(logprobs: list[torch.Tensor]) -> torch.Tensor:
-    """Return a loss in which each log-prob has another weight, as advantages would give."""
-    return sum((row * torch.linspace(-1, 2, len(row))).sum() for row in logprobs)  # type: ignore[return-value]
 
 
 def test_gradients_of_replay_equal_those_of_the_dense_reference(sampled: Callable) -> None:
