@@ -91,9 +91,9 @@ def train(
 
 
 def logprobs(reader: Reader, context: Context, texts: Sequence[Conversation]) -> Tensor:
-    """Return the log-probs of the next token at each token of the answers that has a next token: [n, V], float32 or wider.
+    """Return the log-probs of each token of the answers, given the tokens before it: [n, V], float32 or wider.
 
-    The first of them is the last token of the starter.
+    The first of them are those at the last token of the starter.
     """
     logits = reader.logits([text.tokens for text in texts], ContextCache(context))
     spans = [slice(len(text.starter) - 1, len(text.tokens) - 1) for text in texts]
