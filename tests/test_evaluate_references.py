@@ -122,6 +122,22 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path) 
         assert row.log_perplexity != pytest.approx(mean(others), abs=1e-2)
 
 
+def test_a_summary_gives_no_references(recipe_of: Callable, tmp_path: Path) -> None:
+    """A summary that is kept whole has `policy: full`, too. The references are still the answers after the whole
+    context, and the summary's row has their loss. Without a block of the whole context no row has a loss.
+    """
+    summary = {"policy": "full", "summary": "plain", "summary_tokens": 5}
+    rows = evaluate(recipe_of("out", [summary, FULL]), progress=False)
+    alone = evaluate(recipe_of("alone", [FULL]), progress=False)
+    assert [row.parameters.get("summary") for row in rows] == ["plain", None]
+    assert rows[1].log_perplexity == alone[0].log_perplexity
+    assert rows[0].log_perplexity != pytest.approx(rows[1].log_perplexity, abs=1e-2)
+    with_ids = {line["point"] for line in lines_of(tmp_path / "out") if "completion_ids" in line}
+    assert with_ids == {line["point"] for line in lines_of(tmp_path / "alone")}
+    (without,) = evaluate(recipe_of("without", [summary]), progress=False)
+    assert without.log_perplexity is None
+
+
 def test_the_full_row_is_the_loss_of_its_own_answers(recipe_of: Callable, tmp_path: Path) -> None:
     """At temperature 1 it is the mean of the log-probs with which the answers were sampled, up to 1e-5. At another
     temperature it is still computed at temperature 1, so the sampled log-probs are a control.

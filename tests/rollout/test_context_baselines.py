@@ -70,6 +70,17 @@ def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: 
             assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
 
 
+def test_the_best_entry_of_each_head_is_kept() -> None:
+    """Of three heads, one has scores below all others. It keeps its best entry, also if the total is below the number
+    of heads. Control: with equal scores, the earlier entries are kept.
+    """
+    scores = torch.tensor([[[5.0, 6.0, 7.0]], [[0.1, 0.3, 0.2]], [[4.0, 8.0, 3.0]]])
+    assert competing_counts(scores, 4) == [[2], [1], [1]]
+    assert competing_counts(scores, 6) == [[3], [1], [2]]
+    assert competing_counts(scores, 1) == [[1], [1], [1]]
+    assert competing_counts(torch.ones(3, 1, 3), 4) == [[2], [1], [1]]
+
+
 def test_heads_that_compete_need_queries_before_the_pass(stories: tuple) -> None:
     engine, tokens, _ = stories
     with pytest.raises(UserError, match="heads cannot compete by on-policy queries") as caught:

@@ -252,7 +252,8 @@ def test_baselines_equal_those_that_are_compacted_alone(
     summary = PromptCacheConfig(first=0, summary="plain", summary_tokens=9)
     questions = Questions([SplitPrompt(tokens, 2, [7])], ContextPrompts(summaries={"plain": request}))
     for beside in (parts, on_policy, summary):
-        for baseline in (PromptCacheConfig(policy="none", first=5), PromptCacheConfig(policy="full", first=0)):
+        for policy, first in (("none", 0), ("none", 5), ("full", 0)):
+            baseline = PromptCacheConfig(policy=policy, first=first)
             results = {item.cache: item for item in compacted_contexts(engine, questions, [beside, baseline])}
             alone = engine.compact(tokens, replace(baseline, first=baseline.first + 2))
             for ours, theirs in zip(results[1].context.layers, alone.layers, strict=True):
