@@ -14,6 +14,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
@@ -24,6 +25,8 @@ from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
 from sparse_rl.commands.eval import evaluate
 from sparse_rl.commands.main import main
 from sparse_rl.commands.rollout import sample
+from sparse_rl.commands.sampling import context_questions
+from sparse_rl.data.config import DataConfig
 from sparse_rl.data.running_sum import build_tokenizer
 from sparse_rl.data.tokens import SplitPrompt, prompt_ids
 from sparse_rl.errors import UserError
@@ -182,6 +185,20 @@ def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     # a new key must be in exactly one of the two sets
     assert read | COMPACTION == names
     assert not read & COMPACTION
+
+
+def test_requests_about_a_context_are_answered_without_thinking(model: str) -> None:
+    """Also if the task lets the model think about its questions. The template of this test ends with "a" if the model
+    thinks, and with "b" if it does not.
+    """
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ 'b' if enable_thinking is false else 'a' }}"
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1=2;Q?"}], "context": "1=2;"}])
+    for thinking, end in ((True, "a"), (None, "a"), (False, "b")):
+        questions = context_questions(rows, tokenizer, DataConfig(path="x.jsonl", thinking=thinking))
+        assert tokenizer.decode(questions.prompts[0].rest)[-1] == end
+        for request in (questions.about.repeat, questions.about.questions, *questions.about.requests):
+            assert tokenizer.decode(request)[-1] == "b"
 
 
 ABOUT = ContextPrompts()

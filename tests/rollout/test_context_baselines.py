@@ -20,7 +20,7 @@ from rollout.context.cache import LayerEntries, joined
 from rollout.context.competition import competing_counts
 from rollout.context.prompts import ContextPrompts
 from sparse_rl.attention import replay_logprobs
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match
 from sparse_rl.matching.block import refit
 
@@ -143,6 +143,22 @@ def test_scores_are_pooled_by_their_maximum(stories: tuple) -> None:
         best = near.sort(dim=-1, descending=True, stable=True).indices[..., :11].sort(-1).values + 2
         assert torch.equal(context.layers[layer].positions[:, :, 5:], best)
     assert not torch.equal(context.evict_at(), mean.evict_at())
+
+
+@pytest.mark.parametrize("pool", [1, 3])
+def test_values_that_overflow_are_refused(pool: int, stories: tuple) -> None:
+    """Values near the largest float32 number are finite, but fitted values exceed it. Control: with `fit_values: false`
+    the values stay as they are.
+    """
+    engine, tokens, _ = stories
+    config = PromptCacheConfig(ratio=0.2, pool=pool, ridge=1e-9)
+    studied = engine.study(tokens, config)
+    signs = torch.where(torch.rand(studied.whole.layers[0].values.shape, generator=torch.Generator()) > 0.5, 1.0, -1.0)
+    layers = [replace(layer, values=3.4e38 * signs) for layer in studied.whole.layers]
+    large = replace(studied, whole=replace(studied.whole, layers=layers))
+    with pytest.raises(NotFiniteError, match="a fitted value is not finite"):
+        large.compacted(config)
+    large.compacted(replace(config, fit_values=False))
 
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
