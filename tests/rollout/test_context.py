@@ -293,7 +293,7 @@ def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path:
             load(tmp_path / "wrong.json", 1, 2)
     (tmp_path / "no.json").write_text("[]")
     for file, message in (
-        ("absent", "No such file"),
+        ("absent", "there is no file"),
         ("no.json", "it is not a mapping"),
         ("b.json", r"\[2, 3\], but the model"),
     ):
