@@ -45,6 +45,7 @@ from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
+from sparse_rl.models.head import head_of
 from sparse_rl.models.identity import Identity, identify
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
@@ -378,4 +379,4 @@ class HFEngine:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits [B, V] for hidden states [B, hidden size]."""
         with padded_layers(len(hidden), hidden.device):
-            return self.model.get_output_embeddings()(hidden)
+            return head_of(self.model)(hidden)

@@ -16,16 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollout import choice, make
 from rollout.hf import HFEngine
@@ -42,11 +33,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
 TRAINED = {"quickstart": (QUICKSTART, SYMBOLS.index("Q")), "stories260K": (STORIES, 1)}  # and the first token of a text
-FAMILIES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -60,15 +46,28 @@ TINY = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+YARN = {"rope_type": "yarn", "factor": 256.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values other than 1 for all factors
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "ministral3": {"rope_parameters": {"rope_theta": 1e6, **YARN}},
+    "phi3": {"partial_rotary_factor": 0.75, "pad_token_id": None},
+    "granite": {
+        **{"logits_scaling": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 4.0},
+        "attention_bias": True,
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "glm4": {"attention_bias": True, "pad_token_id": None},
+    "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": None},
+}
 
 
 def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build a tiny random model that has random biases and norms too; `overrides` replace entries of TINY."""
-    config, model_class = FAMILIES[family]
-    settings = {"attention_bias": True, **TINY} if family == "llama" else TINY
+    config = AutoConfig.for_model(family, **{**TINY, **OWN.get(family, {}), **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config(**{**settings, **overrides}))
+        model = AutoModelForCausalLM.from_config(config)
         for name, weight in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 weight.data.add_(0.1 * torch.randn_like(weight))
@@ -94,7 +93,7 @@ def new_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], PreTrainedModel]:
-    """model_of(a key of FAMILIES or TRAINED) -> a shared model with our attention, which tests must not change."""
+    """model_of(a family, or a key of TRAINED) -> a shared model with our attention, which tests must not change."""
     return lambda name: adopt(lend(name))
 
 

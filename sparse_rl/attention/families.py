@@ -8,12 +8,54 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
+NO_VLLM_CODE = "vLLM has no code of its own for this family"
+
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
 FAMILIES: dict[str, str | None] = {
     "qwen2": None,
     "qwen3": None,
     "llama": None,
+    "mistral": None,
+    "ministral3": None,
+    "phi3": None,
+    "granite": None,
+    "seed_oss": None,
+    "glm4": None,
+    "smollm3": NO_VLLM_CODE,
+    "olmo2": NO_VLLM_CODE,
+    "starcoder2": NO_VLLM_CODE,
 }
+
+WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
+STATE = "it has layers with a recurrent state, which is no KV cache and cannot be evicted"
+LATENT = "its latent attention (MLA) has no keys and values of single heads"
+SEVERAL = "it reads images or sound, and only text is supported"
+
+# model_type -> what is missing for a family that users ask for
+MISSING: dict[str, str] = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text", "olmo3", "cohere2", "exaone4"), WINDOWS),
+    **dict.fromkeys(("gemma", "cohere"), "the family has not been tested"),
+    "gemma2": "its soft-capped attention and its sliding windows are not replayed",
+    "gpt_oss": "its attention sinks and sliding windows are not replayed yet",
+    "llama4_text": "its chunked attention is not replayed",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
+    **dict.fromkeys(("zamba2", "falcon_h1", "falcon_mamba", "granitemoehybrid", "nemotron_h", "lfm2"), STATE),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear"), STATE),
+    **dict.fromkeys(
+        ("gemma3", "gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL
+    ),
+}
+
+LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that kind
+    "sliding_attention": "it has sliding-window layers, which evict by themselves",
+    "chunked_attention": "it has layers with chunked attention",
+    **dict.fromkeys(
+        ("linear_attention", "mamba", "conv", "recurrent", "hybrid"), "it has layers with a recurrent state"
+    ),
+}
+DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embedding_dropout", "embd_pdrop", "hidden_dropout")
+BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
 
 SIZES = {  # key of config.json -> maximum allowed value
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),
@@ -32,20 +74,47 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
 
 
 def check_replayable(config: Any, model: str = "the model") -> None:
-    """Raise UserError if the model's attention cannot be replayed.
+    """Raise UserError if the model's forward pass cannot be replayed.
 
-    Replay needs a supported family, no sliding windows, no attention dropout, and equal groups of query heads.
+    Replay needs a supported family, full causal attention in all layers, no dropout, RoPE whose frequencies do not
+    depend on the length of the text, and equal groups of query heads.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
-        raise UserError(f"{model} is of type {config.model_type!r}; the supported families are {families}", "model")
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        raise UserError(f"{model} cannot be replayed: it has sliding-window layers, which evict by themselves", "model")
+        why = MISSING.get(config.model_type, f"the supported families are {families}")
+        raise UserError(f"{model} is of type {config.model_type!r}, which cannot be replayed: {why}", "model")
+    for kind in getattr(config, "layer_types", None) or []:
+        if kind != "full_attention":
+            why = LAYER_KINDS.get(kind, f"it has layers of the unknown kind {show(kind)}")
+            raise UserError(f"{model} cannot be replayed: {why}", "model")
+    if getattr(config, "layer_types", None) is None and hidden_window(config):
+        raise UserError(
+            f"{model} cannot be replayed: sliding_window {show(config.sliding_window)} in its config.json makes every "
+            "layer evict by itself; set it to null if no text will be longer than the window",
+            "model",
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")
-    if getattr(config, "attention_dropout", 0.0):
-        raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
+    for name in DROPOUTS:
+        if getattr(config, name, 0.0):
+            raise UserError(f"{model} has {name}, which cannot be replayed; set it to 0 in config.json", "model")
+    if (kind := rope_type(config)) in BY_LENGTH:
+        raise UserError(
+            f"{model} has RoPE of type {kind}, which depends on the length of the text: the sampler and the trainer "
+            "would turn the same key differently",
+            "model",
+        )
+
+
+def hidden_window(config: Any) -> bool:
+    """Return True if a configuration without layer types has a sliding window, which then applies to all layers."""
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+
+
+def rope_type(config: Any) -> str:
+    """Return the kind of a model's RoPE; "default" is RoPE without scaling."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
 def family_only_hf(config: Any) -> str | None:
@@ -65,5 +134,4 @@ def cache_shape(config: Any) -> tuple[int, int, int]:
 
 def window_of(config: Any) -> int | None:
     """Return the maximum number of tokens that a model can read. None means unknown, because RoPE is scaled."""
-    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
-    return None if scaled else config.max_position_embeddings
+    return None if rope_type(config) != "default" else config.max_position_embeddings

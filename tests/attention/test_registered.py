@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from sparse_rl.attention.families import FAMILIES, cache_shape
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
@@ -113,14 +113,14 @@ def small(config_class: type, **settings: object) -> object:
     ("build", "message"),
     [
         (
-            lambda: MistralForCausalLM(small(MistralConfig)),
-            "of type 'mistral'; the supported families are qwen2, qwen3, llama",
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=2)),
+            "of type 'gpt2', which cannot be replayed: the supported families are qwen2, qwen3, llama",
         ),
         (
             lambda: Qwen2ForCausalLM(
                 small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
             ),
-            "has sliding-window layers, which evict by themselves",
+            "it has sliding-window layers, which evict by themselves",
         ),
         (
             lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)),

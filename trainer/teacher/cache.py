@@ -31,6 +31,7 @@ from sparse_rl.attention.interface import adopt
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.files import MOST_TEXT, read_text, usual_permissions
 from sparse_rl.models.base import base_of
+from sparse_rl.models.head import head_of
 from sparse_rl.progress import stage
 from trainer.batches import Batch
 from trainer.checkpoint import disk_is_full, sha256
@@ -189,7 +190,7 @@ def _shard_tensors(
     teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
 ) -> dict[str, Tensor]:
     device = next(teacher.parameters()).device
-    head = base_of(teacher).get_output_embeddings()
+    head = head_of(base_of(teacher))
     batches: list[TopK] = []
     for start in range(0, len(examples), batch_size):
         hidden = Batch.make(examples[start : start + batch_size], device).hidden(teacher, replayed=False)

@@ -24,6 +24,7 @@ from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.models.base import base_of
+from sparse_rl.models.head import head_of
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.batches import Batch
 from trainer.examples import Example
@@ -127,7 +128,7 @@ class TaughtTrainer(Resumable):
         Call this under autocast, if the training uses autocast. hidden : as in DistillationLoss
         """
         teacher_outputs = self._teacher_outputs(batch)
-        sums = self.loss(hidden, base_of(student).get_output_embeddings(), teacher_outputs, batch.targets)
+        sums = self.loss(hidden, head_of(base_of(student)), teacher_outputs, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
@@ -136,7 +137,7 @@ class TaughtTrainer(Resumable):
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
-        head = whole.get_output_embeddings()
+        head = head_of(whole)
         # _redirect calls DeepSpeed's forward if DeepSpeed wraps the teacher.
         hidden = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
         if config.top_k is None:

@@ -1,0 +1,133 @@
+"""Every supported family computes, with a full cache, what transformers computes; everything else is refused.
+
+The gap cannot see an attention that is wrong in the sampler and in the trainer alike. So both are compared with
+transformers' eager attention here, on random weights with large queries, for which masks matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention.families import BY_LENGTH, DROPOUTS, FAMILIES, LAYER_KINDS, MISSING, check_replayable
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.errors import UserError
+
+LENGTHS = (1, 4, 11, 28, 66)
+SHARPENED = (
+    "q_proj.weight",
+    "qkv_proj.weight",
+    "q_norm.weight",
+)  # a model has the first, or the second; some the third
+
+
+def sharpened(model: PreTrainedModel) -> PreTrainedModel:
+    """Multiply queries by 3, so that a query attends to few keys."""
+    for name, weight in model.named_parameters():
+        if name.endswith(SHARPENED):
+            weight.data.mul_(3)
+    return model
+
+
+def plain_logprobs(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+    """Return transformers' own log-probs [completion tokens] of one rollout, in the model's dtype."""
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    first = len(rollout.prompt_ids)
+    logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[0, first:, None])[:, 0]
+
+
+def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_cache_computes_what_transformers_computes(
+    family: str, new_model: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
+) -> None:
+    """The log-probs of engine and trainer differ from those of transformers' eager attention by at most twice its own
+    error, which is its difference from the same model in float64. Control: the log-probs under a window of 8 tokens
+    differ by at least 0.1.
+    """
+    model = sharpened(
+        new_model(family, num_hidden_layers=4, **({"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}))
+    )
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    exact = copy.deepcopy(eager).double()
+    prompts, sampling = prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, ignore_eos=True)
+    sampled = make_engine("hf", model=model, policy=policy_of("full")).generate(prompts, sampling)
+    windowed = make_engine("hf", model=model, policy=policy_of("streaming", budget=8, sinks=0, period=1))
+    with torch.no_grad():
+        plain = [plain_logprobs(eager, r) for r in sampled]
+        own_error = largest_difference(plain, [plain_logprobs(exact, r) for r in sampled])
+        record_property("own error", own_error)
+        assert 1e-7 < own_error < 2e-5
+        assert largest_difference(plain, [torch.tensor(r.model_logprobs) for r in sampled]) <= 2 * own_error
+        assert largest_difference(plain, replay_logprobs(model, sampled)) <= 2 * own_error
+        control = windowed.generate(prompts, sampling)
+        assert (
+            largest_difference(
+                [plain_logprobs(eager, r) for r in control], [torch.tensor(r.model_logprobs) for r in control]
+            )
+            > 0.1
+        )
+
+
+@pytest.mark.parametrize("family", MISSING)
+def test_a_family_that_cannot_be_replayed_is_refused_with_its_reason(family: str) -> None:
+    config = type("Config", (), {"model_type": family})()
+    with pytest.raises(UserError, match=f"is of type '{family}', which cannot be replayed: ") as refusal:
+        check_replayable(config)
+    assert MISSING[family] in str(refusal.value)
+    assert family not in FAMILIES
+
+
+def test_an_unknown_family_is_refused_with_the_list_of_supported_ones() -> None:
+    config = AutoConfig.for_model("gpt2")
+    with pytest.raises(
+        UserError, match="of type 'gpt2', which cannot be replayed: the supported families are qwen2, qwen3"
+    ):
+        check_replayable(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sliding_window": 4096}, "sliding_window 4096 in its config.json makes every layer evict by itself"),
+        *[({name: 0.1}, f"has {name}, which cannot be replayed; set it to 0 in config.json") for name in DROPOUTS],
+        *[({"layer_types": ["full_attention", kind]}, why) for kind, why in LAYER_KINDS.items()],
+        ({"layer_types": ["full_attention", "strange"]}, "it has layers of the unknown kind 'strange'"),
+        *[
+            (
+                {"rope_parameters": {"rope_type": kind}},
+                f"has RoPE of type {kind}, which depends on the length of the text",
+            )
+            for kind in BY_LENGTH
+        ],
+    ],
+)
+def test_settings_that_no_replay_can_follow_are_refused(settings: dict, message: str, new_model: Callable) -> None:
+    """Windows, dropouts, other kinds of layers and RoPE that depends on the length are refused in one line. Control:
+    without the setting, the configuration is accepted.
+    """
+    config = new_model("mistral").config
+    check_replayable(config)  # control
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=message) as refusal:
+        check_replayable(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_window_that_is_switched_off_is_no_window(new_model: Callable) -> None:
+    """`use_sliding_window: false` overrides `sliding_window`."""
+    config = new_model("mistral").config
+    config.sliding_window, config.use_sliding_window = 4096, False
+    check_replayable(config)
