@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.requests import Request
 
 # Minimum number of sequences in a decoded batch, padding included: on a CPU, attention over fewer sequences rounds
-# differently (products.py).
+# differently (sparse_rl/kernels/products.py).
 LEAST_ROWS = 4
 
 

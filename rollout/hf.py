@@ -27,7 +27,6 @@ from rollout.context.prompts import ContextPrompts
 from rollout.context.reader import EngineReader
 from rollout.context.rotation import check_movable
 from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
-from rollout.products import padded_layers
 from rollout.requests import (
     NotFiniteLogprobError,
     Request,
@@ -43,6 +42,9 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
+from sparse_rl.experts.cache import RoutedCache
+from sparse_rl.experts.routing import has_experts
+from sparse_rl.kernels.products import padded_layers
 from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.head import head_of
@@ -226,7 +228,12 @@ class HFEngine:
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
         """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
-        return self._read(prompts, make_cache(self.policy) if context is None else ContextCache(context))
+        return self._read(prompts, self._cache() if context is None else ContextCache(context))
+
+    def _cache(self) -> Cache:
+        """Return an empty cache of the kind that the policy needs. It records the experts of a mixture of experts."""
+        cache = make_cache(self.policy)
+        return RoutedCache(cache, self.model.config.num_hidden_layers) if has_experts(self.model) else cache
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""

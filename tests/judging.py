@@ -54,9 +54,46 @@ def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     if any(not torch.equal(e, e.roll(1, dims=1)) for e in right):
         wrong["heads swapped"] = [e.roll(1, dims=1) for e in right]
     return {
-        name: [replace(r, trace=EvictionTrace(e, validate=False)) for r, e in zip(rollouts, traces, strict=True)]
+        name: [replace(r, trace=EvictionTrace(e, _routed(r), False)) for r, e in zip(rollouts, traces, strict=True)]
         for name, traces in wrong.items()
     }
+
+
+def _routed(rollout: Rollout) -> dict[str, torch.Tensor]:
+    """Return the section `routed` of a rollout's trace, if there is one."""
+    return {name: values for name, values in rollout.trace.further.items() if name == "routed"}
+
+
+def wrong_routes(rollouts: Sequence[Rollout], experts: int) -> dict[str, list[Rollout]]:
+    """Return name -> copies of the rollouts with wrong experts. The name says what is wrong with them.
+
+    experts : number of experts in a layer
+    """
+
+    def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
+        sections = [{**r.trace.further, "routed": change(r.trace.further["routed"])} for r in rollouts]
+        traces = [EvictionTrace(r.trace.evict_at, s, validate=False) for r, s in zip(rollouts, sections, strict=True)]
+        return [replace(r, trace=trace) for r, trace in zip(rollouts, traces, strict=True)]
+
+    def rolled_layers(routed: torch.Tensor) -> torch.Tensor:
+        with_experts = (routed >= 0).any(-1).any(-1)
+        routed = routed.clone()
+        routed[with_experts] = routed[with_experts].roll(1, dims=0)
+        return routed
+
+    return {
+        "next expert": changed(lambda routed: ((routed + 1) % experts).where(routed >= 0, -1).to(routed.dtype)),
+        "experts of the token before": changed(lambda routed: routed.roll(1, dims=1)),
+        "experts of another layer": changed(rolled_layers),
+    }
+
+
+def without_routes(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return copies of the rollouts whose traces record no experts, so that a replay's routers choose themselves."""
+    kept = [{n: v for n, v in r.trace.further.items() if n != "routed"} for r in rollouts]
+    return [
+        replace(r, trace=EvictionTrace(r.trace.evict_at, further)) for r, further in zip(rollouts, kept, strict=True)
+    ]
 
 
 def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:

@@ -12,13 +12,14 @@ from itertools import cycle
 import pytest
 import torch
 from growing import Growing, GrowingConfig
-from judging import gap, wrong_traces
+from judging import gap, wrong_routes, wrong_traces
 from policy_cases import SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.experts.routing import has_experts
 from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy
 from sparse_rl.trace import NEVER
@@ -37,6 +38,7 @@ BUDGET = 20
 LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)
 TOKENS = 30
 TOLERANCE = 1e-5
+EXPERTS = 8  # in a layer of a tiny model with experts
 
 
 def check_cell(
@@ -58,6 +60,9 @@ def check_cell(
         record_property("gap", true_gap)
         tally(policy.name, gap=true_gap)
         assert true_gap <= TOLERANCE
+        if has_experts(model):
+            for name, with_wrong_routes in wrong_routes(rollouts, EXPERTS).items():
+                assert gap(replay_logprobs(model, with_wrong_routes), rollouts) >= 0.1, name
 
         evicted = [bool((r.trace.evict_at < NEVER).any()) for r in rollouts]
         if policy.name == "full":

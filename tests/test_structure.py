@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
-CORE = ("trace", "policies", "methods", "kernels", "matching", "attention", "models", "data")
+CORE = ("trace", "policies", "methods", "kernels", "matching", "experts", "attention", "models", "data")
 BASE = (  # they import at most one another
     *("errors", "clock", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
 )
@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "kernels": ("trace",),
     "data": ("configurations",),
     "matching": ("trace",),
-    "attention": ("configurations", "trace", "kernels", "matching"),
+    "experts": ("trace", "kernels"),
+    "attention": ("configurations", "trace", "kernels", "matching", "experts"),
     "policies": ("configurations", "attention", "kernels", "trace"),
     "methods": ("configurations", "attention", "kernels", "matching", "policies", "trace"),
     "models": ("configurations", "policies", "methods", "attention"),

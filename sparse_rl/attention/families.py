@@ -24,6 +24,11 @@ FAMILIES: dict[str, str | None] = {
     "smollm3": NO_VLLM_CODE,
     "olmo2": NO_VLLM_CODE,
     "starcoder2": NO_VLLM_CODE,
+    "qwen3_moe": None,
+    "qwen2_moe": None,
+    "mixtral": None,
+    "olmoe": None,
+    "glm4_moe": None,
 }
 
 WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
@@ -54,7 +59,10 @@ LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that
         ("linear_attention", "mamba", "conv", "recurrent", "hybrid"), "it has layers with a recurrent state"
     ),
 }
-DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embedding_dropout", "embd_pdrop", "hidden_dropout")
+NOISES = (  # random changes of a forward pass in training
+    *("attention_dropout", "residual_dropout", "resid_pdrop", "embedding_dropout", "embd_pdrop", "hidden_dropout"),
+    "router_jitter_noise",
+)
 BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
 
 SIZES = {  # key of config.json -> maximum allowed value
@@ -96,7 +104,7 @@ def check_replayable(config: Any, model: str = "the model") -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")
-    for name in DROPOUTS:
+    for name in NOISES:
         if getattr(config, name, 0.0):
             raise UserError(f"{model} has {name}, which cannot be replayed; set it to 0 in config.json", "model")
     if (kind := rope_type(config)) in BY_LENGTH:

@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sparse_rl.attention.families import check_replayable
 from sparse_rl.errors import UserError
+from sparse_rl.experts.routing import attach
 from sparse_rl.trace import TraceError
 
 ATTENTION = "sparse_rl"
@@ -159,11 +160,13 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a model to our attention function, so that its forward accepts `kv_view`; return the same model.
 
-    A second call changes nothing. Raises UserError if the model's attention cannot be replayed (`check_replayable`).
+    The routers of a mixture of experts are connected to `kv_view`, too (sparse_rl/experts/routing.py). A second call
+    changes nothing. Raises UserError if the model's attention cannot be replayed (`check_replayable`).
     """
     check_replayable(model.config)
     if model.config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
+    attach(model)
     return model
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_check
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.errors import UserError
+from sparse_rl.experts.view import RoutedView
 from sparse_rl.trace import EvictionTrace
 
 
@@ -37,7 +39,7 @@ def replay_logprobs(
     With the sampler's weights, these log-probabilities equal `Rollout.logprobs` up to rounding; this is the project's
     invariant (docs/architecture.md).
 
-    model : a causal LM of the Qwen2, Qwen3 or Llama family
+    model : a causal LM of a supported family (families.py)
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
     temperature : the sampling temperature; 0 (greedy) is scored at 1, as in the engines' log-probabilities
     batch_size : number of sequences per forward pass, right-padded
@@ -93,6 +95,10 @@ def dense_logprobs(
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
     adopt(model)
-    logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace, device), use_cache=False).logits
+    further = {name: values for name, values in trace.further.items() if name != "routed"}
+    view: Any = DenseView(replace(trace, further=further), device)
+    if "routed" in trace.further:
+        view = RoutedView(view, trace.further["routed"][:, None], device)
+    logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
     logits = logits[0, len(prompt_ids) - 1 : -1].float() / (temperature or 1.0)
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]

@@ -7,9 +7,9 @@ A type is narrower than the library's if the library would detect a wrong value 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from sparse_rl.config import NonNegativeInt, Positive, PositiveInt, Probability, Rule
+from sparse_rl.config import NonNegative, NonNegativeInt, Positive, PositiveInt, Probability
 
 LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 Order = Literal["random", "sequential"]
@@ -82,7 +82,7 @@ TAUGHT: dict[str, Any] = {
 GRPO: dict[str, Any] = {
     **TRAINING,
     **VALIDATED,
-    "router_aux_loss_coef": Annotated[float, Rule("0: there is no such loss under evictions", lambda v: v == 0)] | None,
+    "router_aux_loss_coef": NonNegative | None,
     "disable_dropout": bool,
     "ds3_gather_for_generation": bool,
     "shuffle_dataset": bool | None,

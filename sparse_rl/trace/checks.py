@@ -48,3 +48,25 @@ def check_compacted_at(values: Tensor, sections: Sections, prompt: int | None) -
     if bool(((evict_at != values) & (evict_at != NEVER)).any()):
         return f"a token is evicted at a position other than {int(values[0])}, the end of the compacted context"
     return None
+
+
+def check_routed(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Check the recorded experts `routed`; return an error message, or None if they are valid.
+
+    A layer with experts has distinct experts for every token except the last; other layers have -1 throughout.
+    """
+    recorded = values >= 0
+    if bool((values < -1).any()) or bool((recorded.any(-1) != recorded.all(-1)).any()):
+        return "routed has a token with some experts recorded and others not; -1 must stand for all experts of a token"
+    tokens = recorded.any(-1)  # [L, S]
+    if bool(tokens[:, -1:].any()):
+        return "routed has experts for the last token, which is never fed"
+    partial = tokens.any(-1) & ~tokens[:, :-1].all(-1)
+    if bool(partial.any()):
+        layer = int(partial.nonzero()[0])
+        token = int((~tokens[layer]).nonzero()[0])
+        return f"routed has no experts for token {token} of layer {layer}, although this layer has experts"
+    ordered = values.sort(-1).values
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+        return "routed has the same expert twice for one token"
+    return None

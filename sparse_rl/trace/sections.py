@@ -134,8 +134,28 @@ def numbers(
     return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
+# ---- routed: int16 [L, S, K], the experts that a token takes in each layer, in the order of the router's choice -----
+#      -1 means that none is recorded: a layer without experts, padding, and the last token, which is never fed
+
+
+def _batch_routed(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
+    """Return int16 [layers, rows, width, K]."""
+    return by_layer([values[:, None] for values in rows], starts, width, -1)[:, :, 0]
+
+
+ROUTED = Section(
+    name="routed",
+    dtype=torch.int16,
+    axes=("layer", "token", "choice"),
+    joined="token",
+    check=checks.check_routed,
+    batch=_batch_routed,
+    pack=lambda documents, starts, ends: torch.cat(list(documents), dim=1),
+)
+
 SECTIONS: dict[str, Section] = {
     "evict_at": EVICT_AT,
+    "routed": ROUTED,
     # the end of a context that was compacted once; without further sections its entries cannot be replayed
     "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at, batch_times),
 }

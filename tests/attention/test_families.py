@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention.families import BY_LENGTH, DROPOUTS, FAMILIES, LAYER_KINDS, MISSING, check_replayable
+from sparse_rl.attention.families import BY_LENGTH, FAMILIES, LAYER_KINDS, MISSING, NOISES, check_replayable
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
 
@@ -60,6 +60,7 @@ def test_a_full_cache_computes_what_transformers_computes(
     )
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
+    eager.set_experts_implementation("eager")
     exact = copy.deepcopy(eager).double()
     prompts, sampling = prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, ignore_eos=True)
     sampled = make_engine("hf", model=model, policy=policy_of("full")).generate(prompts, sampling)
@@ -101,7 +102,7 @@ def test_an_unknown_family_is_refused_with_the_list_of_supported_ones() -> None:
     ("settings", "message"),
     [
         ({"sliding_window": 4096}, "sliding_window 4096 in its config.json makes every layer evict by itself"),
-        *[({name: 0.1}, f"has {name}, which cannot be replayed; set it to 0 in config.json") for name in DROPOUTS],
+        *[({name: 0.1}, f"has {name}, which cannot be replayed; set it to 0 in config.json") for name in NOISES],
         *[({"layer_types": ["full_attention", kind]}, why) for kind, why in LAYER_KINDS.items()],
         ({"layer_types": ["full_attention", "strange"]}, "it has layers of the unknown kind 'strange'"),
         *[

@@ -177,14 +177,16 @@ def test_dropping_groups_needs_a_single_sum_of_rewards(grpo: Callable) -> None:
         grpo(model="nowhere", **options)
 
 
-def test_settings_that_trl_switches_on_are_refused() -> None:
-    """TRL itself switches on reentrant gradient checkpointing (for LoRA under ZeRO-3) and the auxiliary loss of
-    mixture-of-experts models. Both are refused.
+def test_settings_that_trl_switches_on_are_refused(new_model: Callable) -> None:
+    """TRL itself switches on reentrant gradient checkpointing (for LoRA under ZeRO-3), which is refused. It also
+    switches on the balancing loss of experts, by keys of config.json. A dense model that has these keys gets no such
+    loss.
     """
-    accepted = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
-    check_made(SimpleNamespace(**accepted))
-    with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):
-        check_made(SimpleNamespace(**{**accepted, "aux_loss_enabled": True}))
+    accepted = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": True}
+    for family, balanced in (("granite", False), ("qwen3_moe", True)):
+        trainer = SimpleNamespace(**accepted, model=new_model(family))
+        check_made(trainer)
+        assert trainer.aux_loss_enabled is balanced
     reentrant = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(UserError, match="LoRA under ZeRO-3 makes gradient checkpointing reentrant"):
         check_made(SimpleNamespace(**{**accepted, "args": reentrant}))
@@ -197,7 +199,7 @@ def test_settings_that_trl_switches_on_are_refused() -> None:
         ("grpo", "multi_objective_aggregation", "sum", "expected one of sum_then_normalize, normalize_then_sum"),
         ("grpo", "ref_model_sync_steps", 0, "expected a whole number >= 1"),
         ("grpo", "top_entropy_quantile", -1.0, "expected a number between 0 and 1"),
-        ("grpo", "router_aux_loss_coef", 0.01, "expected a number 0: there is no such loss"),
+        ("grpo", "router_aux_loss_coef", -0.01, "expected a number >= 0"),
         ("grpo", "log_level", "loud", "expected one of detail"),
         ("distill", "train_sampling_strategy", "group_by_length", "expected one of random, sequential"),
         ("sft", "train_sampling_strategy", "group_by_length", "expected one of"),

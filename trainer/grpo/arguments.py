@@ -11,6 +11,8 @@ import trl
 
 from sparse_rl.attention.interface import ATTENTION
 from sparse_rl.errors import UserError
+from sparse_rl.experts.routing import has_experts
+from sparse_rl.models.base import base_of
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.grpo.config import SparseGRPOConfig
 from trainer.scored.config import ScorersConfig
@@ -63,9 +65,9 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_made(trainer: Any) -> None:
-    """Raise UserError if TRL has enabled an unsupported feature because of the model or the launch."""
+    """Raise UserError if TRL has enabled an unsupported feature; switch the loss of experts off in a dense model."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; lower zero_stage"
         raise UserError(wrong)
-    if trainer.aux_loss_enabled:
-        raise UserError("experts' auxiliary loss is not supported here; set this key to 0", "router_aux_loss_coef")
+    # A dense model's config.json may have the keys of experts.
+    trainer.aux_loss_enabled = trainer.aux_loss_enabled and has_experts(base_of(trainer.model))

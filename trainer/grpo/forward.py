@@ -11,6 +11,7 @@ from trl.models.utils import _ForwardRedirection
 
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.factory import make_view
+from sparse_rl.experts.routing import balancing_loss
 from sparse_rl.trace import EvictionTrace
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.rows import Learned
@@ -25,21 +26,23 @@ class ReplayedForward:
         self.redirect = _ForwardRedirection()
 
     def __call__(
-        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
+        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace], balance: bool = False
     ) -> tuple[Any, Learned | None]:
         """Return the model's output and the auxiliary losses. The losses are None if nothing besides GRPO learns.
 
-        The output holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens.
+        The output holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens; and aux_loss,
+        the load-balancing loss of experts, if `balance` is True.
 
         ids, mask : token ids, and 1 for tokens and 0 for padding, int64 [rows, width]
         keep : width of the completions, the last columns of `ids`
         traces : trace of each row
+        balance : True computes the load-balancing loss
         """
         starts = mask.long().argmax(-1)[:, None]
         columns = torch.arange(ids.shape[1], device=ids.device)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
-        learns, positions = torch.is_grad_enabled(), (columns - starts).clamp(min=0)
+        learns, positions, real = torch.is_grad_enabled(), (columns - starts).clamp(min=0), mask
         student: Any = self.accelerator.unwrap_model(model)
         if scorers_learn := learns and self.scorer_loss is not None:
             # Rotate rows to begin at column 0: padding in front of them would enter the scorers' state.
@@ -52,18 +55,24 @@ class ReplayedForward:
                 student, lengths, prompts, ids.shape[1], kernel=self.args.attention_kernel, traces=traces
             )
             ids, positions, labels = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order)
+            real = mask.gather(1, order)
         else:
             kernel, through = self.args.attention_kernel, self.args.match_gradient == "through"
             view = make_view(traces, starts.flatten().tolist(), ids.shape[1], ids.device, kernel, through)
-        if not learns or not hasattr(view, "losses"):
+        others = learns and hasattr(view, "losses")
+        if not others and not balance:
             return self._forward(model, ids, positions, labels, view), None
 
-        def with_losses(*inputs: Any) -> tuple[Any, Tensor]:
+        def with_losses(*inputs: Any) -> tuple[Any, Tensor | None]:
             out = self._forward(student.forward, *inputs)
-            return out, torch.stack(list(view.losses.values()))
+            if balance:
+                out.aux_loss = balancing_loss(view.choices, real)
+            return out, torch.stack(list(view.losses.values())) if others else None
 
         # DDP and DeepSpeed track the outputs of their forward: a loss outside these outputs would get no gradient.
         out, losses = self.redirect(model, student, with_losses, ids, positions, labels, view)
+        if losses is None:
+            return out, None
         if scorers_learn:
             back = (columns[:-1] - starts).clamp(min=0)
             out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)

@@ -186,22 +186,28 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **multimodal: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Return log-probs and entropies in TRL's format, computed with each row under its trace. Takes text only."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probs, entropies and the load-balancing loss of experts in TRL's format; takes text only.
+
+        They are computed with each row under its trace.
+        """
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")
-        size, logps, entropies = batch_size or len(input_ids), [], []
+        size, logps, entropies, balancing = batch_size or len(input_ids), [], [], []
         with nullcontext() if torch.is_grad_enabled() else self.clock.timed("logprobs"):
             for start in range(0, len(input_ids), size):
                 part = slice(start, start + size)
                 ids, mask, traces = input_ids[part], attention_mask[part], self.rows.traces[part]
-                out, self.rows.learned = self.replayed(model, ids, mask, logits_to_keep, traces)
+                out, self.rows.learned = self.replayed(model, ids, mask, logits_to_keep, traces, compute_aux_loss)
                 logps.append(out.log_probs[:, -logits_to_keep:])
                 if compute_entropy:
                     entropies.append(out.entropy[:, -logits_to_keep:])
+                if compute_aux_loss:
+                    balancing.append(out.aux_loss)
         scored = torch.cat(logps)
         self.rows.logprobs = scored.detach()
-        return scored, torch.cat(entropies) if compute_entropy else None, None
+        aux_loss = torch.stack(balancing).mean() if compute_aux_loss else None
+        return scored, torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs.update(self.measures.read())

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from rollout.products import padded
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.finite import refuse_what_is_not_finite
 from rollout.vllm.compat.seeds import draw_seeded_requests
+from sparse_rl.kernels.products import padded
 
 _registered = False
 
@@ -87,7 +87,7 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a Linear layer on a CPU, with padded rows (products.py)."""
+    """Compute a Linear layer on a CPU, with padded rows (sparse_rl/kernels/products.py)."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
 

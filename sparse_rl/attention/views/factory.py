@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
+from sparse_rl.experts.view import RoutedView
 from sparse_rl.methods.config import CONFIGS, AMConfig
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
@@ -39,10 +40,11 @@ def make_view(
 
     Raises TraceError if no view replays all sections of the traces, or if `batch_traces` cannot batch them.
     """
-    batch = batch_traces(traces, starts, width)
+    whole = batch_traces(traces, starts, width)
+    batch = {name: values for name, values in whole.items() if name != "routed"}  # experts stand beside any attention
     for view in views():
         if view.requires <= batch.keys() <= view.replays:
-            return view(batch, device, kernel, through)
+            return RoutedView.around(view(batch, device, kernel, through), whole, device)
     abilities = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
     why = f"; {NOT_RECORDED}" if batch.keys() == {"evict_at", "compacted_at"} else ""
     raise TraceError(f"no view replays traces with the sections {', '.join(batch)}{why} ({abilities})")

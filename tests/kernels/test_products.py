@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout.products import ROWS, padded, padded_layers
+from sparse_rl.kernels.products import ROWS, padded, padded_layers
 
 MANY = 208  # a multiple of ROWS
 
