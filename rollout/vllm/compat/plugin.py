@@ -16,6 +16,7 @@ from rollout.products import padded
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.finite import refuse_what_is_not_finite
+from rollout.vllm.compat.models import correct_models
 from rollout.vllm.compat.seeds import draw_seeded_requests
 
 _registered = False
@@ -39,6 +40,7 @@ def register() -> None:
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
     draw_seeded_requests()
+    correct_models()
     refuse_input_sessions()
     give_out_clean_blocks()
     KVCacheSpecRegistry._ensure_registered()  # if our specifications came first, the built-in ones would be missing
