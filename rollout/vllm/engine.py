@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.core_model_loading import revert_weight_conversion
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
@@ -31,6 +32,7 @@ from rollout.vllm.beside import beside_cache
 from rollout.vllm.compat import arguments, plugin, refusals
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
+from rollout.vllm.record import Result
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
@@ -292,24 +294,28 @@ class VLLMEngine:
                     continue
                 output, length = sampled[request.place], lengths[request.place]
                 logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
-                trace = self._trace(request, [result["evict_at"] for result in results], length)
-                completion, reason = list(output.token_ids), output.finish_reason
-                yield request.place, Rollout(request.tokens, completion, logprobs, model_logprobs, trace, reason)
+                numbers = (logprobs, model_logprobs, self._trace(request, results, length), output.finish_reason)
+                yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
 
-    def _trace(self, request: Request, ranks: list[bytes | None], length: int) -> EvictionTrace:
-        """Return the trace of a sequence of `length` tokens. ranks : `evict_at` of each tensor-parallel rank"""
+    def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:
+        """Return the trace of a sequence of `length` tokens. ranks : the results of all tensor-parallel ranks"""
         if request.context is not None:
             return request.context.trace(length)
         evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
-        if ranks[0] is not None:
-            heads = [np.frombuffer(rank, np.int32).reshape(self.shape[0], -1, length) for rank in ranks if rank]
+        if ranks[0]["evict_at"] is not None:
+            parts = [rank["evict_at"] or b"" for rank in ranks]
+            heads = [np.frombuffer(part, np.int32).reshape(self.shape[0], -1, length) for part in parts]
             evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
-        return EvictionTrace.recorded(evict_at, self.policy.further(len(request.prompt), length))
+        further = self.policy.further(len(request.prompt), length)
+        if (routed := ranks[0]["routed"]) is not None:  # the same in all ranks
+            experts = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
+            further = {**further, "routed": torch.from_numpy(experts.transpose(1, 0, 2).copy())}
+        return EvictionTrace.recorded(evict_at, further)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights of the model and its scorers, each given as (name in a Hugging Face checkpoint, tensor).
+        """Replace all weights of the model and its scorers, each given as (name in transformers' module, tensor).
 
         Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may then be replaced.
         """
@@ -322,8 +328,8 @@ class VLLMEngine:
             self._replace("receive_weights", path, places)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and check names and shapes: vLLM would not notice a missing part of a fused weight."""
-        shapes, required = self._expected
+        """Check the weights (vLLM would not notice a missing part of a fused one), and name them as in a checkpoint."""
+        model, shapes, required = self._expected
         missing = set(required)
         for name, tensor in weights:
             if name not in shapes:
@@ -333,17 +339,16 @@ class VLLMEngine:
                     f"the engine cannot take the weights: {name!r} must have shape {[*shape]}, got {[*tensor.shape]}"
                 )
             missing.discard(name)
-            yield name, tensor
+            yield from revert_weight_conversion(model, {name: tensor.detach()}).items()
         if missing:
             names = ", ".join(sorted(missing)[:3])
             raise UserError(f"the engine cannot take the weights: these were not handed over: {names}")
 
     @cached_property
-    def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:
-        """Return name -> shape of the accepted weights, and the names of the required ones.
+    def _expected(self) -> tuple[Any, dict[str, torch.Size], frozenset[str]]:
+        """Return a model without data, name -> shape of the accepted weights, and the names of the required ones.
 
-        A tied output head is accepted under both of its names. Under ZeRO-3, `from_config` would partition weights that
-        have no data, so the model's class is called directly.
+        A tied head is accepted under both names. `from_config` would partition weights without data under ZeRO-3.
         """
         with torch.device("meta"):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
@@ -351,7 +356,7 @@ class VLLMEngine:
             if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
-        return shapes, frozenset(name for name, _ in model.named_parameters())
+        return model, shapes, frozenset(name for name, _ in model.named_parameters())
 
     def scorer_digests(self) -> dict[str, list[str]]:
         ranks = self.llm.collective_rpc("scorer_digests")

@@ -24,11 +24,13 @@ class Result(TypedDict):
     preempted : True if the request lost its cache before its end; the record then does not match its attention
     evict_at : int32 [L, Hkv of this rank, number of tokens]; None means that nothing was dropped
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
+    routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
     """
 
     preempted: bool
     evict_at: bytes | None
     logprobs: bytes
+    routed: bytes | None
 
 
 class Dropped(NamedTuple):
@@ -54,6 +56,9 @@ class RunRecord:
         self._arrived: list[tuple[Tensor, ...]] = []
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
+        # request id -> (position of the first token, experts of the tokens, int16 [tokens, L, K]), per step
+        self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
     def begin(self, request_id: str) -> int:
@@ -72,6 +77,28 @@ class RunRecord:
         """
         self.place_of.update(zip(request_ids, places, strict=True))
         self.drawn.append((request_ids, steps, logprobs))
+
+    def route(self, request_ids: list[str], first: np.ndarray, counts: np.ndarray, experts: Tensor) -> None:
+        """Record the experts that the tokens of one step took. Waits for the device once in STEPS calls.
+
+        first, counts : int [R], position of the first token of each request in this step, and number of its tokens
+        experts : int16 [sum of counts, L, K]; the tensor may change after the call
+        """
+        self._routed.append((request_ids, first.copy(), counts.copy(), experts.clone()))
+        if len(self._routed) >= STEPS:
+            self._settle_routes()
+
+    def _settle_routes(self) -> None:
+        """Move recorded experts to host memory, by request."""
+        if not self._routed:
+            return
+        experts = torch.cat([step[-1] for step in self._routed]).cpu().numpy()
+        start = 0
+        for request_ids, first, counts, _ in self._routed:
+            for request_id, position, count in zip(request_ids, first.tolist(), counts.tolist(), strict=True):
+                self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
+                start += count
+        self._routed.clear()
 
     def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
         """Record a compaction of several requests.
@@ -125,6 +152,7 @@ class RunRecord:
             self._logprobs = _by_step(self.drawn)
             self.drawn.clear()
             self._settle()
+            self._settle_routes()
         request_of = {place: request_id for request_id, place in self.place_of.items()}
         results: list[Result] = []
         for place, length in lengths.items():
@@ -136,6 +164,7 @@ class RunRecord:
                     "preempted": request_id in self.preempted,
                     "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
+                    "routed": _by_position(self.routed.pop(request_id, None), length),
                 }
             )
         return results
@@ -162,3 +191,17 @@ def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     for row, positions in zip(evict_at, np.ascontiguousarray(by_token.reshape(-1, layers * heads).T), strict=True):
         row[positions] = at
     return evict_at.reshape(layers, heads, length)
+
+
+def _by_position(routed: list[tuple[int, np.ndarray]] | None, length: int) -> bytes | None:
+    """Return the experts of one request's tokens, int16 [length, L, K], with -1 for the last token, which is not fed.
+
+    routed : (position of the first token, int16 [tokens, L, K]) of each step; the last record of a token counts
+    """
+    if routed is None:
+        return None
+    experts = np.full((length, *routed[0][1].shape[1:]), -1, np.int16)
+    for first, part in routed:
+        experts[first : first + len(part)] = part[: length - first]
+    experts[-1] = -1
+    return experts.tobytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,10 @@ class SequenceSampler(nn.Module):
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
         sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
+            if (captured := self.runner.captured_experts) is not None:
+                first = self.runner.input_batch.num_computed_tokens_cpu[: len(ids)]
+                ends = self.runner.query_start_loc.np[: len(ids) + 1]
+                self.record.route(ids, first, np.diff(ends), captured.experts[: int(ends[-1])])
             self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
         return sampled, None
 

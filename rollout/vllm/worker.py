@@ -12,6 +12,7 @@ from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.files import load_context
 from rollout.vllm.compat.arguments import on_cpu
+from rollout.vllm.compat.experts import capture
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.handover import received
 from rollout.vllm.record import Result, RunRecord
@@ -40,6 +41,11 @@ class EngineWorker(Worker):
         if (configured := self.cache_config.kv_cache_memory_bytes) is not None:
             self.cache_config.kv_cache_memory_bytes = min(configured, most)
         return min(super().determine_available_memory(), most)
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """Load the model as vLLM does, and let its routers record the experts that tokens take."""
+        super().load_model(*arguments, **options)
+        self.model_runner.captured_experts = capture(self.model_runner)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
         """Begin a run with a new record. sampling : fields of the run's SamplingConfig"""

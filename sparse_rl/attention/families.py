@@ -8,8 +8,6 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
-NO_VLLM_CODE = "vLLM has no code of its own for this family"
-
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
 FAMILIES: dict[str, str | None] = {
     "qwen2": None,
@@ -21,14 +19,20 @@ FAMILIES: dict[str, str | None] = {
     "granite": None,
     "seed_oss": None,
     "glm4": None,
-    "smollm3": NO_VLLM_CODE,
-    "olmo2": NO_VLLM_CODE,
-    "starcoder2": NO_VLLM_CODE,
+    "smollm3": None,
+    "olmo2": None,
+    "starcoder2": None,
     "qwen3_moe": None,
     "qwen2_moe": None,
     "mixtral": None,
     "olmoe": None,
     "glm4_moe": None,
+}
+
+# model_type -> settings that vLLM does not read, with the value that its code for the family assumes
+UNREAD: dict[str, dict[str, bool]] = {
+    "qwen3": {"attention_bias": False},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
 }
 
 WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
@@ -127,8 +131,14 @@ def rope_type(config: Any) -> str:
 
 def family_only_hf(config: Any) -> str | None:
     """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
-    reason = FAMILIES.get(config.model_type)
-    return reason and f"{config.model_type}: {reason}"
+    family = config.model_type
+    reasons = [
+        f"vLLM ignores {name} in config.json, and assumes {str(assumed).lower()}"
+        for name, assumed in UNREAD.get(family, {}).items()
+        if getattr(config, name, assumed) != assumed
+    ]
+    reason = next(iter(reasons), FAMILIES.get(family))
+    return reason and f"{family}: {reason}"
 
 
 def cache_shape(config: Any) -> tuple[int, int, int]:

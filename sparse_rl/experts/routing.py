@@ -118,7 +118,8 @@ def balancing_loss(routed: Mapping[int, tuple[Tensor, Tensor]], mask: Tensor) ->
     assert routed, "no router has run under a view that replays its choices"
     logits, _ = next(iter(routed.values()))
     real, experts = mask.reshape(-1).to(logits.device, torch.float32), logits.shape[-1]
-    taken, chances, rows = torch.zeros(experts, device=logits.device), torch.zeros(experts, device=logits.device), 0.0
+    taken, chances = torch.zeros(experts, device=logits.device), torch.zeros(experts, device=logits.device)
+    rows = torch.zeros((), device=logits.device)
     for layer in sorted(routed):
         logits, chosen = routed[layer]
         probabilities = logits.softmax(-1)

@@ -11,40 +11,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from eager import eager_copy, largest_difference, plain_logprobs, sampled_logprobs, sharpened
+from transformers import AutoConfig
 
-from rollout import Rollout, SamplingConfig, make_engine
+from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import BY_LENGTH, FAMILIES, LAYER_KINDS, MISSING, NOISES, check_replayable
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
 
 LENGTHS = (1, 4, 11, 28, 66)
-SHARPENED = (
-    "q_proj.weight",
-    "qkv_proj.weight",
-    "q_norm.weight",
-)  # a model has the first, or the second; some the third
-
-
-def sharpened(model: PreTrainedModel) -> PreTrainedModel:
-    """Multiply queries by 3, so that a query attends to few keys."""
-    for name, weight in model.named_parameters():
-        if name.endswith(SHARPENED):
-            weight.data.mul_(3)
-    return model
-
-
-def plain_logprobs(model: PreTrainedModel, rollout: Rollout) -> Tensor:
-    """Return transformers' own log-probs [completion tokens] of one rollout, in the model's dtype."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    first = len(rollout.prompt_ids)
-    logits = model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[0, first:, None])[:, 0]
-
-
-def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,12 +30,9 @@ def test_a_full_cache_computes_what_transformers_computes(
     error, which is its difference from the same model in float64. Control: the log-probs under a window of 8 tokens
     differ by at least 0.1.
     """
-    model = sharpened(
-        new_model(family, num_hidden_layers=4, **({"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}))
-    )
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation("eager")
-    eager.set_experts_implementation("eager")
+    own = {"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}
+    model = sharpened(new_model(family, num_hidden_layers=4, **own))
+    eager = eager_copy(model)
     exact = copy.deepcopy(eager).double()
     prompts, sampling = prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, ignore_eos=True)
     sampled = make_engine("hf", model=model, policy=policy_of("full")).generate(prompts, sampling)
@@ -70,15 +42,10 @@ def test_a_full_cache_computes_what_transformers_computes(
         own_error = largest_difference(plain, [plain_logprobs(exact, r) for r in sampled])
         record_property("own error", own_error)
         assert 1e-7 < own_error < 2e-5
-        assert largest_difference(plain, [torch.tensor(r.model_logprobs) for r in sampled]) <= 2 * own_error
+        assert largest_difference(plain, sampled_logprobs(sampled)) <= 2 * own_error
         assert largest_difference(plain, replay_logprobs(model, sampled)) <= 2 * own_error
         control = windowed.generate(prompts, sampling)
-        assert (
-            largest_difference(
-                [plain_logprobs(eager, r) for r in control], [torch.tensor(r.model_logprobs) for r in control]
-            )
-            > 0.1
-        )
+        assert largest_difference([plain_logprobs(eager, r) for r in control], sampled_logprobs(control)) > 0.1
 
 
 @pytest.mark.parametrize("family", MISSING)

@@ -82,6 +82,8 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": "prompt request_id params "
     "lora_request trace_headers session_id",
     "engine.arg_utils.AsyncEngineArgs.create_engine_config": "usage_context headless",
+    "engine.arg_utils.EngineArgs.create_model_config": "",
+    "model_executor.models.transformers.base.Base._decorate_for_torch_compile": "",
     "sampling_params.SamplingParams._validate_structured_outputs": "model_config structured_outputs_config tokenizer",
     "entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error": "finish_reason request_id",
     "forward_context.get_forward_context": "",
@@ -130,7 +132,7 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "model_executor.layers.attention": "Attention",
     "config.CUDAGraphMode": "NONE has_full_cudagraphs",
     "config.ModelConfig": "use_mla is_hybrid is_encoder_decoder get_total_num_kv_heads max_model_len dtype "
-    "get_vocab_size model",
+    "get_vocab_size model using_transformers_backend",
     "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes sliding_window",
     "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size use_ubatching",
@@ -231,6 +233,8 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
+    assert "self.create_model_config()" in inspect.getsource(of_vllm("engine.arg_utils"))
+    assert '"llama_4_scaling"' in inspect.getsource(of_vllm("model_executor.models.mistral.MistralAttention"))
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
     assert "batched_count_greater_than(" in source
     assert "self.topk_topp_sampler(" in source

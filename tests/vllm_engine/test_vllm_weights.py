@@ -8,12 +8,27 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from judging import gap, same
+from test_vllm_against_hf import ON_BOTH
 from transformers.integrations import deepspeed
 
 from rollout import SamplingConfig
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.policies import Policy
 
+OFTEN = ("qwen2", "qwen3", "llama")  # updates of the other families are slow tests
+LAYERS = (
+    "embed_tokens",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "norm",
+    "lm_head",
+)
+FUSED = [("phi3", "qkv_proj"), ("phi3", "gate_up_proj"), ("glm4", "gate_up_proj"), ("olmo2", "q_norm")]
 SAMPLING = SamplingConfig(30, seed=0, ignore_eos=True)
 LENGTHS = (5, 70, 90, 130)
 
@@ -24,7 +39,9 @@ def policy(policy_of: Callable) -> Policy:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in OFTEN else pytest.mark.slow) for family in ON_BOTH]
+)
 def test_updates_reach_every_weight(
     family: str,
     tied: bool,
@@ -58,10 +75,11 @@ def test_updates_reach_every_weight(
 
 
 @pytest.mark.parametrize(
-    "layer",
-    ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"],
+    ("family", "layer"),
+    [("qwen2", layer) for layer in LAYERS] + [pytest.param(*case, marks=pytest.mark.slow) for case in FUSED],
 )
 def test_control_a_single_stale_weight_gives_a_gap(
+    family: str,
     layer: str,
     policy: Policy,
     open_engine: Callable,
@@ -70,8 +88,8 @@ def test_control_a_single_stale_weight_gives_a_gap(
     random_prompts: Callable,
 ) -> None:
     """Control of the test above: a single weight that is not updated gives a gap."""
-    model = type(new_model("qwen2")).from_pretrained(directory_of("qwen2"), dtype=torch.float32).eval()
-    engine, prompts = open_engine(policy), random_prompts(LENGTHS)
+    model = type(new_model(family)).from_pretrained(directory_of(family), dtype=torch.float32).eval()
+    engine, prompts = open_engine(policy, family), random_prompts(LENGTHS)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if layer in name:

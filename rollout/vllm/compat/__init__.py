@@ -4,6 +4,8 @@ arguments.py  the supported version, and vLLM's engine arguments for a cache pol
 plugin.py     registration of our parts with vLLM, and replacement of some of vLLM's
 finite.py     failure of a request whose log-probs are not finite
 seeds.py      sampling of a server's requests that have a seed, as in a rollout
+models.py     corrections to vLLM's model code
+experts.py    the record of the experts that tokens take, and the experts' arithmetic on a CPU
 refusals.py   errors for vLLM settings that would break eviction or its record
 paged.py      memory layout of a layer's cache, and other data that a worker reads from vLLM
 processes.py  ends vLLM's processes when the process that started them ends

@@ -126,6 +126,8 @@ def engine_arguments(
         arguments["enforce_eager"] = True
         if exact:
             arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
+    else:
+        arguments["moe_backend"] = "triton"  # other backends lay weights out anew, so updates would miss them
     if not policy.schedule.evicts and contexts is None:
         return arguments
     if policy.schedule.evicts and policy.schedule.peak is None:

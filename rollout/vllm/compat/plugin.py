@@ -14,7 +14,9 @@ from torch import Tensor, distributed
 
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
+from rollout.vllm.compat.experts import keep_experts_in_place
 from rollout.vllm.compat.finite import refuse_what_is_not_finite
+from rollout.vllm.compat.models import correct_models
 from rollout.vllm.compat.seeds import draw_seeded_requests
 from sparse_rl.kernels.products import padded
 
@@ -39,6 +41,7 @@ def register() -> None:
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
     draw_seeded_requests()
+    correct_models()
     refuse_input_sessions()
     give_out_clean_blocks()
     KVCacheSpecRegistry._ensure_registered()  # if our specifications came first, the built-in ones would be missing
@@ -49,6 +52,7 @@ def register() -> None:
         # The CPU platform supports no other backend. Without a policy of ours, it behaves like the stock one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
+        keep_experts_in_place()
         run_uncompiled()
     else:
         register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")

@@ -65,6 +65,7 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
         "with pipeline parallelism; set pipeline_parallel_size to 1": parallel.pipeline_parallel_size > 1,
         "with context parallelism; turn it off": context_parallel > 1,
         "with micro-batches; turn dual batch overlap off": parallel.use_ubatching,
+        "with expert parallelism; set --no-enable-expert-parallel": parallel.enable_expert_parallel,
         "with more tensor-parallel ranks than kv heads, or heads that do not divide among them": (
             model.get_total_num_kv_heads() % parallel.tensor_parallel_size != 0
         ),

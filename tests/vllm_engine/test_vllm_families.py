@@ -1,0 +1,132 @@
+"""The vLLM engine computes every supported family as transformers does, and settings that vLLM ignores are refused.
+
+The replay gap compares sampler and trainer under evictions; here a full cache is compared with transformers' eager
+attention, on random weights with large queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from eager import eager_copy, largest_difference, plain_logprobs, sampled_logprobs, sharpened
+from test_vllm_against_hf import ON_BOTH
+
+from rollout import Rollout, SamplingConfig
+from rollout.choice import choose_engine
+from rollout.config import RolloutConfig
+from sparse_rl.attention.families import FAMILIES, UNREAD
+from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_config
+
+SHAPE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "num_hidden_layers": 4}
+LENGTHS = (1, 4, 11, 28, 66)  # ministral3 scales queries from position 16 on
+SAMPLING = SamplingConfig(30, seed=1, ignore_eos=True)
+IN_MAKE_TEST = "ministral3"
+IGNORED = [(family, name, not assumed) for family, settings in UNREAD.items() for name, assumed in settings.items()]
+
+
+@pytest.fixture
+def sharp(new_model: Callable, tmp_path: Path) -> Callable[[str], Path]:
+    """sharp(family) -> the directory of a model of 4 layers with large queries."""
+
+    def make(family: str) -> Path:
+        own = {"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}
+        sharpened(new_model(family, **SHAPE, **own)).save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def errors(loaded: Callable) -> Callable[[Path, list[Rollout]], tuple[float, float]]:
+    """errors(folder, rollouts) -> the largest difference of the rollouts' log-probs from transformers' eager attention
+    in float32, and that of eager attention itself from float64.
+    """
+
+    def measure(folder: Path, rollouts: list[Rollout]) -> tuple[float, float]:
+        eager = eager_copy(loaded(folder))
+        with torch.no_grad():
+            plain = [plain_logprobs(eager, r) for r in rollouts]
+            exact = [plain_logprobs(eager.double(), r) for r in rollouts]
+        return largest_difference(plain, sampled_logprobs(rollouts)), largest_difference(plain, exact)
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family == IN_MAKE_TEST else pytest.mark.slow) for family in ON_BOTH]
+)
+def test_a_full_cache_computes_what_transformers_computes(
+    family: str,
+    sharp: Callable,
+    errors: Callable,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    record_property: Callable,
+) -> None:
+    """Log-probs differ from those of transformers' eager attention by at most twice its own error, which is its
+    difference from the same model in float64. Control: under a window of 8 tokens they differ by at least 0.1.
+    """
+    folder, prompts = sharp(family), random_prompts(LENGTHS)
+    difference, own_error = errors(folder, open_engine("full", folder).generate(prompts, SAMPLING))
+    record_property("difference, own error", (difference, own_error))
+    assert 1e-7 < own_error < 1e-4
+    assert difference <= 2 * own_error
+    windowed = policy_of("streaming", budget=8, sinks=0, period=1)
+    assert errors(folder, open_engine(windowed, folder).generate(prompts, SAMPLING))[0] > 0.1
+
+
+@pytest.mark.slow
+def test_control_queries_without_their_factor_are_detected(
+    sharp: Callable, errors: Callable, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without our correction of vLLM (compat/models.py), log-probs of Ministral 3 differ by at least 0.1."""
+    monkeypatch.setattr("rollout.vllm.compat.models.scale_queries", lambda config: None)
+    folder = sharp("ministral3")
+    assert errors(folder, open_engine("full", folder).generate(random_prompts(LENGTHS), SAMPLING))[0] > 0.1
+
+
+@pytest.mark.parametrize(("family", "name", "value"), IGNORED)
+def test_settings_that_vllm_ignores_are_refused(
+    family: str, name: str, value: bool, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting that vLLM ignores is refused with an error of one line, and `auto` takes hf. Control: with vLLM's own
+    value, `auto` takes vllm.
+    """
+    monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
+    folder = directory_of(family, **{name: value})
+    reason = f"{family}: vLLM ignores {name} in config.json, and assumes {str(not value).lower()}"
+    with pytest.raises(UserError) as refusal:
+        open_engine("full", folder)
+    assert str(refusal.value) == f"model: {reason}; or use the hf engine"
+    assert choose_engine(RolloutConfig(), load_config(str(folder)), (), False) == ("hf", f"hf engine ({reason})")
+    plain = load_config(str(directory_of(family)))
+    assert choose_engine(RolloutConfig(), plain, (), False) == ("vllm", "vllm engine")  # control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name", "value"), IGNORED)
+def test_control_vllm_computes_another_function_under_a_setting_that_it_ignores(
+    family: str,
+    name: str,
+    value: bool,
+    open_engine: Callable,
+    directory_of: Callable,
+    random_prompts: Callable,
+    replay_gap: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control: if the setting were accepted, the replay gap would be at least 0.1. If vLLM learns to read the setting,
+    this test fails, and the setting can be removed from UNREAD.
+    """
+    monkeypatch.delitem(UNREAD, family)
+    folder = directory_of(family, **{name: value})
+    assert replay_gap(open_engine("full", folder).generate(random_prompts(LENGTHS), SAMPLING), folder) > 0.1
+
+
+def test_every_family_that_vllm_ignores_settings_of_is_supported() -> None:
+    assert set(UNREAD) <= set(FAMILIES)
