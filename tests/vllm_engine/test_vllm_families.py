@@ -20,6 +20,7 @@ from rollout.config import RolloutConfig
 from sparse_rl.attention.families import FAMILIES, UNREAD
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
+from sparse_rl.policies import make_policy
 
 SHAPE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "num_hidden_layers": 4}
 LENGTHS = (1, 4, 11, 28, 66)  # ministral3 scales queries from position 16 on
@@ -106,6 +107,25 @@ def test_settings_that_vllm_ignores_are_refused(
     assert choose_engine(RolloutConfig(), load_config(str(folder)), (), False) == ("hf", f"hf engine ({reason})")
     plain = load_config(str(directory_of(family)))
     assert choose_engine(RolloutConfig(), plain, (), False) == ("vllm", "vllm engine")  # control
+
+
+def test_an_ignored_setting_that_an_override_sets_is_refused(directory_of: Callable) -> None:
+    """The check of the model's own configuration does not see an override. So vLLM's configuration is checked too.
+    Control: without the override, it is accepted.
+    """
+    import vllm
+
+    from rollout.vllm.compat.arguments import engine_arguments
+    from rollout.vllm.compat.refusals import refuse_configuration
+
+    arguments = engine_arguments(make_policy("full"), dtype="float32")
+    plain, overridden = (
+        vllm.EngineArgs(str(directory_of("qwen3")), dtype="float32", hf_overrides=values, **arguments)
+        for values in ({}, {"attention_bias": True})
+    )
+    refuse_configuration(plain.create_engine_config())  # control
+    with pytest.raises(UserError, match="qwen3: vLLM ignores attention_bias"):
+        refuse_configuration(overridden.create_engine_config())
 
 
 @pytest.mark.slow

@@ -99,6 +99,27 @@ def test_an_engine_in_another_process_equals_hf(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"), [("ministral3", APART[0]), ("phi3", APART[1]), ("olmo2", APART[1]), ("starcoder2", APART[1])]
+)
+def test_families_work_in_another_process(
+    family: str,
+    options: dict,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Other processes get our correction of Ministral 3 (compat/models.py). Two processes share the heads of families
+    with fused weights (phi3), of vLLM's Transformers backend, and with a norm over all heads (olmo2).
+    """
+    policy, prompts = policy_of("gkv", budget=64, window=8, period=8), random_prompts(LENGTHS)
+    engine = open_engine(policy, family, max_batch=6, max_num_batched_tokens=128, **options)
+    sampling = SamplingConfig(50, seed=4, ignore_eos=True)
+    agrees_with_hf(policy, prompts, sampling, {family: engine.generate(prompts, sampling)}, family)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "tied"), [(APART[0], False), (APART[1], False), (APART[1], True)], ids=str)
 def test_weights_reach_an_engine_in_another_process(
     options: dict,

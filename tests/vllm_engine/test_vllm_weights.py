@@ -56,7 +56,8 @@ def test_updates_reach_every_weight(
     """
     folder = directory_of(family, tie_word_embeddings=tied)
     model = type(new_model(family)).from_pretrained(folder, dtype=torch.float32).eval()
-    engine, prompts = open_engine(policy, folder, exact=tied), random_prompts(LENGTHS)
+    exact = tied or family not in OFTEN  # vLLM's own kernels round more coarsely
+    engine, prompts = open_engine(policy, folder, exact=exact), random_prompts(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     before = engine.generate(prompts, SAMPLING)
     for update in range(5):

@@ -98,6 +98,8 @@ def refuse_configuration(vllm_config: Any) -> None:
         refuse_unsupported(vllm_config, config.full_graphs)
     model = vllm_config.model_config
     check_replayable(model.hf_text_config, model.model)
+    if why := family_only_hf(model.hf_text_config):
+        raise UserError(why, "model")
     if vllm_config.cache_config.sliding_window is not None:
         raise UserError(_layer(config, "a sliding window"))
     if not getattr(model.hf_text_config, "is_causal", True):
