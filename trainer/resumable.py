@@ -25,6 +25,8 @@ from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
+from sparse_rl.experts.routing import has_experts
+from sparse_rl.models.load import load_weights
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
@@ -279,8 +281,12 @@ class Resumable(Scored):
     # ---- resuming -------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        target: Any = self.model if model is None else model
         with reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if hasattr(target, "get_base_model") or not has_experts(target):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:  # transformers would find no weights of experts: files hold one tensor for each expert
+                self._issue_warnings_after_load(load_weights(target, resume_from_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn about missing and unexpected weights. A tied weight that was loaded by another name is not missing."""

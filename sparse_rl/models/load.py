@@ -17,7 +17,7 @@ from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
 from sparse_rl.models.hub import check_available
-from sparse_rl.models.weights import stored_shapes
+from sparse_rl.models.weights import stored_shapes, weight_files
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
 MOST_TOKENS = 2**24  # limit for the size of a vocabulary
@@ -156,3 +156,16 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
         )
     except Exception as error:  # any exception of the library for invalid files
         raise UserError(f"the weights of {directory} cannot be read: {reason(error)}", key) from error
+
+
+def load_weights(model: Any, directory: str | Path) -> Any:
+    """Load the weights in a directory, such as a checkpoint, into a model; return torch's lists of missing names.
+
+    transformers joins the tensors of single experts. Other tensors, such as scorers, are read under their own names.
+    """
+    from safetensors.torch import load_file
+
+    stored = {name: tensor for file in weight_files(Path(directory)) for name, tensor in load_file(file).items()}
+    named = {name: tensor for name, tensor in stored.items() if name in model.state_dict()}
+    joined = type(model).from_pretrained(directory, dtype="auto", use_safetensors=True).state_dict()
+    return model.load_state_dict({**named, **joined}, strict=False)

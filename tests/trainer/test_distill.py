@@ -23,6 +23,7 @@ from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
 from sparse_rl.data import running_sum
 from sparse_rl.errors import UserError
+from sparse_rl.experts.view import RoutedView
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.distill.config import DistillConfig
@@ -49,11 +50,13 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callable[..., DistillTrainer]:
-    """distill(**settings) returns a trainer of a tiny student under evictions, with a deeper teacher."""
+    """distill(student=None, families=("qwen3", "llama"), **settings) returns a trainer of a tiny student under
+    evictions, with a deeper teacher.
+    """
 
-    def make(student: Any = None, **settings: Any) -> DistillTrainer:
-        student = student or new_model("qwen3")
-        teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
+    def make(student: Any = None, families: tuple[str, str] = ("qwen3", "llama"), **settings: Any) -> DistillTrainer:
+        student = student or new_model(families[0])
+        teacher = new_model(families[1], seed=5, num_hidden_layers=3, hidden_size=48)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
         distill_options = {key: settings.pop(key) for key in ("packing",) if key in settings}
         args = DistillArguments(
@@ -66,7 +69,10 @@ def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callabl
 
 def dense_logits(model: Any, rollout: Example, trace: EvictionTrace) -> torch.Tensor:
     ids = torch.tensor([rollout.prompt + rollout.completion])
-    out = adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace), use_cache=False).logits
+    view: Any = DenseView(EvictionTrace(trace.evict_at))
+    if "routed" in trace.further:
+        view = RoutedView(view, trace.further["routed"][:, None], "cpu")
+    out = adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
     return out[0, len(rollout.prompt) - 1 : -1]
 
 
@@ -103,14 +109,21 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
         {"loss": DistillationLossConfig(temperature=2.0, chunk=16, top_k=8), "packing": True},
         {"packing": True, "gradient_checkpointing": True},
         {"packing": True, "gradient_checkpointing": True, "attention_kernel": "flex_sorted"},
+        {"families": ("granite", "granite"), "loss": DistillationLossConfig(chunk=16)},
+        {"families": ("granite", "granite"), "loss": DistillationLossConfig(top_k=8)},
+        {"families": ("qwen3_moe", "mixtral"), "packing": True, "gradient_checkpointing": True},
     ],
-    ids=["padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"],
+    ids=[
+        *("padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"),
+        *("scaled logits", "scaled logits, top-k", "experts"),
+    ],
 )
 def test_loss_and_gradients_equal_the_dense_reference(
     settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
 ) -> None:
     """`reference` computes the loss per token in float64, one sequence at a time under dense masks. Loss and gradients
-    equal the reference's within 1e-5, for padded and packed rows, with checkpointing, and under FlexAttention.
+    equal the reference's within 1e-5, for padded and packed rows, with checkpointing, and under FlexAttention; for
+    models that divide their logits (Granite), and for mixtures of experts.
     """
     trainer = distill(**settings)
     rollouts = trainer._prepared(rows)
@@ -122,6 +135,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     expected, gradients = reference(trainer, rollouts)
     assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
     for name, weight in trainer.model.named_parameters():
+        assert weight.grad is not None, name
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 

@@ -66,7 +66,7 @@ def test_the_gap_is_at_most_1e_5_under_every_schedule(schedule: str, metrics_of:
     assert [line["step"] for line in lines if "replay/gap_max" in line] == list(range(1, len(lines) + 1, every))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "granite"])
 def test_the_gap_is_at_most_1e_5_for_other_model_families(family: str, metrics_of: Callable) -> None:
     assert max(gaps(metrics_of(family=family, gradient_checkpointing=True))) <= NOISE
 

@@ -184,3 +184,39 @@ def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[in
     assert computed.dtype == np.int32
     assert computed.tobytes() == expected.astype(np.int32).tobytes()
     assert (computed == NEVER).sum() == layers * heads * (length - sum(counts))
+
+
+def test_the_experts_of_each_token_are_recorded_at_its_position() -> None:
+    """Experts that are computed again, such as those after a preemption, replace earlier ones; the last token, which is
+    not fed, has none. The record is fetched before it fills the device's memory.
+    """
+    from rollout.vllm.record import STEPS, RunRecord
+
+    record, length = RunRecord(), 2 * STEPS + 10
+    generator, captured = torch.Generator().manual_seed(0), torch.zeros(40, 2, 3, dtype=torch.int16)
+    expected = {name: np.full((length, 2, 3), -1, np.int16) for name in ("a-1", "b-1")}
+
+    def step(first: dict[str, int], counts: dict[str, int]) -> None:
+        total = sum(counts.values())
+        captured[:total] = torch.randint(0, 8, (total, 2, 3), generator=generator, dtype=torch.int16)
+        start = 0
+        for name, count in counts.items():
+            expected[name][first[name] : first[name] + count] = captured[start : start + count].numpy()
+            start += count
+        positions, sizes = np.array([first[name] for name in counts]), np.array(list(counts.values()))
+        record.route(list(counts), positions, sizes, captured[:total])
+
+    step({"a-1": 0, "b-1": 0}, {"a-1": 20, "b-1": 5})
+    step({"a-1": 0, "b-1": 5}, {"a-1": 9, "b-1": 1})  # a-1 is prefilled again
+    for position in range(20, length - 1):
+        step({"a-1": position, "b-1": position - 14}, {"a-1": 1, "b-1": 1})
+        assert len(record._routed) < STEPS
+    for place, name in enumerate(expected):
+        record.draw([name], [place], [0], torch.zeros(1, 2))
+    for name, result in zip(expected, record.take({0: length, 1: length}), strict=True):
+        experts = np.frombuffer(result["routed"], np.int16).reshape(length, 2, 3)
+        assert (experts == expected[name]).all()
+        assert (experts[-1] == -1).all()
+    dense = RunRecord()
+    dense.draw(["c-1"], [2], [0], torch.zeros(1, 2))
+    assert dense.take({2: 4})[0]["routed"] is None
