@@ -59,6 +59,20 @@ OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values o
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "glm4": {"attention_bias": True, "pad_token_id": None},
     "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": None},
+    "qwen3_moe": {
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    },
+    "qwen2_moe": {
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False},
+        "shared_expert_intermediate_size": 32,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 1.5, "num_hidden_layers": 3},
+    },
 }
 
 

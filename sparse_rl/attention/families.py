@@ -24,6 +24,11 @@ FAMILIES: dict[str, str | None] = {
     "smollm3": NO_VLLM_CODE,
     "olmo2": NO_VLLM_CODE,
     "starcoder2": NO_VLLM_CODE,
+    "qwen3_moe": None,
+    "qwen2_moe": None,
+    "mixtral": None,
+    "olmoe": None,
+    "glm4_moe": None,
 }
 
 WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
