@@ -44,7 +44,7 @@ OURS: dict[str, tuple[str, str]] = {
     "output_dir": ("also holds the run's record, metrics and final model", "resume.md"),
     "save_steps": ("0 means no checkpoints", "resume.md"),
     "seed": ("also seeds the sampling", "resume.md"),
-    "router_aux_loss_coef": ("must be 0: there is no such loss under evictions", "engines.md#limits-in-detail"),
+    "router_aux_loss_coef": ("is 0: there is no such loss under evictions", "engines.md#limits-in-detail"),
     "log_completions": ("shows the advantages that are used in training", "grpo.md#the-recipe"),
     "off_policy_mask_threshold": ("compares log-probabilities before top-p and top-k", "grpo.md#the-recipe"),
     "shuffle_dataset": ("the order differs from the second epoch on", "grpo.md#the-recipe"),

@@ -20,11 +20,13 @@ from trainer.scored.config import ScorersConfig
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     """TRL's GRPOConfig with our configuration as additional fields. Use `grpo_arguments` to build it.
 
+    router_aux_loss_coef : 0, because the auxiliary loss of experts is not supported; TRL takes the model's coefficient
     scorers : settings for training the scorers of a learned policy; None keeps the scorers fixed
     """
 
     kind: ClassVar[str] = "grpo"
     sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
+    router_aux_loss_coef: float | None = 0.0
     scorers: ScorersConfig | None = None
 
     def __post_init__(self) -> None:
