@@ -22,6 +22,8 @@ from sparse_rl.recipe import (
 def family_of(model: str) -> str:
     """Return the family of a model's name."""
     name = model.lower()
+    if "30b-a3b" in name or "mistral" in name:
+        return "mistral" if "mistral" in name else "qwen3_moe"
     return "llama" if "llama" in name else "qwen2" if "qwen2" in name or "distill-qwen" in name else "qwen3"
 
 

@@ -67,19 +67,34 @@ def training_state(
     }
 
 
-def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
+def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
     """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
     Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (norms, residuals), two copies of
-    queries, keys and values (RoPE), the attention output, and 4 intermediate vectors of the MLP. With gradient
+    queries, keys and values (RoPE), the attention output, and the vectors of the MLP (`_mlp_values`). With gradient
     checkpointing, only one layer at a time keeps these additional tensors.
 
+    model : the model, which may be on the meta device
     logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
         whose fused head holds only tiles of the logits
     """
+    config = model.config
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layer = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads) + 4 * config.intermediate_size
-    layers = config.num_hidden_layers
-    kept = layers * config.hidden_size + layer if checkpointing else layers * layer
+    values = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads)
+    layers = [values + _mlp_values(layer, config) for layer in model.get_decoder().layers]
+    kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
     return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
+
+
+def _mlp_values(layer: Any, config: Any) -> int:
+    """Return the values per token that the MLP of a layer keeps: 4 intermediate vectors.
+
+    With experts, each of a token's experts keeps these, its input and its output; an expert that all tokens share
+    keeps 4 intermediate vectors.
+    """
+    if (experts := getattr(layer.mlp, "experts", None)) is None:
+        return 4 * config.intermediate_size
+    ends = [module for name, module in layer.named_modules() if name.endswith("down_proj")]
+    shared = sum(module.in_features for module in ends)
+    return config.num_experts_per_tok * (4 * experts.down_proj.shape[-1] + 2 * config.hidden_size) + 4 * shared

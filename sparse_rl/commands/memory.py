@@ -27,6 +27,7 @@ from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.retrieval import Retrieval
+from sparse_rl.experts.routing import routed_experts
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.known import load_shape
@@ -237,7 +238,7 @@ class _Training(_Process):
             items.append(Item("weights under autocast", copy, when="update", note=f"their {recipe.dtype} copies"))
         rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
         logits = isinstance(recipe, SFTRecipe)
-        held = activation_bytes(self.config, rows * self.length, self.itemsize, checkpointing, logits)
+        held = activation_bytes(self.skeleton, rows * self.length, self.itemsize, checkpointing, logits)
         note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
         items.append(Item("activations", held, when="update", note=note))
         if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
@@ -266,9 +267,11 @@ class _Training(_Process):
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
         items += self.cache_items(policy, self.prompt, min(recipe.rollout.max_batch, sequences))
         if recipe.keeps_traces():
-            traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded)
+            experts = routed_experts(self.skeleton)
+            traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded, experts)
             dense = mask_bytes(sequences, kv_heads, self.length, layers)
-            items.append(Item("traces", host=traces, note=f"{sequences} sequences of {self.length} tokens"))
+            note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
+            items.append(Item("traces", host=traces, note=note))
             items += self.view_items(policy.config, "view")
             note = "replaced by the traces; not allocated"
             items.append(Item("dense masks instead", host=dense, when="avoided", note=note))

@@ -67,6 +67,11 @@ def has_experts(model: Any) -> bool:
     return next(routers(model), None) is not None
 
 
+def routed_experts(model: Any) -> int:
+    """Return the number of experts that one token takes in all layers together; 0 for a model without experts."""
+    return sum(model.config.num_experts_per_tok for _ in routers(model))
+
+
 def attach(model: Any) -> None:
     """Connect the routers of a model to `kv_view`, and let its experts run by `experts_forward`.
 

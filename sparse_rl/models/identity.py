@@ -4,11 +4,17 @@ The fingerprint is cheap: a digest of the first values of each tensor, in bfloat
 files of a directory and for a module with these weights in float32 or bfloat16. It is empty, which means that it is
 unknown and is not checked, in these cases: a hub name without local files, a module in float16 (whose range is smaller
 than that of bfloat16), quantized weights, weights that are split over processes, and a module with adapters (LoRA).
+
+Files hold the matrices of every expert, of which a module makes one tensor. Of these, only the first one is digested,
+which is the start of the module's tensor, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +24,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sparse_rl.errors import UserError, reason
-from sparse_rl.models.directory import INDEX, SCORERS, WEIGHTS
-from sparse_rl.models.weights import weight_files
+from sparse_rl.files import read_text
+from sparse_rl.models.directory import CONFIG_FILE, INDEX, SCORERS, WEIGHTS
+from sparse_rl.models.weights import name_in_module, weight_files
 
 VALUES = 64  # values of a tensor that are digested: the first ones of its first row
 PREFIX = "model."  # of the names of a causal model's weights; a checkpoint of its decoder lacks the prefix
@@ -75,13 +82,18 @@ def _stored_digest(folder: Path) -> str:
         files = weight_files(folder)
         if not all(file.is_file() for file in files):
             return ""  # a part of a hub model that was not downloaded
+        stored: dict[str, Path] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    stored = opened.get_slice(name)
-                    row = (*[slice(0, 1)] * (len(stored.get_shape()) - 1), slice(0, VALUES))
-                    if not any(part in name for part in LEFT_OUT):
-                        starts[name] = stored[row] if stored.get_shape() else opened.get_tensor(name)
+                stored |= dict.fromkeys(opened.keys(), file)
+        firsts = _firsts(folder, stored)
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name, stored_name in firsts.items():
+                    if stored[stored_name] == file and not any(part in name for part in LEFT_OUT):
+                        shape = (tensor := opened.get_slice(stored_name)).get_shape()
+                        row = (*[slice(0, 1)] * (len(shape) - 1), slice(0, VALUES))
+                        starts[name] = tensor[row] if shape else opened.get_tensor(stored_name)
     except FileNotFoundError:
         return ""  # a configuration without weights, for a model with random weights
     except Exception as error:  # any exception of the library for a damaged file
@@ -89,15 +101,37 @@ def _stored_digest(folder: Path) -> str:
     return _of_starts({name.removeprefix(PREFIX): start for name, start in starts.items()})
 
 
+def _firsts(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Return the name of the stored tensor with which each tensor of a module begins, by the module's name.
+
+    This follows the rules by which transformers loads the model. Layers behind the model's last one, which some
+    checkpoints have for the prediction of several tokens, are left out, as they are by transformers.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key
+
+    config = json.loads(read_text(folder / CONFIG_FILE)) if (folder / CONFIG_FILE).is_file() else {}
+    rules = get_checkpoint_conversion_mapping(config.get("model_type")) or []
+    later = {pattern for rule in rules if isinstance(rule, WeightConverter) for pattern in rule.source_patterns[1:]}
+    firsts: dict[str, str] = {}
+    for stored_name in sorted(stored, key=dot_natural_key):
+        layer = re.search(r"\blayers\.(\d+)\.", stored_name)
+        if layer is None or int(layer[1]) < config.get("num_hidden_layers", 1 << 30):
+            name, pattern = name_in_module(stored_name, rules)
+            if pattern not in later:
+                firsts.setdefault(name, stored_name)
+    return firsts
+
+
 def _digest(module: Any) -> str:
     if hasattr(module, "get_base_model"):
         return ""  # the weights of adapters are not in a checkpoint of the model
     starts: dict[str, Tensor] = {}
-    for name, weight in module.named_parameters():
+    for name, weight in module.state_dict().items():
         if not weight.numel() or weight.is_meta or weight.dtype == torch.float16:
             return ""
         if not any(part in name for part in LEFT_OUT):
-            starts[name.removeprefix(PREFIX)] = weight.detach()[(0,) * (weight.dim() - 1)][:VALUES]
+            starts[name.removeprefix(PREFIX)] = weight[(0,) * (weight.dim() - 1)][:VALUES]
     return _of_starts(starts)
 
 

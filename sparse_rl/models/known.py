@@ -27,8 +27,18 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": ("qwen2", 28, 28, 4, 3584, 18_944, 152_064, 131_072, False),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ("llama", 32, 32, 8, 4096, 14_336, 128_256, 131_072, False),
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", 28, 24, 8, 3072, 8192, 128_256, 131_072, True),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", 32, 32, 8, 4096, 14_336, 32_768, 32_768, False),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 48, 32, 4, 2048, 6144, 151_936, 40_960, False),
 }
-SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name, row in TABLE.items()}
+FURTHER: dict[str, dict[str, Any]] = {
+    "mistralai/Mistral-7B-Instruct-v0.3": {"sliding_window": None},  # transformers' default is 4096
+    "Qwen/Qwen3-30B-A3B": {
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    },
+}
+SHAPES = {
+    name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128, **FURTHER.get(name, {})} for name, row in TABLE.items()
+}
 
 
 def load_shape(model: str) -> Any:

@@ -82,17 +82,57 @@ def check_weights(config: Any, model: str, key: str = "model") -> Any:
     empty_model = meta_model(config, model)
     if shapes is None or getattr(config, "quantization_config", None) is not None:
         return empty_model
-    names: dict[int, list[str]] = {}  # names of each parameter; tied parameters share one entry
-    sizes: dict[int, list[int]] = {}
-    for name, weight in empty_model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-        sizes[id(weight)] = list(weight.shape)
     prefix = f"{empty_model.base_model_prefix}."
-    for weight_id, aliases in names.items():
-        stored = next((n for name in aliases for n in (name, name.removeprefix(prefix)) if n in shapes), None)
-        if stored is None:
-            raise UserError(f"the weights of {model} lack {aliases[0]}, which its {CONFIG_FILE} requires", key)
-        if shapes[stored] != sizes[weight_id]:
-            mistake = f"{stored} of {model} has shape {shapes[stored]}, but {sizes[weight_id]} by its {CONFIG_FILE}"
-            raise UserError(f"{mistake}; one of the files belongs to another model", key)
+
+    def stored(*names: str) -> str | None:
+        return next((n for name in names for n in (name, name.removeprefix(prefix)) if n in shapes), None)
+
+    aliases: dict[int, list[str]] = {}  # names of each weight; tied weights share one entry
+    weights = dict(empty_model.named_parameters(remove_duplicate=False))
+    weights |= {name: buffer for name, buffer in empty_model.state_dict().items() if name not in weights}
+    for name, weight in weights.items():
+        aliases.setdefault(id(weight), []).append(name)
+    under_own_name = {names[0]: stored(*names) for names in aliases.values()}
+    pairs = [(file_name, weights[name]) for name, file_name in under_own_name.items() if file_name is not None]
+    others = {name: weights[name] for name, file_name in under_own_name.items() if file_name is None}
+    for name, weight in _as_saved(empty_model, others).items():
+        if (file_name := stored(name)) is None:
+            raise UserError(f"the weights of {model} lack {name}, which its {CONFIG_FILE} requires", key)
+        pairs.append((file_name, weight))
+    for file_name, weight in pairs:
+        if shapes[file_name] != list(weight.shape):
+            mistake = f"{file_name} of {model} has shape {shapes[file_name]}, but {list(weight.shape)} by its"
+            raise UserError(f"{mistake} {CONFIG_FILE}; one of the files belongs to another model", key)
+    for file_name in sorted(shapes.keys() - {file_name for file_name, _ in pairs}):
+        if _part_of(empty_model, file_name, weights):
+            raise UserError(
+                f"{file_name} of {model} does not belong to the model that its {CONFIG_FILE} describes", key
+            )
     return empty_model
+
+
+def _as_saved(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors, by name, that transformers writes for weights of a module, such as one for each expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, weights)
+
+
+def _part_of(model: Any, stored: str, weights: dict[str, Any]) -> bool:
+    """Return True if transformers, loading the model, would make a stored tensor a part of one of the weights."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    name, pattern = name_in_module(stored, get_model_conversion_mapping(model), model.base_model_prefix, weights)
+    return pattern is not None and name in weights
+
+
+def name_in_module(stored: str, rules: list[Any], *prefix: Any) -> tuple[str, str | None]:
+    """Return the module's name of a stored tensor, and the pattern of the converter that handles it, if there is one.
+
+    rules : transformers' rules for the conversion of the model's files
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return rename_source_key(stored, renamings, converters, *prefix)

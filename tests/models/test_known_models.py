@@ -25,6 +25,8 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 ON_A_HUB = {name: load_recipe(name) for name in list_recipes() if load_recipe(name).model in PUBLISHED}
 
@@ -47,6 +49,14 @@ def test_parameter_counts_equal_the_published_ones(model: str) -> None:
     config = load_shape(model)
     check_replayable(config, model)
     assert count_parameters(meta_model(config)) == PUBLISHED[model]
+
+
+def test_qwen3_30b_a3b_uses_3_3_billion_parameters_per_token() -> None:
+    config = load_shape("Qwen/Qwen3-30B-A3B")
+    idle = config.num_experts - config.num_experts_per_tok
+    experts = config.num_hidden_layers * idle * 3 * config.hidden_size * config.moe_intermediate_size
+    assert PUBLISHED["Qwen/Qwen3-30B-A3B"] - experts == 3_353_032_704  # published: 3.3B
+    assert config.norm_topk_prob
 
 
 @pytest.mark.parametrize("name", ON_A_HUB)
