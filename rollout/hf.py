@@ -228,10 +228,15 @@ class HFEngine:
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
         """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
-        return self._read(prompts, self._cache() if context is None else ContextCache(context))
+        return self._read(prompts, self._cache(context))
 
-    def _cache(self) -> Cache:
-        """Return an empty cache of the kind that the policy needs. It records the experts of a mixture of experts."""
+    def _cache(self, context: Context | None) -> Cache:
+        """Return an empty cache of the kind that the policy or the context needs.
+
+        It records the experts of a mixture of experts, unless there is a context, whose own experts are not recorded.
+        """
+        if context is not None:
+            return ContextCache(context.unrecorded() if has_experts(self.model) else context)
         cache = make_cache(self.policy)
         return RoutedCache(cache, self.model.config.num_hidden_layers) if has_experts(self.model) else cache
 

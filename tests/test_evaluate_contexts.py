@@ -326,12 +326,12 @@ def test_parts_are_not_read_alone_if_keys_cannot_be_moved(recipe_of: Callable, t
     """A model whose RoPE depends on the length of the text refuses `chunking: text` before a context is read. Control:
     it accepts `chunking: kv`, and the model itself accepts `text`.
     """
-    other = tmp_path / "dynamic"
+    other = tmp_path / "partial"
     shutil.copytree(model, other)
     config = json.loads((other / "config.json").read_text())
-    rope = {**config.get("rope_parameters", {}), "rope_type": "dynamic", "factor": 2.0}
+    rope = {**config.get("rope_parameters", {}), "partial_rotary_factor": 0.5}
     (other / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-    with pytest.raises(UserError, match=r"prompt_cache\.chunking: the model's RoPE of type dynamic depends on"):
+    with pytest.raises(UserError, match=r"prompt_cache\.chunking: RoPE turns only a part of the model's keys"):
         evaluate(recipe_of({"chunking": "text"}, model=str(other)), progress=False)
     evaluate(recipe_of({"chunking": "kv"}, model=str(other)), progress=False)
     text = {"chunking": "text", "chunk": 20, "ratio": 0.4}

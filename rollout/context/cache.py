@@ -7,7 +7,7 @@ them, which are never evicted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,10 @@ class Context:
         evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         sections = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32), **self.recorded}
         return EvictionTrace.recorded(evictions, sections if self.fitted else {})
+
+    def unrecorded(self) -> Context:
+        """Return the context with traces that no trainer can replay, as for a model whose experts are not recorded."""
+        return replace(self, fitted=True, recorded={})
 
     def evict_at(self) -> Tensor:
         """Return the eviction positions of the context's tokens: int32 [L, Hkv, number of tokens].

@@ -298,18 +298,18 @@ class VLLMEngine:
                 yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
 
     def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:
-        """Return the trace of a sequence of `length` tokens. ranks : the results of all tensor-parallel ranks"""
+        """Return the trace of a sequence of `length` tokens. ranks : results of all ranks, which route tokens alike"""
+        routed = ranks[0]["routed"]
         if request.context is not None:
-            return request.context.trace(length)
+            return (request.context if routed is None else request.context.unrecorded()).trace(length)
         evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
-        if ranks[0]["evict_at"] is not None:
-            parts = [rank["evict_at"] or b"" for rank in ranks]
+        if parts := [rank["evict_at"] for rank in ranks if rank["evict_at"] is not None]:
             heads = [np.frombuffer(part, np.int32).reshape(self.shape[0], -1, length) for part in parts]
             evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
         further = self.policy.further(len(request.prompt), length)
-        if (routed := ranks[0]["routed"]) is not None:  # the same in all ranks
-            experts = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
-            further = {**further, "routed": torch.from_numpy(experts.transpose(1, 0, 2).copy())}
+        if routed is not None:
+            by_token = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
+            further = {**further, "routed": torch.from_numpy(by_token.transpose(1, 0, 2).copy())}
         return EvictionTrace.recorded(evict_at, further)
 
     # ---- weights ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from rollout.context.budgets import sensitivity
 from rollout.context.prompts import ContextPrompts
 from rollout.context.rotation import check_movable, moved
 from rollout.evaluation.contexts import Questions, compacted_contexts
+from sparse_rl.attention.families import FAMILIES
+from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
@@ -205,6 +207,63 @@ def test_baselines_are_read_as_a_whole(engine_of: Callable, prompts_of: Callable
     assert sum("prefill" in stage for stage in reads) == 3 + 2 + 1
     assert results[0].costs.whole_bytes == full.nbytes
     assert "context 1 of 1: 60 tokens, part 2 of 3, prefill" in reads
+
+
+class FirstKeys:
+    """A `kv_view` that keeps the keys of the first layer [1, Hkv, T, D]."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> Any:
+        if layer == 0:
+            self.keys = key
+        return torch.zeros_like(query)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_are_moved_only_where_rope_turns_them_whole(family: str, model_of: Callable) -> None:
+    """Keys of the first layer, which do not depend on other tokens, equal those that the model computes at the new
+    positions, up to 1e-5 of their size. Families in which RoPE turns only a part of the keys are refused. Control: keys
+    that are not moved differ.
+    """
+    model = model_of(family)
+
+    def keys_at(positions: torch.Tensor) -> torch.Tensor:
+        view, ids = FirstKeys(), torch.arange(3, 13)[None]
+        with torch.no_grad():
+            model.get_decoder()(
+                input_ids=ids, position_ids=positions[None], attention_mask=NO_MASK, kv_view=view, use_cache=False
+            )
+        return view.keys
+
+    if family in ("phi3", "glm4", "glm4_moe", "smollm3"):
+        with pytest.raises(UserError, match=r"chunking: RoPE turns only a part of the model's keys.*use chunking: kv"):
+            check_movable(model.config)
+        return
+    check_movable(model.config)
+    old, new = torch.arange(10), torch.arange(100, 110)
+    keys = keys_at(old)
+    shape = keys.shape[:3]
+    places = [x.expand(shape) for x in (old, new)]
+    result, wanted = moved(model.get_decoder().rotary_emb, keys, *places), keys_at(new)
+    assert float((result - wanted).abs().max() / wanted.abs().max()) <= 1e-5
+    assert float((keys - wanted).abs().max() / wanted.abs().max()) > 1e-2  # control
+
+
+def test_a_context_of_a_model_with_experts_is_not_replayed(
+    engine_of: Callable, prompts_of: Callable, model_of: Callable
+) -> None:
+    """The experts of a context are not recorded, so traces of its continuations are refused in one line. Control:
+    traces of a dense model are replayed.
+    """
+    for family, config in ((f, c) for f in ("qwen3", "qwen3_moe") for c in ("evict", "am")):
+        engine, (tokens, question) = engine_of(family), prompts_of(family, [60, 5])
+        context = engine.compact(tokens, replace(CONFIG, chunking="kv", policy=config, queries=["context"]))
+        rollouts = engine.generate([question], SAMPLING, context)
+        if family == "qwen3":
+            assert gap(replay_logprobs(model_of(family), rollouts), rollouts) <= 1e-5
+            continue
+        with pytest.raises(TraceError, match="can be replayed only for a dense model") as refusal:
+            replay_logprobs(model_of(family), rollouts)
+        assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
