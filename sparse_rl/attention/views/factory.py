@@ -13,7 +13,8 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 NOT_RECORDED = (
     "a compacted context can be replayed only for a dense model, with `chunking: kv`, and either `policy: evict` or "
-    "`policy: am` with `fit: ridge` and reference queries of the context's own tokens, `queries: [context]` or `queries: [window]`"
+    "`policy: am` with `fit: ridge` and reference queries of the context's own tokens, `queries: [context]` or "
+    "`queries: [window]`"
 )
 
 
