@@ -310,9 +310,7 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
     return list(first)
 
 
-def trace_bytes(
-    layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4, experts: int = 0
-) -> int:
+def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4, experts: int = 0) -> int:
     """Return the bytes of traces that have `each` bytes per layer, kv head and token (4 for evict_at, int32).
 
     experts : number of experts per token in all layers together, which the section `routed` records in int16

@@ -181,7 +181,8 @@ def test_settings_that_trl_switches_on_are_refused() -> None:
     """TRL itself switches on reentrant gradient checkpointing (for LoRA under ZeRO-3) and the auxiliary loss of
     mixture-of-experts models. Both are refused.
     """
-    accepted = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
+    args = SimpleNamespace(gradient_checkpointing_kwargs=None)
+    accepted = {"args": args, "aux_loss_enabled": False, "model": None}
     check_made(SimpleNamespace(**accepted))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):
         check_made(SimpleNamespace(**{**accepted, "aux_loss_enabled": True}))
