@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import transformers.trainer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import rename_source_key, revert_weight_conversion
 from transformers.masking_utils import sdpa_mask
 
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
@@ -22,6 +25,9 @@ HELD = {
     *("PreTrainedModel.set_attn_implementation", "PretrainedConfig._attn_implementation"),
     *("_gradient_checkpointing_func", "gradient_checkpointing"),
     *("PreTrainedModel._keys_to_ignore_on_save", "trainer.DEFAULT_PROGRESS_CALLBACK"),
+    *("core_model_loading.revert_weight_conversion", "core_model_loading.rename_source_key"),
+    *("conversion_mapping.get_model_conversion_mapping", "conversion_mapping.get_checkpoint_conversion_mapping"),
+    "convert_peft_config_for_transformers",
 }
 
 
@@ -55,6 +61,17 @@ def test_other_names_of_transformers_exist() -> None:
     # transformers defines this name twice, and we look it up once
     assert len(uses) == 3
     assert uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")
+
+
+def test_conversions_of_weights_have_the_expected_parameters() -> None:
+    for function, parameters in (
+        (revert_weight_conversion, "model state_dict"),
+        (rename_source_key, "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse"),
+        (get_model_conversion_mapping, "model key_mapping hf_quantizer add_legacy"),
+        (get_checkpoint_conversion_mapping, "model_type"),
+        (convert_peft_config_for_transformers, "peft_config model conversions"),
+    ):
+        assert list(inspect.signature(function).parameters) == parameters.split(), function
 
 
 def test_the_table_in_the_docs_lists_exactly_these_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ import torch
 
 from sparse_rl.attention.config import ATTENTION_KERNELS
 from sparse_rl.errors import UserError, did_you_mean, without_room
-from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
+from sparse_rl.experts.routing import routed_experts
+from trainer.config import ALL_LINEAR, LaunchConfig, LoraConfig, TrainingConfig
 from trainer.deepspeed import deepspeed_config, prepare_deepspeed
+from trainer.memory import adapted_modules
 from trainer.options import check_options
 
 CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
@@ -78,15 +81,22 @@ def model_options(dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "device_map": None, "use_safetensors": True}
 
 
-def adapters(lora: LoraConfig | None) -> Any:
+def adapters(lora: LoraConfig | None, model: Any) -> Any:
+    """Return PEFT's configuration of the adapters that a recipe asks for.
+
+    model : the model to adapt, which may be on the meta device
+    """
     if lora is None:
         return None
     import peft
 
+    targets = lora.target_modules
+    if targets == ALL_LINEAR and routed_experts(model):
+        targets = sorted({name.rpartition(".")[2] for name, _ in adapted_modules(model, lora)})
     with refusals():
-        return peft.LoraConfig(
-            r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
-        )
+        config = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    _refuse_experts(config, model, "lora.target_modules")
+    return config
 
 
 def check_adapters(model: Any, config: Any = None) -> None:
@@ -101,6 +111,27 @@ def check_adapters(model: Any, config: Any = None) -> None:
             raise UserError(f"only LoRA adapters can be trained under evictions, got {kind}", "peft_config")
         if adapter.lora_dropout:
             raise UserError("adapter dropout cannot be replayed; set lora_dropout to 0", "peft_config.lora_dropout")
+        _refuse_experts(adapter, model, "peft_config.target_modules")
+
+
+def _refuse_experts(adapter: Any, model: Any, key: str) -> None:
+    """Raise UserError if PEFT adapts routers or experts, which it does also for their names in older checkpoints.
+
+    model : the model; the name of a model that is not loaded yet is not checked
+    """
+    parameters = adapter.target_parameters
+    if not parameters and hasattr(model, "get_decoder") and routed_experts(model):
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+        converted = copy.deepcopy(adapter)
+        try:
+            convert_peft_config_for_transformers(converted, model, None)
+            parameters = converted.target_parameters
+        except ValueError:  # only one of the two matrices that are one tensor now is named
+            parameters = ["gate_up_proj"]
+    if parameters:
+        wrong = f"routers and experts cannot be adapted here ({', '.join(sorted(parameters))})"
+        raise UserError(f"{wrong}; name layers of the attention, such as q_proj", key)
 
 
 @dataclass

@@ -85,13 +85,21 @@ class ReplayConfig(Configuration):
     match_gradient: Literal["through", "constant"] = "through"
 
 
+ALL_LINEAR = "all-linear"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Configuration):
-    """Settings of low-rank adapters. They have no dropout, because dropout cannot be replayed."""
+    """Settings of low-rank adapters. They have no dropout, because dropout cannot be replayed.
+
+    target_modules : adapted layers: a list of the last parts of their names, or a regular expression for whole names.
+        all-linear adapts all linear layers except the head and, in a model with experts, only those of the attention.
+        Routers and experts cannot be adapted
+    """
 
     r: PositiveInt = 16
     alpha: PositiveInt = 32
-    target_modules: list[Text] | Text = "all-linear"
+    target_modules: list[Text] | Text = ALL_LINEAR
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.nn import Linear
 
-from trainer.config import LaunchConfig, LoraConfig
+from sparse_rl.experts.routing import routed_experts
+from trainer.config import ALL_LINEAR, LaunchConfig, LoraConfig
 
 
 def count_parameters(model: Any) -> int:
@@ -17,15 +18,19 @@ def count_parameters(model: Any) -> int:
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
     """Return (name, module) of every module of any class that `lora.target_modules` selects.
 
-    PEFT's rules apply. `all-linear` selects all linear layers except the head. Any other text is a regular expression
-    for whole names. A list holds the last parts of dotted names, such as q_proj.
+    PEFT's rules apply, except that `all-linear` selects only linear layers of the attention in a model with experts:
+    PEFT would select routers and experts too, and can select no other layer without these. In other models it selects
+    all linear layers except the head. Any other text is a regular expression for whole names. A list holds the last
+    parts of dotted names, such as q_proj.
     """
+    attention_only = routed_experts(model) > 0
 
     def adapted(name: str, module: Any) -> bool:
         if isinstance(lora.target_modules, list):
             return any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
-        if lora.target_modules == "all-linear":
-            return isinstance(module, Linear) and module is not model.get_output_embeddings()
+        if lora.target_modules == ALL_LINEAR:
+            linear = isinstance(module, Linear) and module is not model.get_output_embeddings()
+            return linear and (not attention_only or ".self_attn." in name)
         return re.fullmatch(lora.target_modules, name) is not None
 
     return [(name, module) for name, module in model.named_modules() if adapted(name, module)]
@@ -71,7 +76,7 @@ def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool
     """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
     Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (norms, residuals), two copies of
-    queries, keys and values (RoPE), the attention output, and the vectors of the MLP (`_mlp_values`). With gradient
+    queries, keys and values (RoPE), the attention output, and the vectors of the MLP (`mlp_values`). With gradient
     checkpointing, only one layer at a time keeps these additional tensors.
 
     model : the model, which may be on the meta device
@@ -82,12 +87,12 @@ def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     values = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads)
-    layers = [values + _mlp_values(layer, config) for layer in model.get_decoder().layers]
+    layers = [values + mlp_values(layer, config) for layer in model.get_decoder().layers]
     kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
     return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
 
 
-def _mlp_values(layer: Any, config: Any) -> int:
+def mlp_values(layer: Any, config: Any) -> int:
     """Return the values per token that the MLP of a layer keeps: 4 intermediate vectors.
 
     With experts, each of a token's experts keeps these, its input and its output; an expert that all tokens share

@@ -23,6 +23,7 @@ from sparse_rl.commands.prepared import Prepared, prepare_model, resolve, shape_
 from sparse_rl.commands.sampling import identity, load_for_sampling
 from sparse_rl.config import as_mapping
 from sparse_rl.errors import UserError
+from sparse_rl.experts.routing import routed_experts
 from sparse_rl.models.load import load_config
 from sparse_rl.models.random_weights import random_model
 from sparse_rl.models.weights import meta_model
@@ -180,12 +181,14 @@ class Bench:
         per_head = layers * kv_heads * entries
         queries = query_bytes(policy, layers, self.prepared.config.num_attention_heads, dim, itemsize)
         evicts = policy.schedule.evicts
+        experts = routed_experts(meta_model(self.prepared.config))
+        traces = trace_bytes(layers, kv_heads, length, batch, policy.config.recorded, experts)
         return {
             "keys and values": cache_bytes(entries, layers, kv_heads, dim, itemsize),
             "scores": 4 * len(policy.entry_memory) * per_head,
             "positions": 8 * per_head if evicts else 0,
             "last queries": batch * queries,
-            "trace": trace_bytes(layers, kv_heads, length, batch, policy.config.recorded) if evicts else 0,
+            "trace": traces if evicts else 0,
             "dense masks instead": mask_bytes(batch, kv_heads, length, layers) if evicts else 0,
         }
 

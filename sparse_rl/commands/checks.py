@@ -85,8 +85,10 @@ def _adapters(skeleton: Any, lora: LoraConfig) -> str:
     """Describe the LoRA adapters. Raises UserError if they match no layer, or a layer that cannot be adapted."""
     from torch.nn import Embedding, Linear
 
+    from trainer.arguments import adapters
     from trainer.memory import adapted_modules, lora_parameters
 
+    adapters(lora, skeleton)
     adapted = adapted_modules(skeleton, lora)
     if refused := [name for name, module in adapted if not isinstance(module, Linear | Embedding)]:
         raise UserError(

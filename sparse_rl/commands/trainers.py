@@ -86,7 +86,7 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
         train_dataset=prepared.rows,
         eval_dataset=prepared.held_out,
         processing_class=prepared.tokenizer,
-        peft_config=adapters(recipe.lora),
+        peft_config=adapters(recipe.lora, prepared.skeleton),
         callbacks=[rundir.RunLog(folder), completions],
         make_engine=engine_of,
         sleep=recipe.rollout.sleep,
@@ -110,7 +110,7 @@ def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
         model = untrained_model(recipe.model, recipe.seed, _weights_dtype(recipe))
     else:
         model, options["model_init_kwargs"] = recipe.model, model_options(_weights_dtype(recipe))
-    further = adapters(recipe.lora), [rundir.RunLog(folder)], problems
+    further = adapters(recipe.lora, prepared.skeleton), [rundir.RunLog(folder)], problems
     return make_trainer(model, recipe.sft, options, tokenizer, prepared.rows, *further)
 
 
@@ -129,7 +129,7 @@ def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
         from peft import get_peft_model
 
         with refusals():
-            student = get_peft_model(student, adapters(recipe.lora))
+            student = get_peft_model(student, adapters(recipe.lora, prepared.skeleton))
     starting: Any = recipe.model
     live = recipe.rollout.engine in SAMPLE_LIVE
     if live and recipe.distill.completions == "student":

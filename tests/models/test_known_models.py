@@ -5,6 +5,7 @@ published ones, so that `doctor` works without a network.
 from __future__ import annotations
 
 import pytest
+from planned import plan
 
 from sparse_rl.attention.families import check_replayable
 from sparse_rl.commands.main import main
@@ -62,6 +63,20 @@ def test_qwen3_30b_a3b_uses_3_3_billion_parameters_per_token() -> None:
 @pytest.mark.parametrize("name", ON_A_HUB)
 def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
     check_lengths(ON_A_HUB[name], shape_of(ON_A_HUB[name]))
+
+
+def test_qwen3_30b_a3b_takes_the_memory_that_its_recipe_states() -> None:
+    """The comment of the recipe states these sums in GB for 8 GPUs, fully trained and with LoRA."""
+    lora = ["launch.zero_stage=0", "launch.offload=false", "lora.r=32"]
+    for overrides, stated, host in (([], 73, 427), (lora, 66, 0)):
+        recipe = load_recipe("qwen3-30b-a3b/grpo", [*overrides, "rollout.engine=hf"])
+        made = plan(recipe, load_shape(recipe.model), cuda=True)
+        items = {item.name: item for item in made.items}
+        assert round(made.device / 1e9) == stated
+        assert round(items["activations"].device / 1e9, 1) == 3.4
+        assert round(items["KV cache of 16"].device / 1e9, 1) == 3.6
+        assert round(items["traces"].host / 1e9, 2) == 0.23
+        assert round(8 * (made.host - items["traces"].host) / 1e9) == host
 
 
 def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:

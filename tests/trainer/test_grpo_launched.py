@@ -17,6 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import steps, timeless
 
+from sparse_rl.models.load import load_config
+from sparse_rl.models.weights import check_weights
 from trainer.lock import locked
 
 pytestmark = pytest.mark.slow
@@ -170,6 +172,20 @@ def test_zero_stages_give_the_same_results(command: Callable, tmp_path: Path) ->
         first[stage] = check_run(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 1)[0]
     assert first[0]["reward"] == first[2]["reward"]
     assert first[0]["grad_norm"] == pytest.approx(first[2]["grad_norm"], rel=1e-4)
+
+
+def test_zero_3_trains_experts_as_zero_0_does(command: Callable, tiny: Callable, tmp_path: Path) -> None:
+    """ZeRO-3 loads, partitions, gathers and saves the tensors of experts: the rewards and gradients of two steps equal
+    those without ZeRO, and the exported weights fit the model."""
+    lines = {}
+    for stage in (0, 3):
+        words = (f"model={tiny('qwen3_moe')}", "max_steps=2", "save_steps=0", f"launch.zero_stage={stage}")
+        lines[stage] = check_run(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 2)
+        model = str(tmp_path / f"zero{stage}/model")
+        check_weights(load_config(model), model)
+    for without, sharded in zip(lines[0], lines[3], strict=True):
+        assert without["reward"] == sharded["reward"]
+        assert without["grad_norm"] == pytest.approx(sharded["grad_norm"], rel=1e-3)
 
 
 def test_deepspeed_does_not_change_a_run_of_one_process(command: Callable, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_settings_that_trl_switches_on_are_refused(new_model: Callable) -> None:
         assert trainer.aux_loss_enabled is balanced
     reentrant = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(UserError, match="LoRA under ZeRO-3 makes gradient checkpointing reentrant"):
-        check_made(SimpleNamespace(**{**accepted, "args": reentrant}))
+        check_made(SimpleNamespace(**{**accepted, "args": reentrant, "model": new_model("qwen3")}))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,11 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_made(trainer: Any) -> None:
-    """Raise UserError if TRL has enabled an unsupported feature; switch the loss of experts off in a dense model."""
+    """Raise UserError if TRL or PEFT has enabled an unsupported feature because of the model or the launch.
+
+    The balancing loss of experts is switched off in a dense model.
+    """
+    check_adapters(trainer.model)
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; lower zero_stage"
         raise UserError(wrong)

@@ -1,0 +1,101 @@
+"""`sparse-rl doctor` counts the experts of a mixture-of-experts model: their parameters, their activations in training,
+and the section of a trace that records them. The expected numbers are computed by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from planned import plan
+from transformers import PreTrainedModel
+
+from sparse_rl.experts.routing import routed_experts
+from sparse_rl.models.weights import meta_model
+from sparse_rl.recipe import make_recipe
+from trainer.memory import activation_bytes, count_parameters, mlp_values
+
+GRPO = {
+    "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
+    "data": {"synthetic": {"task": "running_sum", "size": 8}}, "max_completion_length": 100,
+    "cache": {"policy": "streaming", "budget": 32, "period": 8}, "rollout": {"engine": "hf"},
+}  # fmt: skip
+ENDS = 2 * 64 * 32 + 32  # embeddings, head, last norm
+ATTENTION = 32 * (32 + 16 + 16 + 32)
+NORMS = 2 * 32
+EXPERTS = 8 * 3 * 32 * 24 + 8 * 32  # 8 experts of 24 and a router
+WIDE = 8 * 3 * 32 * 48 + 8 * 32  # 8 experts of 48 and a router
+PARAMETERS = {
+    "qwen3_moe": ENDS + 2 * (ATTENTION + 2 * 8 + NORMS + EXPERTS),
+    "qwen2_moe": ENDS + 2 * (ATTENTION + 64 + NORMS + EXPERTS + 3 * 32 * 32 + 32),  # biases; a shared expert, its gate
+    "mixtral": ENDS + 2 * (ATTENTION + NORMS + WIDE),
+    "olmoe": ENDS + 2 * (ATTENTION + 32 + 16 + NORMS + WIDE),
+    "glm4_moe": ENDS + 3 * (ATTENTION + NORMS) + 3 * 32 * 48 + 2 * (EXPERTS + 3 * 32 * 24),  # the first layer is dense
+}
+KEPT = 6 * 32 + 8 * (3 * 4 + 4 * 2)  # values per token that attention and norms of a layer keep
+MLPS = {  # values per token that the MLP of each layer keeps
+    "qwen3_moe": [2 * (4 * 24 + 2 * 32)] * 2,
+    "qwen2_moe": [2 * (4 * 24 + 2 * 32) + 4 * 32] * 2,
+    "mixtral": [2 * (4 * 48 + 2 * 32)] * 2,
+    "olmoe": [2 * (4 * 48 + 2 * 32)] * 2,
+    "glm4_moe": [4 * 48] + [2 * (4 * 24 + 2 * 32) + 4 * 24] * 2,
+    "qwen3": [4 * 48] * 2,
+}
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_parameters_include_all_experts(new_model: Callable[..., PreTrainedModel], family: str) -> None:
+    model = new_model(family)
+    assert plan(make_recipe(GRPO), model.config, cuda=False).parameters == PARAMETERS[family]
+    assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[family]
+    assert count_parameters(meta_model(model.config)) == PARAMETERS[family]
+
+
+@pytest.mark.parametrize("family", MLPS)
+def test_activations_are_those_of_the_experts_of_each_token(
+    new_model: Callable[..., PreTrainedModel], family: str
+) -> None:
+    model, mlps = meta_model(new_model(family).config), MLPS[family]
+    whole = len(mlps) * KEPT + sum(mlps)
+    assert activation_bytes(model, 10, 2, checkpointing=False, logits=False) == 10 * 2 * whole
+    one_layer = len(mlps) * 32 + KEPT + max(mlps)
+    assert activation_bytes(model, 10, 2, checkpointing=True, logits=False) == 10 * 2 * one_layer
+    items = {item.name: item for item in plan(make_recipe(GRPO), model.config, cuda=False).items}
+    assert items["activations"].device == 8 * 118 * 4 * one_layer
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_measured_activations_of_experts_are_near_the_counted_ones(
+    new_model: Callable[..., PreTrainedModel], family: str
+) -> None:
+    """The MLP of the last layer keeps the counted values, and also its input, probabilities and indices: at most 20 %
+    more at a size at which these do not dominate."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    model = new_model(family, **sizes, moe_intermediate_size=256)
+    layer, weights = model.model.layers[-1], {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer.mlp(torch.randn(1, 500, 256, requires_grad=True))
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / 500
+    counted = mlp_values(layer, model.config)
+    assert counted <= measured <= 1.2 * counted
+
+
+@pytest.mark.parametrize("family", MLPS)
+def test_traces_record_two_bytes_per_expert_of_a_token(new_model: Callable[..., PreTrainedModel], family: str) -> None:
+    """The section is as long as evict_at, 118 tokens in each of 8 sequences. Control: a dense model has none."""
+    model = new_model(family)
+    layers = 0 if family == "qwen3" else 2  # with experts
+    assert sum(hasattr(layer.mlp, "experts") for layer in model.model.layers) == layers
+    assert routed_experts(model) == 2 * layers
+    items = {item.name: item for item in plan(make_recipe(GRPO), model.config, cuda=False).items}
+    evict_at = 4 * model.config.num_hidden_layers * 2
+    assert items["traces"].host == 8 * 118 * (evict_at + 2 * 2 * layers)
+    assert ("4 experts each" in items["traces"].note) == (family != "qwen3")
