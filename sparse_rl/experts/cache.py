@@ -30,6 +30,8 @@ class RoutedCache:
         self._active: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if name == "cache":  # of a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self.cache, name)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -34,6 +34,8 @@ class RoutedView:
         return cls(view, batch["routed"], device) if "routed" in batch else view
 
     def __getattr__(self, name: str) -> Any:
+        if name == "view":  # of a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self.view, name)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
