@@ -121,8 +121,19 @@ def paged(rng: random.Random, prompt: int, length: int) -> Sections:
     return sections
 
 
+def routed(rng: random.Random, prompt: int, length: int) -> Sections:
+    """Return a record of a model with 5 experts in both layers or in one of them."""
+    choices = 2
+    experts = torch.full((LAYERS, length, choices), -1, dtype=torch.int16)
+    for layer in rng.choice([[0], [1], [0, 1]]):
+        for token in range(length - 1):
+            experts[layer, token] = tensor(rng.sample(range(5), choices), torch.int16)
+    return {**evicted(rng, prompt, length), "routed": experts}
+
+
 CONTEXT = {"compacted_with", "compacted_parts", "compacted_queries"}
 KINDS = {"evicted": evicted, "compacted": compacted, "context": context, "refitted": refitted, "paged": paged}
+KINDS["routed"] = routed
 
 
 def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
@@ -176,7 +187,17 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
                 around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
                 if not around <= set(held) or len(held) != sinks + window + kept_count:
                     return False
+    if "routed" in names and not all(possible_experts(layer, length) for layer in further["routed"]):
+        return False
     return "opened" not in names or possible_pages(further, prompt, length)
+
+
+def possible_experts(by_token: list[list[int]], length: int) -> bool:
+    """Return True if a layer has distinct experts for every token except the last, or none at all."""
+    if all(expert == -1 for experts in by_token for expert in experts):
+        return True
+    *fed, last = by_token
+    return set(last) == {-1} and all(len(set(row)) == len(row) and min(row) >= 0 for row in fed)
 
 
 def possible_context(further: dict[str, Any]) -> bool:

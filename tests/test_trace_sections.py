@@ -223,3 +223,21 @@ def test_replay_logprobs_refuses_sections_that_no_view_replays(with_visits: Call
 def test_every_declared_section_has_the_name_of_its_key() -> None:
     """Each section is registered under its own name, and is joined along one of its own axes."""
     assert all(section.name == name and section.joined in section.axes for name, section in declared().items())
+
+
+def test_recorded_experts_are_padded_shifted_and_packed() -> None:
+    """In a batch and in a packed sequence, each token keeps its experts, and padding has none (-1)."""
+
+    def with_experts(length: int) -> EvictionTrace:
+        experts = torch.arange(2 * length * 2).view(2, length, 2).to(torch.int16)
+        experts[:, -1] = -1
+        return EvictionTrace(evictions(length).evict_at, {"routed": experts})
+
+    traces = [with_experts(n) for n in LENGTHS]
+    batch = batch_traces(traces, [0, 2, 1], 7)["routed"]
+    assert batch.shape == (2, 3, 7, 2)
+    for row, (trace, start) in enumerate(zip(traces, (0, 2, 1), strict=True)):
+        assert torch.equal(batch[:, row, start : start + len(trace)], trace.further["routed"])
+        assert bool((batch[:, row, :start] == -1).all() and (batch[:, row, start + len(trace) :] == -1).all())
+    packed = pack_traces(traces).further["routed"]
+    assert torch.equal(packed, torch.cat([trace.further["routed"] for trace in traces], dim=1))
