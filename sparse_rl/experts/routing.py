@@ -75,7 +75,7 @@ def routed_experts(model: Any) -> int:
 def attach(model: Any) -> None:
     """Connect the routers of a model to `kv_view`, and let its experts run by `experts_forward`.
 
-    A second call changes nothing, and so does a call for a dense model.
+    A second call changes nothing. A dense model has no routers; only its configuration is changed.
     """
     for index, layer, router in routers(model):
         if hasattr(router, "routes"):
@@ -86,7 +86,8 @@ def attach(model: Any) -> None:
         router.register_forward_hook(router.routes.choose)
     if has_experts(model):
         model.set_experts_implementation(EXPERTS)
-        # If True, the model would compute a balancing loss of its own from our attention mask, which has no tokens.
+    # A balancing loss would be computed from our attention mask, which has no tokens. Dense models may have the key, too.
+    if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
 
 

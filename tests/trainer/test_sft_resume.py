@@ -30,7 +30,9 @@ class StopAt(TrainerCallback):
 
 @pytest.fixture
 def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
-    """sft(name, *callbacks, **settings) returns a trainer on 24 problems, with 6 steps in each epoch."""
+    """sft(name, *callbacks, family="qwen3", config={}, **settings) returns a trainer on 24 problems, with 6 steps in
+    each epoch. config : settings of the tiny model's configuration
+    """
     from trl import SFTConfig
 
     from sparse_rl.data.config import DataConfig, SyntheticConfig
@@ -38,7 +40,9 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     from sparse_rl.models.load import load_tokenizer
     from trainer.sft.trainer import ResumableSFTTrainer
 
-    def make(name: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
+    def make(
+        name: str, *callbacks: TrainerCallback, family: str = "qwen3", config: dict | None = None, **settings: Any
+    ) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         defaults = {
@@ -63,7 +67,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
         synthetic = SyntheticConfig(task="running_sum", size=24, n=3)
         data = load_data(DataConfig(synthetic=synthetic), tokenizer, require=("prompt", "completion"))
         return ResumableSFTTrainer(
-            model=tiny("qwen3"),
+            model=tiny(family, **(config or {})),
             args=SFTConfig(**{**defaults, **settings}),
             train_dataset=data.remove_columns([c for c in data.column_names if c not in ("prompt", "completion")]),
             processing_class=tokenizer,
@@ -113,6 +117,29 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
     third = sft("stopped")
     third.train(resume_from_checkpoint=str(file.parent))
     assert logged(third) != logged(whole)
+
+
+def test_a_run_with_experts_resumes_exactly(sft: Callable) -> None:
+    """A run of a mixture of experts, with TRL's balancing loss, resumes bit for bit."""
+    whole = sft("whole", family="qwen3_moe")
+    whole.train()
+    with pytest.raises(Killed):
+        sft("stopped", KillAt(5), family="qwen3_moe").train()
+    second = sft("stopped", family="qwen3_moe")
+    second.train(resume_from_checkpoint=str(Path(second.args.output_dir) / "checkpoint-3"))
+    assert logged(second) == logged(whole)
+    assert all("aux_loss" in line for line in logged(whole) if "loss" in line)
+    assert same(second, whole)
+
+
+def test_a_dense_model_with_the_keys_of_experts_trains(sft: Callable) -> None:
+    """A Granite model whose config.json has the weight of a balancing loss trains without this loss."""
+    keys = {"router_aux_loss_coef": 0.01, "output_router_logits": True}
+    trainer = sft("granite", family="granite", config=keys, max_steps=2, save_steps=10, logging_steps=1)
+    trainer.train()
+    lines = [line for line in logged(trainer) if "loss" in line]
+    assert len(lines) == 2
+    assert not any("aux_loss" in line for line in lines)
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:

@@ -15,6 +15,8 @@ from sparse_rl.attention.interface import adopt
 from sparse_rl.data.running_sum import grade
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
+from sparse_rl.experts.routing import has_experts
+from sparse_rl.models.base import base_of
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.options import check_options
@@ -24,6 +26,14 @@ from trainer.sft.config import SFTConfig
 
 class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
     """TRL's SFTTrainer, extended so that its runs resume exactly."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model: Any = base_of(self.model)
+        if not has_experts(model):  # its config.json may still have the keys of experts
+            self.aux_loss_enabled = False
+            if hasattr(model.config, "output_router_logits"):
+                model.config.output_router_logits = False
 
 
 def make_trainer(
