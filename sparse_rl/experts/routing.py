@@ -86,7 +86,7 @@ def attach(model: Any) -> None:
         router.register_forward_hook(router.routes.choose)
     if has_experts(model):
         model.set_experts_implementation(EXPERTS)
-    # A balancing loss would be computed from our attention mask, which has no tokens. Dense models may have the key, too.
+    # A balancing loss would be computed from our attention mask, which has no tokens. Dense models may have this key.
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
 

@@ -100,7 +100,8 @@ def test_an_engine_in_another_process_equals_hf(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "options"), [("ministral3", APART[0]), ("phi3", APART[1]), ("olmo2", APART[1]), ("starcoder2", APART[1])]
+    ("family", "options"),
+    [*((family, APART[1]) for family in ("phi3", "olmo2", "starcoder2", "qwen3_moe")), ("ministral3", APART[0])],
 )
 def test_families_work_in_another_process(
     family: str,
