@@ -130,7 +130,7 @@ def _refuse_experts(adapter: Any, model: Any, key: str) -> None:
         except ValueError:  # only one of the two matrices that are one tensor now is named
             parameters = ["gate_up_proj"]
     if parameters:
-        wrong = f"routers and experts cannot be adapted here ({', '.join(sorted(parameters))})"
+        wrong = f"PEFT would adapt routers or experts ({', '.join(sorted(parameters))}), which is not supported"
         raise UserError(f"{wrong}; name layers of the attention, such as q_proj", key)
 
 

@@ -50,7 +50,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
     **dict.fromkeys(("zamba2", "falcon_h1", "falcon_mamba", "granitemoehybrid", "nemotron_h", "lfm2"), STATE),
-    **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear"), STATE),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear", "qwen3_5", "qwen3_5_moe"), STATE),
     **dict.fromkeys(
         ("gemma3", "gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL
     ),
@@ -74,6 +74,8 @@ SIZES = {  # key of config.json -> maximum allowed value
     **dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 1_000_000),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 2**30),
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_EXPERTS = 32_767  # traces record experts in int16
 
 
 def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
@@ -82,6 +84,11 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
         size = values.get(name)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             mistake = f"{name} is {show(size)} in config.json of {model}; a whole number from 1 to {most:,} is needed"
+            raise UserError(mistake, "model")
+    for name in EXPERTS:
+        count = values.get(name) or 0
+        if type(count) is not int or count > MOST_EXPERTS:
+            mistake = f"{name} is {show(count)} in config.json of {model}; at most {MOST_EXPERTS:,} are supported"
             raise UserError(mistake, "model")
 
 
@@ -93,7 +100,8 @@ def check_replayable(config: Any, model: str = "the model") -> None:
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
-        why = MISSING.get(config.model_type, f"the supported families are {families}")
+        parts = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
+        why = MISSING.get(config.model_type, SEVERAL if parts else f"the supported families are {families}")
         raise UserError(f"{model} is of type {config.model_type!r}, which cannot be replayed: {why}", "model")
     for kind in getattr(config, "layer_types", None) or []:
         if kind != "full_attention":
@@ -102,15 +110,16 @@ def check_replayable(config: Any, model: str = "the model") -> None:
     if getattr(config, "layer_types", None) is None and hidden_window(config):
         raise UserError(
             f"{model} cannot be replayed: sliding_window {show(config.sliding_window)} in its config.json makes every "
-            "layer evict by itself; set it to null if no text will be longer than the window",
+            "layer ignore older tokens; set sliding_window to null if no text will be longer than the window",
             "model",
         )
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")
     for name in NOISES:
-        if getattr(config, name, 0.0):
-            raise UserError(f"{model} has {name}, which cannot be replayed; set it to 0 in config.json", "model")
+        if value := getattr(config, name, 0.0):
+            wrong = f"{model} has {name} {show(value)}, and random changes cannot be replayed"
+            raise UserError(f"{wrong}; set {name} to 0 in config.json", "model")
     if (kind := rope_type(config)) in BY_LENGTH:
         raise UserError(
             f"{model} has RoPE of type {kind}, which depends on the length of the text: the sampler and the trainer "

@@ -25,12 +25,12 @@ class RoutedCache:
 
     def __init__(self, cache: Any, layers: int, choices: dict[int, Tensor] | None = None) -> None:
         self.cache, self.layer_count, self.choices = cache, layers, choices or {}
-        self._column = 0  # position of the first token of this forward pass over prompts
+        self._column = 0  # column at which this piece of the prompts begins
         self._positions: Tensor | None = None  # of a decoding step: the position of each row's token
         self._active: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cache":  # of a copy that has no attributes yet
+        if name == "cache":  # `copy` asks for methods before the copy has attributes
             raise AttributeError(name)
         return getattr(self.cache, name)
 

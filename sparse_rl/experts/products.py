@@ -1,8 +1,9 @@
 """The experts of a layer on a CPU, by products whose rounding does not depend on the number of tokens.
 
-The tokens that chose an expert form its batch, so a sampler and a trainer never multiply matrices of equal shapes.
-transformers' `grouped_mm` and `eager` round differently for few rows: by up to 2e-5 of a log-prob on a trained model.
-`batched_mm` does not, but takes 4 to 5 times as long. On other devices transformers' own `grouped_mm` runs.
+The tokens for which an expert was chosen form the expert's batch, so a sampler and a trainer never multiply matrices of
+equal shapes. transformers' `grouped_mm` and `eager` round differently for few rows: by up to 2e-5 of a log-prob on a
+trained model. The rounding of `batched_mm` does not depend on the rows, but `batched_mm` takes 4 to 5 times as long. On
+other devices transformers' own `grouped_mm` runs.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def routed_experts(model: Any) -> int:
 def attach(model: Any) -> None:
     """Connect the routers of a model to `kv_view`, and let its experts run by `experts_forward`.
 
-    A second call changes nothing. A dense model has no routers; only its configuration is changed.
+    A second call changes nothing. In a dense model, only the key `output_router_logits` is switched off.
     """
     for index, layer, router in routers(model):
         if hasattr(router, "routes"):
@@ -86,7 +86,7 @@ def attach(model: Any) -> None:
         router.register_forward_hook(router.routes.choose)
     if has_experts(model):
         model.set_experts_implementation(EXPERTS)
-    # A balancing loss would be computed from our attention mask, which has no tokens. Dense models may have this key.
+    # The model would compute a balancing loss from NO_MASK, which marks no token. Dense models may have this key, too.
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
 
@@ -116,7 +116,8 @@ class Routes:
 def balancing_loss(routed: Mapping[int, tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """Compute the load-balancing loss (Switch Transformer, eqs. 4 to 6) for the experts that the tokens took.
 
-    It equals transformers' `load_balancing_loss_func` bit for bit if these are the routers' own choices.
+    It equals transformers' `load_balancing_loss_func` bit for bit if these are the routers' own choices. Probabilities
+    are the softmax of the logits.
 
     routed : layer -> (the router's logits [T, experts], the experts that were taken, int64 [T, K])
     mask : 1 for tokens and 0 for padding, [B, S] with B S = T

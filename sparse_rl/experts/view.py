@@ -15,8 +15,8 @@ class RoutedView:
     """A `kv_view` for training: another view, and the recorded experts of each token.
 
     view : the view that replays the attention; RoutedView has its attributes too
-    routed : recorded experts, int16 [L, B, S, K] in host memory; -1 stands for the router's own choice (padding, and
-        the last token of a sequence)
+    routed : recorded experts, int16 [L, B, S, K] in host memory; -1 stands for the router's own choice: in padding, and
+        for the last token of a sequence
     choices : layer -> (logits of the router [B S, experts], experts taken, int64 [B S, K]), after a forward pass
     """
 
@@ -29,12 +29,23 @@ class RoutedView:
     def around(cls, view: Any, batch: Mapping[str, Tensor], device: torch.device | str) -> Any:
         """Return `view` with the section `routed` of a batch of traces, or `view` itself if they have no such section.
 
+        Without the section, the routers of a mixture of experts choose themselves.
+
         batch : trace sections by name, from `batch_traces`
         """
         return cls(view, batch["routed"], device) if "routed" in batch else view
 
+    @classmethod
+    def unrecorded(cls, view: Any, config: Any, rows: int, columns: int, device: torch.device | str) -> RoutedView:
+        """Return `view` with routers that choose themselves, and whose choices are kept in `choices`.
+
+        config : the model's configuration
+        """
+        sizes = (config.num_hidden_layers, rows, columns, config.num_experts_per_tok)
+        return cls(view, torch.full(sizes, -1, dtype=torch.int16), device)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "view":  # of a copy that has no attributes yet
+        if name == "view":  # `copy` asks for methods before the copy has attributes
             raise AttributeError(name)
         return getattr(self.view, name)
 

@@ -57,7 +57,7 @@ def check_routed(values: Tensor, sections: Sections, prompt: int | None) -> str 
     """
     recorded = values >= 0
     if bool((values < -1).any()) or bool((recorded.any(-1) != recorded.all(-1)).any()):
-        return "routed has a token with some experts recorded and others not; -1 must stand for all experts of a token"
+        return "routed has a token with some experts recorded and others not: either all of its experts are -1, or none"
     tokens = recorded.any(-1)  # [L, S]
     if bool(tokens[:, -1:].any()):
         return "routed has experts for the last token, which is never fed"

@@ -15,7 +15,15 @@ from eager import eager_copy, largest_difference, plain_logprobs, sampled_logpro
 from transformers import AutoConfig
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention.families import BY_LENGTH, FAMILIES, LAYER_KINDS, MISSING, NOISES, check_replayable
+from sparse_rl.attention.families import (
+    BY_LENGTH,
+    FAMILIES,
+    LAYER_KINDS,
+    MISSING,
+    NOISES,
+    check_replayable,
+    check_sizes,
+)
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
 
@@ -68,8 +76,8 @@ def test_an_unknown_family_is_refused_with_the_list_of_supported_ones() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sliding_window": 4096}, "sliding_window 4096 in its config.json makes every layer evict by itself"),
-        *[({name: 0.1}, f"has {name}, which cannot be replayed; set it to 0 in config.json") for name in NOISES],
+        ({"sliding_window": 4096}, "sliding_window 4096 in its config.json makes every layer ignore older tokens"),
+        *[({name: 0.1}, f"has {name} 0.1, and random changes cannot be replayed; set {name} to 0") for name in NOISES],
         *[({"layer_types": ["full_attention", kind]}, why) for kind, why in LAYER_KINDS.items()],
         ({"layer_types": ["full_attention", "strange"]}, "it has layers of the unknown kind 'strange'"),
         *[
@@ -99,3 +107,16 @@ def test_a_window_that_is_switched_off_is_no_window(new_model: Callable) -> None
     config = new_model("mistral").config
     config.sliding_window, config.use_sliding_window = 4096, False
     check_replayable(config)
+
+
+def test_models_that_read_images_are_refused(new_model: Callable) -> None:
+    """A family that is not in any list, but has a part for images or sound, is refused with this reason."""
+    config = type("Config", (), {"model_type": "new_vl", "vision_config": {}})()
+    with pytest.raises(UserError, match="it reads images or sound, and only text is supported"):
+        check_replayable(config)
+
+
+def test_more_experts_than_a_trace_can_number_are_refused() -> None:
+    with pytest.raises(UserError, match=r"num_experts is 40000 in config\.json of the model; at most 32,767"):
+        check_sizes({"num_experts": 40_000})
+    check_sizes({"num_experts": 32_767, "num_local_experts": 0})

@@ -124,7 +124,7 @@ def small(config_class: type, **settings: object) -> object:
         ),
         (
             lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)),
-            "has attention_dropout, which cannot be replayed",
+            "has attention_dropout 0.1, and random changes cannot be replayed",
         ),
     ],
     ids=["family", "sliding window", "dropout"],

@@ -71,7 +71,10 @@ def metrics(folder, values, name="reward"):
         (["train", "grpo.yaml", "cache.budget=4", "cache.sinks=4"], "budget: 4 must exceed"),
         (["train", "grpo.yaml", "num_generations=3"], "groups must be whole"),
         (["train", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
-        (["train", "grpo.yaml", "model=gpt2"], "is of type 'gpt2'; the supported families are"),
+        (
+            ["train", "grpo.yaml", "model=gpt2"],
+            "of type 'gpt2', which cannot be replayed: the supported families are",
+        ),
         (["train", "grpo.yaml", "data={path: nothing.jsonl}"], "data.path: no such file: nothing.jsonl"),
         (["train", "grpo.yaml", "data={path: empty.jsonl}"], "data.path: empty.jsonl is empty"),
         (["train", "grpo.yaml", "rewards=[maths]"], "unknown reward 'maths': did you mean 'math'?"),

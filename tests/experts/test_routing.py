@@ -1,4 +1,4 @@
-"""The experts that the sampler took are replayed, with gradients. Without them a near tie breaks replay."""
+"""The experts that the sampler took are replayed, with gradients. Without the record a near tie breaks replay."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_record_of_another_model_is_refused(new_model: Callable, policy_of: Ca
 
 
 def test_adopting_twice_attaches_once(new_model: Callable) -> None:
-    """A copy of an adopted model has hooks of its own."""
+    """A second `adopt` adds no hook. A copy of an adopted model has hooks of its own."""
     model = adopt(adopt(new_model("qwen3_moe")))
     _, layer, router = next(routers(model))
     assert len(layer._forward_pre_hooks) == len(router._forward_hooks) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def test_a_siege_reports_a_program_that_scores_and_a_process_that_is_left(tmp_pa
     assert findings.broken == ["wrong: [\"hostile, 1.0: 'print(1)'\"]"]
     left = subprocess.Popen(["sleep", "60"], env={**os.environ, "SIEGE": "a token of this test"})
     try:
-        assert processes_with("a token of this test") == ["sleep\x0060\x00"]
+        end = time.monotonic() + 10  # a process that has just started may have no environment yet
+        while not (processes := processes_with("a token of this test")) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert processes == ["sleep\x0060\x00"]
     finally:
         left.kill()
         left.wait()

@@ -65,7 +65,7 @@ def test_names_of_routers_and_experts_are_refused(
 ) -> None:
     """A recipe is refused when it is checked, and PEFT's own configuration when a trainer is made."""
     model = new_model(family)
-    message = rf"target_modules: routers and experts cannot be adapted here \({named}\); name layers"
+    message = rf"target_modules: PEFT would adapt routers or experts \({named}\), which is not supported; name layers"
     with pytest.raises(UserError, match="lora." + message) as caught:
         _adapters(meta_model(model.config), LoraConfig(target_modules=targets))
     assert "\n" not in str(caught.value)
@@ -83,9 +83,9 @@ def test_target_parameters_are_refused(new_model: Callable[..., PreTrainedModel]
     """Recipes have no such key; in Python it is refused before a model is loaded, and for a model that has them."""
     given = peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
     for model in ("nowhere", new_model("qwen3_moe")):
-        with pytest.raises(UserError, match=r"experts cannot be adapted here \(mlp.experts.gate_up_proj\)"):
+        with pytest.raises(UserError, match=r"would adapt routers or experts \(mlp.experts.gate_up_proj\)"):
             check_adapters(model, given)
-    with pytest.raises(UserError, match="experts cannot be adapted here"):
+    with pytest.raises(UserError, match="would adapt routers or experts"):
         check_adapters(peft.get_peft_model(new_model("qwen3_moe"), given))
     recipe = {"kind": "grpo", "model": "m", "output_dir": "o", "rewards": ["boxed"], "data": {"path": "d.jsonl"}}
     with pytest.raises(UserError, match="target_parameters"):

@@ -53,7 +53,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("full", "float32", [], None),
         ("full", "float32", ["--hf-overrides", SLIDES], "has sliding-window layers"),
-        ("full", "float32", ["--hf-overrides", WINDOW], "not support a sliding window"),
+        ("full", "float32", ["--hf-overrides", WINDOW], "makes every layer ignore older tokens"),
         ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not support attention to later tokens"),
         ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # refused by vLLM's own kernel
         (POLICY, "bfloat16", ["--hf-overrides", SLIDES], "has sliding-window layers"),

@@ -234,6 +234,7 @@ def configuration(**changes: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             use_ubatching=False,
+            enable_expert_parallel=False,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
         kv_transfer_config=SimpleNamespace(kv_connector="EvictionConnector"),

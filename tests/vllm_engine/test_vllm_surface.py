@@ -135,7 +135,7 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "get_vocab_size model using_transformers_backend",
     "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes sliding_window",
     "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
-    "tensor_parallel_size use_ubatching",
+    "tensor_parallel_size use_ubatching enable_expert_parallel",
     "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs max_num_batched_tokens",
     "config.CompilationConfig": "cudagraph_mode splitting_ops use_inductor_graph_partition pass_config custom_ops",
     "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role kv_connector_extra_config",

@@ -12,6 +12,8 @@ from trl.models.utils import _ForwardRedirection
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.experts.routing import balancing_loss
+from sparse_rl.experts.view import RoutedView
+from sparse_rl.models.base import base_of
 from sparse_rl.trace import EvictionTrace
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.rows import Learned
@@ -59,6 +61,9 @@ class ReplayedForward:
         else:
             kernel, through = self.args.attention_kernel, self.args.match_gradient == "through"
             view = make_view(traces, starts.flatten().tolist(), ids.shape[1], ids.device, kernel, through)
+        if balance and not hasattr(view, "choices"):  # full attention in training replays no experts
+            rows, width = ids.shape
+            view = RoutedView.unrecorded(view, base_of(student).config, rows, width, ids.device)
         others = learns and hasattr(view, "losses")
         if not others and not balance:
             return self._forward(model, ids, positions, labels, view), None

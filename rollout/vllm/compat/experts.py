@@ -1,6 +1,7 @@
 """vLLM's mixture of experts: the record of the experts that tokens take, and on a CPU the trainer's arithmetic.
 
-vLLM's own record (`enable_return_routed_experts`) needs prefix caching and another runner, which eviction excludes. But
+vLLM's own record (`enable_return_routed_experts`) needs prefix caching and vLLM's second model runner, which eviction
+excludes. But
 vLLM's routers call the function `capture_fn`, if it is set, with the experts that they chose.
 
 On a CPU vLLM would pack the experts' weights when it loads a model, and later updates of weights would be written over
@@ -37,7 +38,8 @@ class Captured:
 def capture(runner: Any) -> Captured | None:
     """Let the routers of a worker's model record their choices; returns None for a model without experts.
 
-    Call this after the model is loaded, and before vLLM compiles it or captures CUDA graphs.
+    Call this after the model is loaded, and before vLLM compiles it or captures CUDA graphs. On a GPU, fused kernels
+    that choose experts themselves would not be recorded; `moe_backend: triton` (arguments.py) excludes them.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
@@ -89,6 +91,9 @@ def _gated(both: Tensor) -> Tensor:
 
 
 def _softmax_topk(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose experts with transformers' operations: the softmax is over all experts, and then it may be divided."""
+    """Choose experts as transformers does, by the softmax over all experts.
+
+    renormalize : True divides the values of the chosen experts by their sum
+    """
     weights, chosen = router_logits.softmax(-1, dtype=torch.float).topk(top_k, dim=-1)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, chosen.to(torch.int32)
