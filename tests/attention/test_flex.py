@@ -177,6 +177,7 @@ class Compiled(ReplayView):
         return flex_attend(self.evict_at[layer], query, key, value, scaling, in_segments=layer % 2 == 0)[0]
 
 
+@pytest.mark.slow
 def test_all_layers_and_steps_share_one_graph(
     new_model: Callable, trace_of: Callable, record_property: Callable
 ) -> None:

@@ -128,7 +128,7 @@ def test_fits_with_few_equations_are_replayed(
             assert gap(replay_logprobs(other, rollouts), rollouts) > 100 * noise
 
 
-@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+@pytest.mark.parametrize("name", ["quickstart", pytest.param("stories260K", marks=pytest.mark.slow)])
 def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
     """Each change of the recorded traces below moves some log-prob by more than 1e-2."""
     model, rollouts = sampled(name)

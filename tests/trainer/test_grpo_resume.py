@@ -106,6 +106,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) ->
     assert stop == 4 or not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
 
 
+@pytest.mark.slow
 def test_control_a_run_resumed_without_a_part_of_its_state_differs(grpo: Callable) -> None:
     """Each part of the saved state (`replacements`) is replaced by an empty value in turn. The resumed run then differs
     from an uninterrupted run. A checkpoint without the state file is refused.

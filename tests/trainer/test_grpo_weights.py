@@ -53,7 +53,7 @@ def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---- weights in sync -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_engine_gets_the_weights_of_every_update(
     tied: bool, with_own_engine: Callable, grpo: Callable, tiny: Callable
 ) -> None:

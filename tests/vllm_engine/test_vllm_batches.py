@@ -45,7 +45,9 @@ def test_prompts_in_chunks_give_the_same_results(
     agrees_with_hf(policy, prompts, GREEDY, {"in chunks": engine.generate(prompts, GREEDY)}, "llama")
 
 
-@pytest.mark.parametrize("policy_name", ON_VLLM)
+@pytest.mark.parametrize(
+    "policy_name", [pytest.param(p, marks=[pytest.mark.slow] if p == "am" else []) for p in ON_VLLM]
+)
 def test_freed_blocks_and_rows_are_reused(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:

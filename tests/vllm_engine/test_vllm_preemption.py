@@ -66,7 +66,7 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
         del manager.allocate_slots
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_preemption_without_free_blocks_does_not_change_results(
     exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:
@@ -95,7 +95,12 @@ def test_preemption_without_free_blocks_does_not_change_results(
 
 @pytest.mark.parametrize(
     ("policy_name", "steps"),
-    [("gkv", (3,)), ("gkv", (100,)), ("tova", (100, 101, 102, 110)), ("h2o", range(20, 120, 10))],
+    [
+        pytest.param("gkv", (3,), marks=pytest.mark.slow),
+        ("gkv", (100,)),
+        pytest.param("tova", (100, 101, 102, 110), marks=pytest.mark.slow),
+        ("h2o", range(20, 120, 10)),
+    ],
     ids=str,
 )
 def test_preemption_around_evictions_does_not_change_results(

@@ -306,7 +306,7 @@ def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
     return [replace(r, trace=late(r.trace)) for r in rollouts]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+@pytest.mark.parametrize("name", ["quickstart", pytest.param("stories260K", marks=pytest.mark.slow)])
 def test_control_wrong_opened_pages_give_a_large_gap(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name)
     wrong_rollouts = {
@@ -346,7 +346,7 @@ def test_pages_opened_after_noise_are_replayed(
         assert gap(replay_logprobs(model, with_clean_traces), rollouts) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+@pytest.mark.parametrize("name", ["quickstart", pytest.param("stories260K", marks=pytest.mark.slow)])
 def test_opening_all_pages_equals_full_attention(name: str, sampled: Callable, prompts_of: Callable) -> None:
     """If all pages are opened, tokens and log-probs equal those of a full cache. Control: with the nested softmax
     (equation 3) they differ, since opened pages keep their summaries' masses."""
