@@ -295,7 +295,7 @@ class HFEngine:
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own_weights = dict(self.model.named_parameters(remove_duplicate=False))
+        own_weights = self.model.state_dict()  # with both names of tied weights, and with buffers
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in own_weights:

@@ -334,10 +334,9 @@ class VLLMEngine:
         for name, tensor in weights:
             if name not in shapes:
                 raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
-            if tensor.shape != (shape := shapes[name]):
-                raise UserError(
-                    f"the engine cannot take the weights: {name!r} must have shape {[*shape]}, got {[*tensor.shape]}"
-                )
+            if tensor.shape != shapes[name]:
+                wrong = f"{name!r} must have shape {[*shapes[name]]}, got {[*tensor.shape]}"
+                raise UserError(f"the engine cannot take the weights: {wrong}")
             missing.discard(name)
             yield from revert_weight_conversion(model, {name: tensor.detach()}).items()
         if missing:
@@ -346,16 +345,16 @@ class VLLMEngine:
 
     @cached_property
     def _expected(self) -> tuple[Any, dict[str, torch.Size], frozenset[str]]:
-        """Return a model without data, name -> shape of the accepted weights, and the names of the required ones.
-
-        A tied head is accepted under both names. `from_config` would partition weights without data under ZeRO-3.
-        """
+        """Return a model without data, name -> shape of the accepted weights, and the names of the required ones."""
+        # `from_config` would partition the weights under ZeRO-3.
         with torch.device("meta"):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
             model = model_class(self.config)
             if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
-        shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: weight.shape for name, weight in model.state_dict().items()
+        }  # with both names, and with buffers
         return model, shapes, frozenset(name for name, _ in model.named_parameters())
 
     def scorer_digests(self) -> dict[str, list[str]]:

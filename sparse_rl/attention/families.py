@@ -33,6 +33,8 @@ FAMILIES: dict[str, str | None] = {
 UNREAD: dict[str, dict[str, bool]] = {
     "qwen3": {"attention_bias": False},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    "olmoe": {"tie_word_embeddings": False},
+    "glm4_moe": {"tie_word_embeddings": False},
 }
 
 WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
