@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from judging import gap, wrong_routes
+from learned import learned_policy, with_scorers
 from trainer_runs import KillAt, Killed, timeless, trained
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.methods.kvpop.config import BoundaryConfig
+from sparse_rl.models.head import head_of
+from trainer.batches import Batch, trace_of
+from trainer.examples import Example
+from trainer.scored.loss import ScorerLoss, decisions_agree
 
 NOISE = 1e-5
 EXPERTS = 8
@@ -96,3 +107,29 @@ def test_a_resumed_run_equals_an_uninterrupted_run(grpo: Callable) -> None:
     assert len(expected) == 4
     weights = whole.model.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in second.model.state_dict().items())
+
+
+def test_scorers_learn_under_the_recorded_experts(new_model: Callable, prompts_of: Callable) -> None:
+    """While scorers learn, the forward pass takes the recorded experts: under experts that are not the routers' own, it
+    has the log-probs of a replay, and the gap to the sampler is at least 0.1 (control). Under the sampler's experts the
+    scorers decide as the sampler did.
+    """
+    policy = learned_policy("mlp", 12, window=4)
+    model = with_scorers(new_model("qwen3_moe"), policy)
+    engine = make_engine("hf", model=model, policy=policy)
+    rollouts = engine.generate(prompts_of("qwen3_moe", (4, 11, 28)), SamplingConfig(30, seed=1, ignore_eos=True))
+    wrong = wrong_routes(rollouts, EXPERTS)["next expert"]
+    batch = Batch.make([Example.from_rollout(r) for r in wrong], torch.device("cpu"))
+    loss = ScorerLoss(policy.config, TargetConfig(), BoundaryConfig(queries=8))
+    traces = [trace_of(example) for example in batch.examples]
+    with torch.no_grad():
+        view = loss.view(model, *batch.sizes(), batch.ids.shape[1], kernel="gather", traces=traces)
+        logits = head_of(model)(batch.hidden_under(model, view))
+        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        by_row = list(logprobs.split([len(r.completion_ids) for r in wrong]))
+        assert (
+            max(float((a - b).abs().max()) for a, b in zip(by_row, replay_logprobs(model, wrong), strict=True)) <= 1e-5
+        )
+        assert gap(by_row, rollouts) >= 0.1  # control
+    assert decisions_agree(model, policy.config, rollouts) >= 0.999
+    assert decisions_agree(model, policy.config, wrong) < 0.999

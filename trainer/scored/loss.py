@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.target import FutureTarget
+from sparse_rl.experts.view import RoutedView
 from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.methods.kvpop.loss import BoundaryLoss
@@ -38,8 +39,10 @@ class ScorerLoss:
         traces: Sequence[EvictionTrace] | None = None,
         learn: bool = True,
         measure: bool = True,
-    ) -> LearnedView:
-        """Return the attention view for one forward pass. The view computes the scorers' loss during the pass.
+    ) -> Any:
+        """Return the attention view for one forward pass: a LearnedView, which computes the scorers' loss in the pass.
+
+        If the traces record experts, the view replays these, too.
 
         student : model that carries the scorers
         lengths : number of tokens of each row, int64 [rows]; rows are right-padded to `width`
@@ -52,7 +55,8 @@ class ScorerLoss:
         policy = self.policy
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
         queries = self.boundary.draw(lengths, policy.sinks + policy.window + policy.k, width)
-        return LearnedView(
+        batch = {} if traces is None else batch_traces(traces, [0] * len(traces), width)
+        view = LearnedView(
             base_of(student).cache_scorers,
             policy,
             lengths,
@@ -61,8 +65,9 @@ class ScorerLoss:
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learn else None,
             loss=partial(self.boundary, **decay) if learn else None,
             kernel=kernel,
-            recorded=None if traces is None else batch_traces(traces, [0] * len(traces), width)["evict_at"],
+            recorded=batch.get("evict_at"),
         )
+        return RoutedView.around(view, batch, lengths.device)
 
 
 @torch.no_grad()
@@ -76,10 +81,10 @@ def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[An
     for rollout in rollouts:
         batch = Batch.make([Example.from_rollout(rollout)], next(model.parameters()).device)
         lengths, prompts = batch.sizes()
-        recorded = batch_traces([rollout.trace], [0], len(rollout.trace))["evict_at"]
+        recorded = batch_traces([rollout.trace], [0], len(rollout.trace))
         dense = prompts if policy.prefill == "dense" else None
-        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=recorded)
-        batch.hidden_under(model, view)
+        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=recorded["evict_at"])
+        batch.hidden_under(model, RoutedView.around(view, recorded, lengths.device))
         ours = EvictionTrace.recorded(torch.cat([view.own[layer] for layer in sorted(view.own)])).evict_at
         theirs = rollout.trace.evict_at
         evicted = (ours < NEVER) | (theirs < NEVER)
