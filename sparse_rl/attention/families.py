@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +31,14 @@ FAMILIES: dict[str, str | None] = {
 }
 
 # model_type -> settings that vLLM does not read, with the value that its code for the family assumes
-UNREAD: dict[str, dict[str, bool]] = {
+UNREAD: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
-    "olmoe": {"tie_word_embeddings": False},
+    "qwen3_moe": {"attention_bias": False},
+    "qwen2_moe": {"qkv_bias": True},
+    "olmoe": {
+        **{"attention_bias": False, "clip_qkv": None, "norm_topk_prob": False, "tie_word_embeddings": False},
+    },
     "glm4_moe": {"tie_word_embeddings": False},
 }
 
@@ -144,7 +149,7 @@ def family_only_hf(config: Any) -> str | None:
     """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
     family = config.model_type
     reasons = [
-        f"vLLM ignores {name} in config.json, and assumes {str(assumed).lower()}"
+        f"vLLM ignores {name} in config.json, and assumes {json.dumps(assumed)}"
         for name, assumed in UNREAD.get(family, {}).items()
         if getattr(config, name, assumed) != assumed
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager import largest_difference
 from judging import gap, wrong_routes
 from learned import learned_policy, with_scorers
 from trainer_runs import KillAt, Killed, timeless, trained
@@ -127,9 +128,7 @@ def test_scorers_learn_under_the_recorded_experts(new_model: Callable, prompts_o
         logits = head_of(model)(batch.hidden_under(model, view))
         logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
         by_row = list(logprobs.split([len(r.completion_ids) for r in wrong]))
-        assert (
-            max(float((a - b).abs().max()) for a, b in zip(by_row, replay_logprobs(model, wrong), strict=True)) <= 1e-5
-        )
+        assert largest_difference(by_row, replay_logprobs(model, wrong)) <= 1e-5
         assert gap(by_row, rollouts) >= 0.1  # control
     assert decisions_agree(model, policy.config, rollouts) >= 0.999
     assert decisions_agree(model, policy.config, wrong) < 0.999
