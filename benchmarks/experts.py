@@ -120,7 +120,7 @@ def changed(model: Any, rollouts: Sequence[Rollout]) -> tuple[int, int]:
     for r in rollouts:
         ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]])
         view: Any = make_view([r.trace], [0], ids.shape[1], "cpu")
-        watching = Watching(view.view, view.routed, "cpu")
+        watching = Watching(view.inner, view.routed, "cpu")
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=watching, use_cache=False)
         for layer, chosen in watching.own.items():
             taken = r.trace.further["routed"][layer, :-1].long()

@@ -352,9 +352,8 @@ class VLLMEngine:
             model = model_class(self.config)
             if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
-        shapes = {
-            name: weight.shape for name, weight in model.state_dict().items()
-        }  # with both names, and with buffers
+        # `state_dict` has buffers, and both names of a tied head.
+        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         return model, shapes, frozenset(name for name, _ in model.named_parameters())
 
     def scorer_digests(self) -> dict[str, list[str]]:

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl.experts.routing import Beside
 from sparse_rl.trace import TraceError
 
 
-class RoutedView:
+class RoutedView(Beside):
     """A `kv_view` for training: another view, and the recorded experts of each token.
 
-    view : the view that replays the attention; RoutedView has its attributes too
+    inner : the view that replays the attention
     routed : recorded experts, int16 [L, B, S, K] in host memory; -1 stands for the router's own choice: in padding, and
         for the last token of a sequence
     choices : layer -> (logits of the router [B S, experts], experts taken, int64 [B S, K]), after a forward pass
     """
 
-    def __init__(self, view: Any, routed: Tensor, device: torch.device | str) -> None:
-        self.view, self.routed, self.device = view, routed, torch.device(device)
+    def __init__(self, inner: Any, routed: Tensor, device: torch.device | str) -> None:
+        self.inner, self.routed, self.device = inner, routed, torch.device(device)
         self.highest = routed.amax(dim=(1, 2, 3)).tolist()
         self.choices: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,14 +44,6 @@ class RoutedView:
         """
         sizes = (config.num_hidden_layers, rows, columns, config.num_experts_per_tok)
         return cls(view, torch.full(sizes, -1, dtype=torch.int16), device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "view":  # `copy` asks for methods before the copy has attributes
-            raise AttributeError(name)
-        return getattr(self.view, name)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return self.view.attend(layer, query, key, value, scaling)
 
     def route(self, layer: int, own: Tensor, logits: Tensor) -> Tensor:
         """See `RoutingView.route`. Raises TraceError if the record does not fit the model."""

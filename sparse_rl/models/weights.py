@@ -78,6 +78,8 @@ def meta_model(config: Any, model: str = "the model") -> Any:
 
 def check_weights(config: Any, model: str, key: str = "model") -> Any:
     """Return the configuration's model on the meta device, after a check that a directory's weights match it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     shapes = stored_shapes(model, key)
     empty_model = meta_model(config, model)
     if shapes is None or getattr(config, "quantization_config", None) is not None:
@@ -95,7 +97,8 @@ def check_weights(config: Any, model: str, key: str = "model") -> Any:
     under_own_name = {names[0]: stored(*names) for names in aliases.values()}
     pairs = [(file_name, weights[name]) for name, file_name in under_own_name.items() if file_name is not None]
     others = {name: weights[name] for name, file_name in under_own_name.items() if file_name is None}
-    for name, weight in _as_saved(empty_model, others).items():
+    # Under the names in a file, transformers writes one tensor for each expert, for example.
+    for name, weight in revert_weight_conversion(empty_model, others).items():
         if (file_name := stored(name)) is None:
             raise UserError(f"the weights of {model} lack {name}, which its {CONFIG_FILE} requires", key)
         pairs.append((file_name, weight))
@@ -109,13 +112,6 @@ def check_weights(config: Any, model: str, key: str = "model") -> Any:
                 f"{file_name} of {model} does not belong to the model that its {CONFIG_FILE} describes", key
             )
     return empty_model
-
-
-def _as_saved(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors, by name, that transformers writes for weights of a module, such as one for each expert."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, weights)
 
 
 def _part_of(model: Any, stored: str, weights: dict[str, Any]) -> bool:

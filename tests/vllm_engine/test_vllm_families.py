@@ -153,8 +153,8 @@ def test_control_vllm_computes_another_function_under_a_setting_that_it_ignores(
     replay_gap: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control: if the setting were accepted, the replay gap would be at least 0.1, or not finite. If vLLM learns to read the setting,
-    this test fails, and the setting can be removed from UNREAD.
+    """Control: if the setting were accepted, the replay gap would be at least 0.1, or not finite. If vLLM learns to
+    read the setting, this test fails, and the setting can be removed from UNREAD.
     """
     monkeypatch.delitem(UNREAD, family)
     folder = directory_of(family, **{name: value})

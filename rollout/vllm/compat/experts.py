@@ -1,8 +1,7 @@
 """vLLM's mixture of experts: the record of the experts that tokens take, and on a CPU the trainer's arithmetic.
 
 vLLM's own record (`enable_return_routed_experts`) needs prefix caching and vLLM's second model runner, which eviction
-excludes. But
-vLLM's routers call the function `capture_fn`, if it is set, with the experts that they chose.
+excludes. But vLLM's routers call the function `capture_fn`, if it is set, with the experts that they chose.
 
 On a CPU vLLM would pack the experts' weights when it loads a model, and later updates of weights would be written over
 the packed copies, as if these were the weights; nothing would fail, and the samples would be wrong.
