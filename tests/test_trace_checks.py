@@ -489,6 +489,28 @@ def test_the_drawn_records_cover_every_section() -> None:
     assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
+def test_impossible_experts_are_refused() -> None:
+    """Experts of the last token, which is never fed, and a layer without experts for a single token are refused."""
+    sections = next(s for s, _ in (draw_record("routed", seed) for seed in range(99)) if len(s["routed"][0]) > 4)
+    layer = int((sections["routed"] >= 0).any(-1).any(-1).nonzero()[0])
+
+    def with_token(token: int, experts: list[int]) -> Sections:
+        changed = sections["routed"].clone()
+        changed[layer, token] = tensor(experts, torch.int16)
+        return {**sections, "routed": changed}
+
+    for changed, message in (
+        (with_token(-1, [0, 1]), "routed has experts for the last token, which is never fed"),
+        (
+            with_token(2, [-1, -1]),
+            f"routed has no experts for token 2 of layer {layer}, although",
+        ),
+    ):
+        assert not possible(changed, 1)
+        with pytest.raises(TraceError, match=message):
+            EvictionTrace(changed["evict_at"], {"routed": changed["routed"]})
+
+
 # ---- files from other writers ---------------------------------------------------------------------------------------
 
 

@@ -203,5 +203,4 @@ def _by_position(routed: list[tuple[int, np.ndarray]] | None, length: int) -> by
     experts = np.full((length, *routed[0][1].shape[1:]), -1, np.int16)
     for first, part in routed:
         experts[first : first + len(part)] = part[: length - first]
-    experts[-1] = -1
     return experts.tobytes()

@@ -108,18 +108,15 @@ def _firsts(folder: Path, stored: Iterable[str]) -> dict[str, str]:
     checkpoints have for the prediction of several tokens, are left out, as they are by transformers.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key
+    from transformers.core_model_loading import dot_natural_key
 
     config = json.loads(read_text(folder / CONFIG_FILE)) if (folder / CONFIG_FILE).is_file() else {}
     rules = get_checkpoint_conversion_mapping(config.get("model_type")) or []
-    later = {pattern for rule in rules if isinstance(rule, WeightConverter) for pattern in rule.source_patterns[1:]}
     firsts: dict[str, str] = {}
     for stored_name in sorted(stored, key=dot_natural_key):
         layer = re.search(r"\blayers\.(\d+)\.", stored_name)
         if layer is None or int(layer[1]) < config.get("num_hidden_layers", 1 << 30):
-            name, pattern = name_in_module(stored_name, rules)
-            if pattern not in later:
-                firsts.setdefault(name, stored_name)
+            firsts.setdefault(name_in_module(stored_name, rules)[0], stored_name)
     return firsts
 
 
