@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rollout.requests import token_ids
 from sparse_rl.errors import UserError, unread
 from sparse_rl.trace import EvictionTrace, load_traces, save_traces
 
+Dense = Callable[..., EvictionTrace]  # from `length`, the number of tokens, to the trace of a full cache
 PART = 64  # number of lines read at a time when there are no trace files
 
 
@@ -96,10 +98,11 @@ class RolloutFiles:
     folder: Path
     origin: Origin
 
-    def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
+    def parts(self, layers: int, kv_heads: int, windows: Sequence[int] = ()) -> Iterator[Part]:
         """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads : the model's numbers; traces are built from them if there are no trace files
+        layers, kv_heads, windows : the model's numbers, and the sliding window of each layer, as `EvictionTrace.dense`
+            takes them; traces are built from them if there are no trace files
 
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
@@ -118,8 +121,9 @@ class RolloutFiles:
                 pairs = zip(loaded, traces, strict=True)
                 yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
                 count += len(traces)
+            dense = partial(EvictionTrace.dense, layers, kv_heads, windows=windows)
             while not self.origin.evicts and (loaded := list(islice(lines, PART))):
-                rollouts = [self._rollout(*line, (layers, kv_heads), self.folder / COMPLETIONS) for line in loaded]
+                rollouts = [self._rollout(*line, dense, self.folder / COMPLETIONS) for line in loaded]
                 yield Part(self.folder / COMPLETIONS, count + 1, rollouts)
                 count += len(loaded)
             if next(lines, None) is not None:
@@ -137,8 +141,8 @@ class RolloutFiles:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
-    def _rollout(self, number: int, text: str, trace: EvictionTrace | tuple[int, int], file: Path) -> Rollout:
-        """Return the rollout of a line. `trace` is its trace, or (layers, kv heads) if there are no trace files."""
+    def _rollout(self, number: int, text: str, trace: EvictionTrace | Dense, file: Path) -> Rollout:
+        """Return the rollout of a line. `trace` is its trace, or a function from its length to its trace."""
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:
@@ -150,7 +154,7 @@ class RolloutFiles:
             raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, but {line}")
         return rollout
 
-    def _parsed(self, text: str, trace: EvictionTrace | tuple[int, int]) -> Rollout:
+    def _parsed(self, text: str, trace: EvictionTrace | Dense) -> Rollout:
         line = json.loads(text)
         if not isinstance(line, dict):
             raise UserError("the line is not a mapping")
@@ -158,8 +162,8 @@ class RolloutFiles:
         logprobs = model_logprobs = _logprobs(line, "logprobs", len(completion))
         if self.origin.sampling.truncated_support:
             model_logprobs = _logprobs(line, "model_logprobs", len(completion))
-        if isinstance(trace, tuple):
-            trace = EvictionTrace.dense(*trace, len(prompt) + len(completion))
+        if not isinstance(trace, EvictionTrace):
+            trace = trace(length=len(prompt) + len(completion))
         stopped = line.get("finish_reason") == "stop"
         return Rollout(prompt, completion, logprobs, model_logprobs, trace, "stop" if stopped else "length")
 

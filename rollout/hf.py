@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout.config import SamplingConfig
-from rollout.context import Context, ContextCache, PromptCacheConfig
+from rollout.context import Context, PromptCacheConfig
 from rollout.context.budgets import planned
+from rollout.context.cache import cache_after
 from rollout.context.chunks import StudiedParts, study
 from rollout.context.compact import Studied
 from rollout.context.layerwise import LayerwiseView
@@ -38,8 +39,9 @@ from rollout.requests import (
 )
 from rollout.sampling import Uniforms, sample
 from rollout.scoring import given_logprobs
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import policy_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.windows.cache import WindowCache, WindowedCache
 from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
 from sparse_rl.experts.cache import RoutedCache
@@ -156,7 +158,7 @@ class HFEngine:
         self.check_context(context)
         result = []
         for start in range(0, len(requests), self.max_batch):
-            batch, cache = requests[start : start + self.max_batch], ContextCache(context)
+            batch, cache = requests[start : start + self.max_batch], self._cache(context)
             texts = [[*request.prompt, *(request.forced or [])][:-1] for request in batch]
             piece = max(LEAST_ROWS, (cache.piece or 1) // len(batch))
             with self._sampling():
@@ -186,8 +188,7 @@ class HFEngine:
         `config` needs, or if `config.budgets` was made for another model.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
-            shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
-            counts = planned(config, len(tokens), *shape, self.identity)
+            counts = planned(config, len(tokens), *policy_shape(self.model.config)[:2], self.identity)
         if config.summary is not None:
             counts = None
         studied = self.study(tokens, config, prompts, on_stage)
@@ -235,9 +236,12 @@ class HFEngine:
 
         It records the experts of a mixture of experts, unless there is a context, whose own experts are not recorded.
         """
+        windows = windows_of(self.model.config)
         if context is not None:
-            return ContextCache(context.unrecorded() if has_experts(self.model) else context)
+            return cache_after(context.unrecorded() if has_experts(self.model) else context, windows)
         cache = make_cache(self.policy)
+        if any(windows):
+            cache = WindowedCache(cache, WindowCache(windows))
         return RoutedCache(cache, self.model.config.num_hidden_layers) if has_experts(self.model) else cache
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
@@ -272,7 +276,7 @@ class HFEngine:
 
     def check_context(self, context: Context) -> None:
         """Raise UserError if the context was made by another model."""
-        context.check_model(cache_shape(self.model.config), self.identity)
+        context.check_model(policy_shape(self.model.config), self.identity)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:

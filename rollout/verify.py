@@ -16,6 +16,7 @@ import torch
 from rollout.files import Part, RolloutFiles
 from rollout.origin import COMPLETIONS, Origin
 from sparse_rl.attention import cache_shape, compute_exactly, replay_logprobs
+from sparse_rl.attention.families import windows_of
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.models.load import model_fingerprint
 
@@ -97,7 +98,7 @@ def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path
     NotFiniteError if the model gives NaN.
     """
     compute_exactly(files.origin.exact)
-    for part in files.parts(*cache_shape(model.config)[:2]):
+    for part in files.parts(*cache_shape(model.config)[:2], windows_of(model.config)):
         yield part.file, _gap(model, part, files.origin, bound)
 
 

@@ -71,6 +71,17 @@ OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values o
         **{"routed_scaling_factor": 1.5, "pad_token_id": None, "num_hidden_layers": 3},
     },
     "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": None},
+    "gemma3_text": {
+        **{"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        **{
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True,
+        },
+    },
+    "olmo3": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": None},
 }
 
 

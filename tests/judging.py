@@ -54,14 +54,36 @@ def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     if any(not torch.equal(e, e.roll(1, dims=1)) for e in right):
         wrong["heads swapped"] = [e.roll(1, dims=1) for e in right]
     return {
-        name: [replace(r, trace=EvictionTrace(e, _routed(r), False)) for r, e in zip(rollouts, traces, strict=True)]
+        name: [replace(r, trace=EvictionTrace(e, _beside(r), False)) for r, e in zip(rollouts, traces, strict=True)]
         for name, traces in wrong.items()
     }
 
 
-def _routed(rollout: Rollout) -> dict[str, torch.Tensor]:
-    """Return the section `routed` of a rollout's trace, if there is one."""
-    return {name: values for name, values in rollout.trace.further.items() if name == "routed"}
+def _beside(rollout: Rollout) -> dict[str, torch.Tensor]:
+    """Return the sections `routed` and `windowed` of a rollout's trace, if there are any."""
+    return {name: values for name, values in rollout.trace.further.items() if name in ("routed", "windowed")}
+
+
+def wrong_windows(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Return name -> copies of the rollouts with wrong sliding windows. The name says what is wrong with them."""
+
+    def changed(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[Rollout]:
+        """`change` takes evict_at int32 [L, Hkv, S] and bool [L, 1, 1], True for a layer with a window."""
+        traces = []
+        for r in rollouts:
+            has_window = torch.tensor(r.trace.windows)[:, None, None] > 0
+            traces.append(EvictionTrace(change(r.trace.evict_at, has_window), r.trace.further, False))
+        return [replace(r, trace=trace) for r, trace in zip(rollouts, traces, strict=True)]
+
+    return {
+        "window + 1": changed(lambda evict_at, has_window: shifted(evict_at, 1).where(has_window, evict_at)),
+        "window - 1": changed(lambda evict_at, has_window: shifted(evict_at, -1).where(has_window, evict_at)),
+        "windows as global layers": changed(lambda evict_at, has_window: evict_at.masked_fill(has_window, NEVER)),
+        "global layers as windows": changed(
+            lambda evict_at, has_window: evict_at.where(has_window, evict_at[has_window[:, 0, 0]][:1])
+        ),
+        "evictions of another layer": changed(lambda evict_at, _: evict_at.roll(1, dims=0)),
+    }
 
 
 def wrong_routes(rollouts: Sequence[Rollout], experts: int) -> dict[str, list[Rollout]]:

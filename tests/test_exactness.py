@@ -12,12 +12,12 @@ from itertools import cycle
 import pytest
 import torch
 from growing import Growing, GrowingConfig
-from judging import gap, wrong_routes, wrong_traces
+from judging import gap, wrong_routes, wrong_traces, wrong_windows
 from policy_cases import SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention.families import FAMILIES
+from sparse_rl.attention.families import FAMILIES, windows_of
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.experts.routing import has_experts
 from sparse_rl.methods.config import accepted_parameters
@@ -63,8 +63,11 @@ def check_cell(
         if has_experts(model):
             for name, with_wrong_routes in wrong_routes(rollouts, EXPERTS).items():
                 assert gap(replay_logprobs(model, with_wrong_routes), rollouts) >= 0.1, name
+        if any(windows_of(model.config)):
+            for name, with_wrong_windows in wrong_windows(rollouts).items():
+                assert gap(replay_logprobs(model, with_wrong_windows), rollouts) >= 0.1, name
 
-        evicted = [bool((r.trace.evict_at < NEVER).any()) for r in rollouts]
+        evicted = [bool((r.trace.policy_part().evict_at < NEVER).any()) for r in rollouts]
         if policy.name == "full":
             assert not any(evicted)
             return

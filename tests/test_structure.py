@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
 CORE = ("trace", "policies", "methods", "kernels", "matching", "experts", "attention", "models", "data")
 BASE = (  # they import at most one another
-    *("errors", "clock", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
+    *("beside", "errors", "clock", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
 )
 
 # Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules and packages named

@@ -131,9 +131,24 @@ def routed(rng: random.Random, prompt: int, length: int) -> Sections:
     return {**evicted(rng, prompt, length), "routed": experts}
 
 
+def windowed(rng: random.Random, prompt: int, length: int) -> Sections:
+    """Return a record of any other kind, beside one or two layers with sliding windows, before, between or after it."""
+    kind = rng.choice([evicted, compacted, context, refitted, paged])
+    part = kind(rng, prompt, length)
+    windows = [0] * LAYERS
+    for _ in range(rng.randint(1, 2)):
+        windows.insert(rng.randint(0, len(windows)), rng.choice([1, 2, 3, length - 1, length + 5]))
+    policy_layers = iter(part["evict_at"])
+    layers = []
+    for window in windows:
+        leaves = [t + window if window and t + window <= length - 2 else NEVER for t in range(length)]
+        layers.append(tensor([leaves] * HEADS) if window else next(policy_layers))
+    return {**part, "evict_at": torch.stack(layers), "windowed": tensor(windows)}
+
+
 CONTEXT = {"compacted_with", "compacted_parts", "compacted_queries"}
 KINDS = {"evicted": evicted, "compacted": compacted, "context": context, "refitted": refitted, "paged": paged}
-KINDS["routed"] = routed
+KINDS |= {"routed": routed, "windowed": windowed}
 
 
 def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
@@ -151,7 +166,25 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
     """Return True if a sampler can have recorded these sections; they are checked one number at a time."""
     names, further = set(sections), {name: values.tolist() for name, values in sections.items()}
     evict_at = further["evict_at"]
+    if "windowed" in names:
+        windows = further["windowed"]
+        if len(windows) != len(evict_at) or min(windows) < 0 or not any(windows) or all(windows):
+            return False
+        for window, layer in zip(windows, evict_at, strict=True):
+            for row in layer if window else ():
+                leaves = [t + window if t + window <= len(row) - 2 else NEVER for t in range(len(row))]
+                if row != leaves:
+                    return False
+        part = {name: values for name, values in sections.items() if name != "windowed"}
+        part["evict_at"] = torch.stack(
+            [x for x, window in zip(sections["evict_at"], windows, strict=True) if not window]
+        )
+        return possible(part, prompt)
     length = len(evict_at[0][0])
+    if "opened" in names and len(further["opened"]) != len(evict_at):
+        return False
+    if "pi" in names and len(further["pi"]) != len(evict_at):
+        return False
     queries = range(length - 1)
     tokens = range(length)
     heads = [row for layer in evict_at for row in layer]
@@ -529,7 +562,9 @@ def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch
         groups: dict[tuple, list[Sections]] = {}
         for seed in range(60):
             sections, _ = draw_record(kind, seed)
-            groups.setdefault((*sections, *sections.get("opened", torch.zeros(1)).shape[3:]), []).append(sections)
+            groups.setdefault(
+                (*sections, len(sections["evict_at"]), *sections.get("opened", torch.zeros(1)).shape[3:]), []
+            ).append(sections)
         for records in groups.values():
             joined = {
                 name: ([row[name].numpy() for row in records], declared()[name].joined_axis) for name in records[0]

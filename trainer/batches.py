@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, KVView
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.models.base import base_of
@@ -85,8 +85,9 @@ class Batch:
         if replayed:
             traces = [[trace_of(example) for example in row] for row in self.rows]
         else:
-            layers, kv_heads, _ = cache_shape(base_of(model).config)
-            traces = [[EvictionTrace.dense(layers, kv_heads, example.length) for example in row] for row in self.rows]
+            config = base_of(model).config
+            (layers, kv_heads, _), windows = cache_shape(config), windows_of(config)
+            traces = [[EvictionTrace.dense(layers, kv_heads, e.length, windows) for e in row] for row in self.rows]
         packed, starts = [pack_traces(row) for row in traces], [0] * len(traces)
         view = make_view(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel, self.through)
         return self.hidden_under(model, view)

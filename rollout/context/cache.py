@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.attention.windows.cache import WindowCache, WindowedCache
 from sparse_rl.errors import UserError
 from sparse_rl.models.identity import UNKNOWN, Identity
 from sparse_rl.trace import NEVER, EvictionTrace
@@ -64,12 +66,13 @@ class Context:
     """A compacted context, which any number of sequences can continue.
 
     tokens : token ids of the whole context
-    layers : kept entries of each layer
+    layers : kept entries of each layer without a sliding window
     fitted : True if entries differ from those that the model computes as it reads the context: biases and values were
         fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
     recorded : trace sections from which a trainer can recompute the fits (record.py); {} if there are none
     model : the model that made the context
+    of_windows : the last tokens, in the layers with a sliding window, which no compaction changes; None without them
     """
 
     tokens: list[int]
@@ -78,10 +81,11 @@ class Context:
     seconds: dict[str, float] = field(default_factory=dict)
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     model: Identity = UNKNOWN
+    of_windows: WindowCache | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and biases."""
+        """Bytes of keys, values and biases of the entries, without sliding windows."""
         return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values, layer.bias))
 
     @property
@@ -92,7 +96,7 @@ class Context:
     def check_model(self, shape: tuple[int, int, int], model: Identity) -> None:
         """Raise UserError if the context was not made by this model.
 
-        shape : (layers, kv heads per layer, head size) of the model
+        shape : (layers without a sliding window, kv heads per layer, head size) of the model
         model : the model; weights whose fingerprint is unknown are not compared
         """
         _, kv_heads, _, dim = self.layers[0].keys.shape
@@ -101,7 +105,8 @@ class Context:
         self.model.check(model, "the context")
 
     def trace(self, length: int) -> EvictionTrace:
-        """Return the trace of a sequence of `length` tokens, including the context, that continues this context.
+        """Return the trace of a sequence of `length` tokens, including the context, that continues this context. The
+        trace has no layers with a sliding window.
 
         If `fitted`, the trace gets the section `compacted_at`, and the sections `recorded`. No trainer can replay a
         trace with `compacted_at` alone.
@@ -249,6 +254,27 @@ class ContextCache:
         keys[rows, :, at], values[rows, :, at] = key.transpose(1, 2), value.transpose(1, 2)
         self.own[layer] = keys, values
         return keys, values
+
+
+class WindowedContextCache(WindowedCache):
+    """A ContextCache beside the sliding windows of the other layers."""
+
+    def as_context(self, tokens: list[int]) -> Context:
+        """See `ContextCache.as_context`."""
+        return replace(self.inner.as_context(tokens), of_windows=self.of_windows)
+
+
+def cache_after(context: Context | None, windows: Sequence[int], captures: bool = False) -> Any:
+    """Return the cache of sequences that continue a context, or that begin without one.
+
+    windows : the sliding window of each layer of the model, 0 for a layer without one
+    captures : see `ContextCache`
+    """
+    cache = ContextCache(context, captures)
+    if not any(windows):
+        return cache
+    before = None if context is None else context.of_windows
+    return WindowedContextCache(cache, WindowCache(windows) if before is None else before.fork([0]))
 
 
 def attention(

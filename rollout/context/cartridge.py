@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rollout.context.cache import Context, ContextCache, LayerEntries
+from rollout.context.cache import Context, LayerEntries
 from rollout.context.config import CartridgeConfig, PromptCacheConfig
 from rollout.context.conversations import Conversation, Reader, conversations
 from rollout.context.stages import Stages
@@ -49,7 +49,7 @@ class Cartridge:
                 torch.cat([x[:, :, : self.fixed], y.to(x.dtype)], dim=2) for x, y in zip(old, trained, strict=True)
             )
             layers.append(LayerEntries(keys, values, bias, layer.positions))
-        return Context(self.start.tokens, layers, True)
+        return replace(self.start, layers=layers, fitted=True)
 
 
 def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
@@ -61,7 +61,7 @@ def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
         index = stays.to(layer.keys.device).expand(*layer.keys.shape[:2], -1)
         bias, positions = layer.bias.gather(2, index), layer.positions.gather(2, index)
         layers.append(LayerEntries(at_slots(layer.keys, index), at_slots(layer.values, index), bias, positions))
-    return Context(whole.tokens, layers, False)
+    return Context(whole.tokens, layers, False, of_windows=whole.of_windows)
 
 
 def train(
@@ -95,7 +95,7 @@ def logprobs(reader: Reader, context: Context, texts: Sequence[Conversation]) ->
 
     The first of them are those at the last token of the starter.
     """
-    logits = reader.logits([text.tokens for text in texts], ContextCache(context))
+    logits = reader.logits([text.tokens for text in texts], reader.cache(context))
     spans = [slice(len(text.starter) - 1, len(text.tokens) - 1) for text in texts]
     rows = torch.cat([row[span] for row, span in zip(logits, spans, strict=True)])
     return _precise(rows).log_softmax(-1)

@@ -94,7 +94,8 @@ class StudiedParts:
             ]
             layers = [without_padding(layer) for layer in self._joined(of_parts)]
         fitted = config.fits or self.read_whole is None
-        return Context(self.tokens, layers, fitted, stages, self._recorded(config), self._model)
+        of_windows = None if self.read_whole is None else self.read_whole.of_windows
+        return Context(self.tokens, layers, fitted, stages, self._recorded(config), self._model, of_windows)
 
     def _recorded(self, config: PromptCacheConfig) -> dict[str, Tensor]:
         """Return the trace sections of the fits (record.py); {} if parts were read alone."""

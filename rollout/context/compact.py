@@ -88,7 +88,7 @@ class Studied:
         with stages.timed("compaction"):
             layers = self.entries(config, counts)
         sections = recorded(config, [(config.first, self.length - config.last)], [self.recorded])
-        return Context(self.whole.tokens, layers, config.fits, stages, sections, self.whole.model)
+        return replace(self.whole, layers=layers, fitted=config.fits, seconds=stages, recorded=sections)
 
     def entries(self, config: PromptCacheConfig, counts: Counts) -> list[LayerEntries]:
         """Return the entries to keep in each layer. The arguments are those of `compacted`."""
@@ -106,7 +106,7 @@ class Studied:
             queries[layer] = _drawn(torch.cat([queries[layer], captured], dim=2), config)
             return replace(self, queries=queries, texts=[]).layer(config, layer, counts[layer])
 
-        view = LayerwiseView(self.length, self.texts, compact)
+        view = LayerwiseView(self.length, self.texts, compact, self.whole.of_windows)
         self.reader.read_layerwise(view)
         return view.layers
 
@@ -155,7 +155,7 @@ class Prefilled:
 def prefill(tokens: Sequence[int], config: PromptCacheConfig, reader: Reader, stages: Stages) -> Prefilled:
     """Read a context. Raises NotFiniteError if its keys or values are not finite."""
     with stages.timed("prefill"):
-        cache = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
+        cache = reader.cache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
         reader.read([tokens], cache)
         whole = replace(cache.as_context(list(tokens)), model=reader.model)
     for place, entries in enumerate(whole.layers):
@@ -227,7 +227,7 @@ def _queries(
             if config.on_policy:
                 on_policy.append(texts)
                 continue
-            caches.append(ContextCache(whole, captures=True))
+            caches.append(reader.cache(whole, captures=True))
             reader.read(texts, caches[-1])
             kinds.append(partial(_of_texts, caches[-1], texts, whole))
         elif kind in ("random", "random_plain"):

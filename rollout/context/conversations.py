@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,10 @@ class Reader(Protocol):
 
     @property
     def group(self) -> int: ...
+
+    def cache(self, context: Context | None, captures: bool = False) -> Any:
+        """Return the cache of texts that continue a context, a `ContextCache` (cache.py), or of texts without one."""
+        ...
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         """Run texts through the model, as rows of a batch, with a cache."""
@@ -133,7 +137,7 @@ def summarized(tokens: list[int], config: PromptCacheConfig, reader: Reader) -> 
     first, last = tokens[: config.first], tokens[len(tokens) - config.last :]
     inner, summaries = tokens[config.first : len(tokens) - config.last], []
     for part in whole.parts(len(tokens)):
-        cache = ContextCache(None)
+        cache = reader.cache(None)
         text = [*first, *inner[part.start : part.end], *last]
         reader.read([text], cache)
         summaries += reader.write(cache.as_context(text), [request], config.summary_tokens, 1, config.seed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.context.cache import LayerEntries, attention
+from sparse_rl.attention.windows.cache import WindowCache
 
 
 class LayerwiseView:
@@ -25,15 +26,21 @@ class LayerwiseView:
 
     past : number of tokens of the whole context
     texts : the texts of each kind of reference queries, as token ids
-    compact : function (layer, reference queries [1, Hkv, number of queries, D]) -> the entries of the compacted layer
+    compact : function (layer, reference queries [1, Hkv, number of queries, D]) -> the entries of the compacted layer;
+        layers with a sliding window are not counted
+    of_windows : the context's tokens in the layers with a sliding window, which stay as they are
 
-    After the pass, `layers` has the compacted entries of all layers.
+    After the pass, `layers` has the entries of all compacted layers.
     """
 
     def __init__(
-        self, past: int, texts: Sequence[Sequence[list[int]]], compact: Callable[[int, Tensor], LayerEntries]
+        self,
+        past: int,
+        texts: Sequence[Sequence[list[int]]],
+        compact: Callable[[int, Tensor], LayerEntries],
+        of_windows: WindowCache | None = None,
     ) -> None:
-        self.texts, self.compact = texts, compact
+        self.past, self.texts, self.compact, self.of_windows = past, texts, compact, of_windows
         self.layers: list[LayerEntries] = []
         flat = [text for kind in texts for text in kind]
         self.ids = [token for tokens in flat for token in tokens]
@@ -50,10 +57,14 @@ class LayerwiseView:
         Returns the attention output, [1, Hq, T, D].
         """
         queries, keys, values = (x.split(self._lengths, dim=2) for x in (query, key.to(value.dtype), value))
+        if self.of_windows is not None and self.of_windows.sizes[layer]:
+            of_windows, start = self.of_windows, torch.tensor([self.past], device=key.device)
+            of_texts = zip(queries, keys, values, strict=True)
+            return torch.cat([of_windows.after(layer, q, k, v, scaling, start) for q, k, v in of_texts], dim=2)
         remaining, kinds = iter(queries), []
         for texts in self.texts:
             kinds.append(by_kv_head(torch.cat([next(remaining) for _ in texts], dim=2), key))
-        self.layers.append(self.compact(layer, torch.cat(kinds, dim=2)))
+        self.layers.append(self.compact(len(self.layers), torch.cat(kinds, dim=2)))
         outs = []
         for q, k, v in zip(queries, keys, values, strict=True):
             at = torch.arange(q.shape[2], device=q.device)[None]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rollout.config import SamplingConfig
-from rollout.context.cache import Context, ContextCache
+from rollout.context.cache import Context, ContextCache, cache_after
 from rollout.context.layerwise import LayerwiseView
 from rollout.context.prompts import ContextPrompts
 from rollout.context.rotation import moved
+from sparse_rl.attention.families import global_layers, windows_of
 from sparse_rl.models.identity import Identity
 
 
@@ -33,6 +34,9 @@ class EngineReader:
     def group(self) -> int:
         config = self.engine.model.config
         return int(config.num_attention_heads // config.num_key_value_heads)
+
+    def cache(self, context: Context | None, captures: bool = False) -> Any:
+        return cache_after(context, windows_of(self.engine.model.config), captures)
 
     def read(self, texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
         self.engine._read([list(text) for text in texts], cache)
@@ -63,6 +67,7 @@ class EngineReader:
         return moved(self.engine.model.get_decoder().rotary_emb, keys, old, new)
 
     def query_norm(self, layer: int) -> Tensor | None:
-        attention = self.engine.model.get_decoder().layers[layer].self_attn
+        model = self.engine.model
+        attention = model.get_decoder().layers[global_layers(model.config)[layer]].self_attn
         weight = getattr(getattr(attention, "q_norm", None), "weight", None)
         return weight if weight is not None and weight.numel() == attention.head_dim else None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_rl.attention.families import rope_type
+from sparse_rl.attention.families import ropes, windows_of
 from sparse_rl.errors import UserError
 
 # Kinds of RoPE whose frequencies do not depend on the length of the text. yarn also scales cosines and sines.
@@ -19,7 +19,11 @@ def check_movable(config: Any, key: str = "chunking") -> None:
 
     key : the setting that the error names
     """
-    kind, rope = rope_type(config), getattr(config, "rope_parameters", None) or {}
+    rope, *others = ropes(config)
+    if others or any(windows_of(config)):
+        wrong = "the model has layers with sliding windows or several kinds of RoPE, so keys cannot be moved"
+        raise UserError(f"{wrong}; use chunking: kv", key)
+    kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or not all(getattr(config, "no_rope_layers", None) or [1]):
         wrong = "RoPE turns only a part of the model's keys, so keys cannot be moved"
         raise UserError(f"{wrong}; use chunking: kv", key)

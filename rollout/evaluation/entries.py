@@ -13,12 +13,13 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float]:
     read_entries : maximum number of entries of a kv head that a query read
     mean_peak_entries : maximum number of entries that a kv head held, averaged over heads and layers
 
-    The first two come from the policy's schedule if all kv heads hold equal numbers, else from the trace.
+    The first two come from the policy's schedule if all kv heads hold equal numbers, else from the trace. Layers with a
+    sliding window are not counted.
 
     policy : the policy; None for a sequence that continues a compacted context, whose counts all come from the trace
     """
     prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
-    peaks = rollout.trace.peak_counts(prompt)
+    peaks = rollout.trace.policy_part().peak_counts(prompt)
     peak = read = int(peaks.max())
     if policy is not None and not policy.schedule.counts_vary:
         peak, read = policy.schedule.most_decoding(prompt, fed), policy.most_read(prompt, fed)

@@ -30,7 +30,7 @@ from rollout.config import ALONE
 from rollout.context import PromptCacheConfig
 from rollout.vllm.beside import beside_cache
 from rollout.vllm.compat import arguments, refusals
-from sparse_rl.attention.families import cache_shape, window_of
+from sparse_rl.attention.families import cache_shape, context_length
 from sparse_rl.config import Source, build
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import check_scorers, saved_policy
@@ -122,7 +122,7 @@ def serve(
     if context is not None:
         from rollout.vllm.served_context import compact_text
 
-        window = max_model_len or window_of(config)
+        window = max_model_len or context_length(config)
         contexts = [compact_text(model, context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
     words = command_line(
         model=model,
@@ -234,7 +234,7 @@ def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
     """Raise UserError if `length` tokens exceed the model's context, or a cache of `memory` bytes (None if unknown)."""
-    longest = window_of(config)
+    longest = context_length(config)
     if longest is not None and length > longest:
         raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
     if memory is None or dtype not in BYTES:

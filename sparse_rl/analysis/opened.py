@@ -61,6 +61,7 @@ def _numbers(tally: Tensor) -> dict[str, Any]:
 
 def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     """Return statistics of opened pages over all traces, and for each layer. None means that the traces have no pages.
+    The traces must have no layers with a sliding window.
 
     opened, closed : mean number of opened and of closed pages per query, over queries that had a closed page
     median_back : median distance in tokens from a query back to the last token of a page that the query opened
@@ -80,7 +81,7 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
 
 
 def unpaged(trace: EvictionTrace) -> EvictionTrace:
-    """Return a trace in which closing a page evicts the page's tokens.
+    """Return a trace in which closing a page evicts the page's tokens. No layer may have a sliding window.
 
     The tokens held in the returned trace are the tokens that queries of `trace` read without a page's summary.
     """
@@ -112,6 +113,7 @@ def plot_opened(
     traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str] = MappingProxyType({})
 ) -> Path:
     """Draw a map of the pages that each query opened, for the longest trace with an opened page."""
+    traces = [trace.policy_part() for trace in traces]
     opening = [t for t in traces if bool((t.further["opened"][paged_layers(t.sections)] >= 0).any())]
     if not opening:
         raise UserError("no query of these traces opened a page, so there is no map to draw")

@@ -22,12 +22,15 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
     """Return the statistics of a file of traces that `sparse-rl inspect` prints; values per head are lists [L][Hkv].
 
     If no pages close, the statistics contain the keys of HELD. If pages close, they contain HELD[0] and the keys of
-    UNPAGED, because the tokens of a closed page are held, but read through the page's summary. Further keys:
+    UNPAGED, because the tokens of a closed page are held, but read through the page's summary. Layers with a sliding
+    window are left out. Further keys:
 
+    global_layers : indices in the model of the other layers, if some layers have a sliding window
     pages : statistics of opened pages (opened.py), if pages close
     sections : bytes, dtype and shape of each section other than evict_at
     compactions : number of compactions per trace, if entries are refitted
     """
+    whole, traces = traces, [t.policy_part() for t in traces]
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
     kept = torch.stack([t.kept_counts().float() for t in read]).mean(0)
@@ -47,8 +50,10 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
         per_head: [[round(v, 2) for v in row] for row in kept.tolist()],
         density: [round(v, 4) for v in mean_density(read, 20).tolist()],
         "fingerprint": dict(fingerprint),
-        "sections": _further(traces),
+        "sections": _further(whole),
     }
+    if whole[0].windows:
+        statistics["global_layers"] = whole[0].global_layers
     if pages is not None:
         statistics["pages"] = pages
     if "refit_at" in traces[0].further:
@@ -107,7 +112,7 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
             cells = [f"{mean:.1f}", *opened_words(pages["layers"][layer])]
         else:
             cells = [f"{v:.1f}" for v in ((min(row), mean, max(row)) if summary else row)]
-        table.add_row(str(layer), *cells)
+        table.add_row(str(statistics.get("global_layers", range(len(kept)))[layer]), *cells)
     if stride > 1:
         table.caption = f"every {stride} layers of {len(kept)}; --json prints all layers"
     return table
@@ -144,13 +149,14 @@ def plot_density(
 ) -> Path:
     """Draw the share of tokens held at the end against the relative position, as the mean over traces.
 
-    If layers differ, each layer is drawn in grey. The fingerprint of the file of traces names the policy.
+    If layers differ, each layer is drawn in grey. Layers with a sliding window are left out. The fingerprint of the
+    file of traces names the policy.
     """
     name, policy = policy_words(fingerprint)
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
     centres = [(i + 0.5) / bins for i in range(bins)]
     mean = mean_density(traces, bins)
-    layers = [mean_density(traces, bins, layer) for layer in range(traces[0].layers)]
+    layers = [mean_density(traces, bins, layer) for layer in traces[0].global_layers]
     differ = not all(torch.allclose(layer, mean) for layer in layers)
     for number, layer in enumerate(layers if differ else ()):
         axes.plot(centres, layer, color=GREY, alpha=0.5, linewidth=1, label="_" if number else "each layer")

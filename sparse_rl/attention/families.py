@@ -9,6 +9,8 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
+NO_WINDOWS = "vLLM keeps layers with sliding windows in a cache group of their own, which our plugin lacks"
+
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
 FAMILIES: dict[str, str | None] = {
     "qwen2": None,
@@ -22,7 +24,9 @@ FAMILIES: dict[str, str | None] = {
     "glm4": None,
     "smollm3": None,
     "olmo2": None,
+    "olmo3": NO_WINDOWS,
     "starcoder2": None,
+    "gemma3_text": NO_WINDOWS,
     "qwen3_moe": None,
     "qwen2_moe": None,
     "mixtral": None,
@@ -42,17 +46,22 @@ UNREAD: dict[str, dict[str, Any]] = {
     "glm4_moe": {"tie_word_embeddings": False},
 }
 
-WINDOWS = "its sliding-window layers evict by themselves, which is not replayed yet"
+# families whose transformers code gives each layer its own mask, by `layer_types`
+WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "smollm3", "olmo3", "gemma3_text")
+SLIDING = "sliding_attention"  # in `layer_types`: a layer whose queries see the last `sliding_window` tokens
+
+WINDOWS = "its sliding-window layers have not been tested"
 STATE = "it has layers with a recurrent state, which is no KV cache and cannot be evicted"
 LATENT = "its latent attention (MLA) has no keys and values of single heads"
 SEVERAL = "it reads images or sound, and only text is supported"
 
 # model_type -> what is missing for a family that users ask for
 MISSING: dict[str, str] = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "olmo3", "cohere2", "exaone4"), WINDOWS),
+    **dict.fromkeys(("cohere2", "exaone4"), WINDOWS),
+    "gemma3n_text": "some of its layers share keys and values, or have sliding windows, which has not been tested",
     **dict.fromkeys(("gemma", "cohere"), "the family has not been tested"),
     "gemma2": "its soft-capped attention and its sliding windows are not replayed",
-    "gpt_oss": "its attention sinks and sliding windows are not replayed yet",
+    "gpt_oss": "its attention sinks are not replayed",
     "llama4_text": "its chunked attention is not replayed",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
@@ -64,7 +73,7 @@ MISSING: dict[str, str] = {
 }
 
 LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that kind
-    "sliding_attention": "it has sliding-window layers, which evict by themselves",
+    SLIDING: "it has sliding-window layers, which its family is not known to have",
     "chunked_attention": "it has layers with chunked attention",
     **dict.fromkeys(
         ("linear_attention", "mamba", "conv", "recurrent", "hybrid"), "it has layers with a recurrent state"
@@ -74,6 +83,7 @@ NOISES = (  # random changes of a forward pass in training
     *("attention_dropout", "residual_dropout", "resid_pdrop", "embedding_dropout", "embd_pdrop", "hidden_dropout"),
     "router_jitter_noise",
 )
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
 
 SIZES = {  # key of config.json -> maximum allowed value
@@ -102,16 +112,18 @@ def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
 def check_replayable(config: Any, model: str = "the model") -> None:
     """Raise UserError if the model's forward pass cannot be replayed.
 
-    Replay needs a supported family, full causal attention in all layers, no dropout, RoPE whose frequencies do not
-    depend on the length of the text, and equal groups of query heads.
+    Replay needs a supported family, causal attention in all layers, at least one layer without a sliding window, no
+    dropout, no soft caps, RoPE whose frequencies do not depend on the length of the text, and equal groups of query
+    heads.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
         parts = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
         why = MISSING.get(config.model_type, SEVERAL if parts else f"the supported families are {families}")
         raise UserError(f"{model} is of type {config.model_type!r}, which cannot be replayed: {why}", "model")
+    supported = ("full_attention", SLIDING) if config.model_type in WINDOWED else ("full_attention",)
     for kind in getattr(config, "layer_types", None) or []:
-        if kind != "full_attention":
+        if kind not in supported:
             why = LAYER_KINDS.get(kind, f"it has layers of the unknown kind {show(kind)}")
             raise UserError(f"{model} cannot be replayed: {why}", "model")
     if getattr(config, "layer_types", None) is None and hidden_window(config):
@@ -120,6 +132,12 @@ def check_replayable(config: Any, model: str = "the model") -> None:
             "layer ignore older tokens; set sliding_window to null if no text will be longer than the window",
             "model",
         )
+    _check_windows(config, model)
+    for name in SOFT_CAPS:
+        if value := getattr(config, name, None):
+            raise UserError(f"{model} has {name} {show(value)}, and soft caps are not supported", "model")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UserError(f"{model} cannot be replayed: its tokens attend to later tokens", "model")
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")
@@ -127,10 +145,26 @@ def check_replayable(config: Any, model: str = "the model") -> None:
         if value := getattr(config, name, 0.0):
             wrong = f"{model} has {name} {show(value)}, and random changes cannot be replayed"
             raise UserError(f"{wrong}; set {name} to 0 in config.json", "model")
-    if (kind := rope_type(config)) in BY_LENGTH:
+    for rope in ropes(config):
+        if (kind := rope.get("rope_type")) in BY_LENGTH:
+            raise UserError(
+                f"{model} has RoPE of type {kind}, which depends on the length of the text: the sampler and the "
+                "trainer would turn the same key differently",
+                "model",
+            )
+
+
+def _check_windows(config: Any, model: str) -> None:
+    kinds, window = getattr(config, "layer_types", None) or [], getattr(config, "sliding_window", None)
+    if SLIDING not in kinds:
+        return
+    if type(window) is not int or window < 1:
+        wrong = f"sliding_window is {show(window)} in config.json of {model}, whose layer_types name {SLIDING}"
+        raise UserError(f"{wrong}; a whole number from 1 on is needed", "model")
+    if set(kinds) == {SLIDING}:
         raise UserError(
-            f"{model} has RoPE of type {kind}, which depends on the length of the text: the sampler and the trainer "
-            "would turn the same key differently",
+            f"{model} cannot be replayed: all its layers have a sliding window, so no layer is left for a cache "
+            "policy; set sliding_window to null if no text will be longer than the window",
             "model",
         )
 
@@ -140,9 +174,24 @@ def hidden_window(config: Any) -> bool:
     return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
-def rope_type(config: Any) -> str:
-    """Return the kind of a model's RoPE; "default" is RoPE without scaling."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+def ropes(config: Any) -> list[Mapping[str, Any]]:
+    """Return the settings of a model's RoPE, or of each of its kinds of layers, which may differ (Gemma 3)."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    return [part for part in settings.values() if isinstance(part, Mapping)] or [settings]
+
+
+def windows_of(config: Any) -> list[int]:
+    """Return the sliding window of each layer in tokens, the query's own included; 0 for a layer without a window.
+
+    A query at position q of a layer with the window W sees the tokens after position q - W.
+    """
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [config.sliding_window if kind == SLIDING else 0 for kind in kinds]
+
+
+def global_layers(config: Any) -> list[int]:
+    """Return the indices of the layers without a sliding window. Cache policies act on these layers alone."""
+    return [layer for layer, window in enumerate(windows_of(config)) if not window]
 
 
 def family_only_hf(config: Any) -> str | None:
@@ -153,6 +202,8 @@ def family_only_hf(config: Any) -> str | None:
         for name, assumed in UNREAD.get(family, {}).items()
         if getattr(config, name, assumed) != assumed
     ]
+    if any(windows_of(config)):
+        reasons.append(NO_WINDOWS)
     reason = next(iter(reasons), FAMILIES.get(family))
     return reason and f"{family}: {reason}"
 
@@ -166,6 +217,15 @@ def cache_shape(config: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
-def window_of(config: Any) -> int | None:
+def policy_shape(config: Any) -> tuple[int, int, int]:
+    """Return the number of global layers, the number of kv heads, and the head dimension: the part of the KV cache on
+    which cache policies act.
+    """
+    _, kv_heads, head_dim = cache_shape(config)
+    return len(global_layers(config)), kv_heads, head_dim
+
+
+def context_length(config: Any) -> int | None:
     """Return the maximum number of tokens that a model can read. None means unknown, because RoPE is scaled."""
-    return None if rope_type(config) != "default" else config.max_position_embeddings
+    scaled = any(rope.get("rope_type", "default") != "default" for rope in ropes(config))
+    return None if scaled else config.max_position_embeddings

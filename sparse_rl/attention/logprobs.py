@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +13,10 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.errors import UserError
 from sparse_rl.experts.view import RoutedView
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import EvictionTrace, policy_part
 
 
 class Sampled(Protocol):
@@ -95,8 +95,13 @@ def dense_logprobs(
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
     adopt(model)
-    further = {name: values for name, values in trace.further.items() if name != "routed"}
-    view: Any = DenseView(replace(trace, further=further), device)
+    part = policy_part(trace.sections)
+    further = {name: values for name, values in part.items() if name not in ("evict_at", "routed")}
+    view: Any = DenseView(EvictionTrace(part["evict_at"], further, validate=trace.validate), device)
+    if trace.windows:
+        layers = [layer for layer, window in enumerate(trace.windows) if window]
+        of_windows = DenseView(EvictionTrace(trace.evict_at[layers], validate=trace.validate), device)
+        view = WindowedView(view, of_windows, trace.windows)
     if "routed" in trace.further:
         view = RoutedView(view, trace.further["routed"][:, None], device)
     logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits

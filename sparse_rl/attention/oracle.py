@@ -18,9 +18,10 @@ from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.attention.target import FutureTarget
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.kernels import running_topk
 from sparse_rl.methods.config import KVpopPolicyConfig
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import NEVER, EvictionTrace, policy_part
 
 
 @dataclass
@@ -47,7 +48,8 @@ def oracle_trace(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> EvictionTrace:
-    """Return the trace of the best possible cache for one sequence. No token is evicted inside the prompt.
+    """Return the trace of the best possible cache for one sequence, in the layers without a sliding window. No token is
+    evicted inside the prompt.
 
     teacher : model with a full cache
     tokens, prompt : token ids of prompt and completion, and number of tokens of the prompt
@@ -58,7 +60,9 @@ def oracle_trace(
     fed, device = len(tokens) - 1, next(teacher.parameters()).device
     view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), policy.window)
     ids = torch.tensor([tokens[:fed]], device=device)
-    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    fed_tensor = torch.tensor([fed], device=device)
+    beside = WindowedView.unrecorded(view, teacher.config, fed_tensor, fed, device)
+    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=beside, use_cache=False)
     evict_at = torch.full((len(view.found), view.found[0].shape[1], len(tokens)), NEVER, dtype=torch.int32)
     for layer, mass in view.found.items():
         decay = None if log_decay is None else log_decay[layer]
@@ -80,6 +84,7 @@ def oracle_recall(
     target: TargetConfig | None = None,
 ) -> Tensor:
     """Return the recall of a trace: the share of the best cache's k tokens that it holds, float64 [layers, kv heads].
+    Layers with a sliding window are left out.
 
     trace : the trace to judge, from any policy that keeps the same sinks and window as `policy`
 
@@ -91,9 +96,10 @@ def oracle_recall(
     query = torch.arange(max(prompt, policy.sinks + window + k), fed)[:, None]
     token = torch.arange(fed)
     competes = (token >= policy.sinks) & (token <= query - window)
+    held_until = policy_part(trace.sections)["evict_at"]
     shares = []
     for layer in range(len(best)):
         wanted = competes & (query < best[layer, :, None])  # [Hkv, queries, tokens]
-        held = wanted & (query < trace.evict_at[layer, :, None, :fed])
+        held = wanted & (query < held_until[layer, :, None, :fed])
         shares.append(held.sum((1, 2)) / wanted.sum((1, 2)).double())
     return torch.stack(shares)

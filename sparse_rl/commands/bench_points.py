@@ -15,7 +15,7 @@ from rollout.evaluation.journal import Journal, point_key, settings_of
 from rollout.timing.estimate import START, Machine, context_seconds, measured_machine, sampling_seconds
 from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.analysis.timing import QUEUED
-from sparse_rl.attention.families import window_of
+from sparse_rl.attention.families import context_length
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import processor
 from sparse_rl.commands.memory import computes_exactly
@@ -248,7 +248,7 @@ def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
 def _prepare(recipe: BenchRecipe, machine: Machine, left_out: Sequence[str] = ()) -> Bench:
     config = shape_of(recipe) if recipe.random_weights else load_config(recipe.model)
     dropped: list[int] = []
-    if (most := window_of(config)) is not None:
+    if (most := context_length(config)) is not None:
         recipe, dropped = recipe.with_lengths_below(most)
     prepared = resolve(recipe, config) if recipe.random_weights else prepare_model(recipe, config)
     recipe, exact = prepared.recipe, computes_exactly(prepared.recipe, torch.cuda.is_available())

@@ -111,7 +111,7 @@ class Measurement:
 def prepare_measurement(recipe: BudgetsRecipe) -> Measurement:
     """Check everything that can be checked without loading a model."""
     from rollout.evaluation.contexts import check_lengths, problems_by_context
-    from sparse_rl.attention.families import window_of
+    from sparse_rl.attention.families import context_length
     from sparse_rl.commands import sampling
     from sparse_rl.commands.prepared import prepare
     from sparse_rl.data.problems import load_data
@@ -130,7 +130,8 @@ def prepare_measurement(recipe: BudgetsRecipe) -> Measurement:
             chosen.append((name, places[: recipe.questions]))
     if len(chosen) < recipe.contexts:
         raise UserError(f"the tasks have {len(chosen)} contexts, fewer than {recipe.contexts}; lower it", "contexts")
-    check_lengths(questions, recipe.max_completion_length, recipe.rollout.max_model_len or window_of(prepared.config))
+    longest = recipe.rollout.max_model_len or context_length(prepared.config)
+    check_lengths(questions, recipe.max_completion_length, longest)
     return Measurement(prepared, questions, chosen[: recipe.contexts])
 
 

@@ -11,7 +11,7 @@ from rollout import choice
 from rollout.config import SAMPLE_LIVE
 from rollout.context import budgets
 from rollout.context.rotation import check_movable
-from sparse_rl.attention.families import cache_shape, window_of
+from sparse_rl.attention.families import context_length, policy_shape, windows_of
 from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
@@ -34,7 +34,7 @@ class Prepared(Generic[R]):
 
     recipe : the recipe, with the engine chosen and, for training, the attention kernel
     config : configuration of the recipe's model, or of `live`
-    shape : shape of the cache: (layers, kv heads, head dim)
+    shape : shape of the cache of the layers without a sliding window: (layers, kv heads, head dim)
     policies : cache policies that the engine samples under
     live : module in memory to sample from instead of the recipe's model
     findings : topic -> text, as `sparse-rl train --dry-run` prints them
@@ -62,7 +62,7 @@ class Prepared(Generic[R]):
     @property
     def room(self) -> int | None:
         """Maximum number of prompt tokens that leaves room for a completion in the context length; None if unknown."""
-        window = window_of(self.config)
+        window = context_length(self.config)
         return None if window is None or self.recipe.rollout is None else window - self.recipe.sampling().max_tokens
 
 
@@ -103,9 +103,11 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
 
     Raises UserError if the recipe's engine is not available, or if a prompt and a completion exceed the context length.
     """
-    layers, kv_heads, head_dim = shape = cache_shape(config)
+    layers, kv_heads, head_dim = shape = policy_shape(config)
     caches, remarks = cache_configs(recipe), []
-    findings = {"model": f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"}
+    findings = {
+        "model": f"{recipe.model}: {config.model_type}, {layer_words(config)}, {kv_heads} kv heads of {head_dim}"
+    }
     policies = [make_policy(cache) for cache in caches]
     if policies:
         findings["cache"] = ", ".join(map(repr, policies))
@@ -121,6 +123,13 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
             remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
     config = config if live is None else live.config
     return Prepared(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
+
+
+def layer_words(config: Any) -> str:
+    """Describe a model's layers, for example "6 layers, of which 5 have a sliding window of 512 tokens"."""
+    windows = windows_of(config)
+    sliding, words = sum(map(bool, windows)), f"{len(windows)} layers"
+    return f"{words}, of which {sliding} have a sliding window of {max(windows)} tokens" if sliding else words
 
 
 def shape_of(recipe: Recipe) -> Any:
@@ -151,7 +160,7 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
     read. Completions from a dataset are truncated to the context length, so they are checked only for vllm, which must
     hold the longest sequence.
     """
-    if (window := window_of(config)) is None or (rollout := recipe.rollout) is None:
+    if (window := context_length(config)) is None or (rollout := recipe.rollout) is None:
         return
     cut = isinstance(recipe, TrainRecipe) and not recipe.samples_behind_prompts()
     if cut and (rollout.engine in SAMPLE_LIVE or None in recipe.prompt_bounds()):

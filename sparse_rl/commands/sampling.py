@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import SAMPLE_LIVE
 from sparse_rl.attention import compute_exactly
-from sparse_rl.attention.families import window_of
+from sparse_rl.attention.families import context_length
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.progress import stage
@@ -81,7 +81,7 @@ def context_engines(prepared: Prepared, folder: Path, progress: bool = False) ->
 
     full, recipe = make_policy("full"), prepared.recipe
     answering = partial(engines(prepared, progress), full)
-    window = engine_arguments(recipe).get("max_model_len") or window_of(prepared.config)
+    window = engine_arguments(recipe).get("max_model_len") or context_length(prepared.config)
     if recipe.rollout.engine in SAMPLE_LIVE:
         return ContextEngines(answering, None, folder, window)
 

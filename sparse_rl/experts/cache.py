@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl.experts.routing import Beside
+from sparse_rl.beside import Beside
 from sparse_rl.trace import EvictionTrace
 
 GROW = 128  # positions of the record, added at a time

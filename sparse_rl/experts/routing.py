@@ -29,21 +29,6 @@ class RoutingView(Protocol):
         ...
 
 
-class Beside:
-    """Base class of a RoutingView that leaves attention to another view or cache, `inner`, whose attributes it has."""
-
-    inner: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # `copy` asks for methods before the copy has attributes
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        result: Tensor = self.inner.attend(layer, query, key, value, scaling)
-        return result
-
-
 def _softmax_over_all(router: Any, logits: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
     weights = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Mixtral always divides, and has no such setting

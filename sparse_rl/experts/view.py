@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_rl.experts.routing import Beside
+from sparse_rl.beside import Beside
 from sparse_rl.trace import TraceError
 
 

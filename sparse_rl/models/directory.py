@@ -2,7 +2,7 @@
 
 cache_policy.json holds the cache policy that the model was trained under; engines and evaluation use this policy by
 default. cache_scorer.safetensors holds the scorers; plain transformers ignores this file. In memory, the scorers are
-the module list `model.cache_scorers`, with one scorer per layer.
+the module list `model.cache_scorers`, with one scorer per layer that has no sliding window.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
     """Attach untrained float32 scorers to a model. Saving the model does not save the scorers; see `write_scorers`."""
     from torch import nn
 
-    from sparse_rl.attention.families import cache_shape
+    from sparse_rl.attention.families import policy_shape
     from sparse_rl.methods.kvpop.scorers.registry import make_scorer
 
-    layers, heads, dim = cache_shape(model.config)
+    layers, heads, dim = policy_shape(model.config)
     scorers = nn.ModuleList(make_scorer(policy.config.scorer, heads=heads, dim=dim) for _ in range(layers))
     setattr(model, SCORERS, scorers.to(model.device))
     model._keys_to_ignore_on_save = [f"{SCORERS}.{name}" for name in scorers.state_dict()]

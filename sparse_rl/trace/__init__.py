@@ -6,7 +6,7 @@ checks.py     checks that reject values that no sampler can have recorded
 files.py      the format of trace files;  sealed.py  files with a hash of their whole content
 """
 
-from sparse_rl.trace.checks import NEVER
+from sparse_rl.trace.checks import NEVER, policy_part
 from sparse_rl.trace.files import FORMAT_VERSION, read_fingerprint
 from sparse_rl.trace.record import EvictionTrace, batch_traces, load_traces, pack_traces, save_traces
 from sparse_rl.trace.sections import SECTIONS, Section, TraceError, declared
@@ -22,6 +22,7 @@ __all__ = [
     "declared",
     "load_traces",
     "pack_traces",
+    "policy_part",
     "read_fingerprint",
     "save_traces",
 ]

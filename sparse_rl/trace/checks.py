@@ -18,6 +18,25 @@ NEVER = 2**30
 Sections = Mapping[str, Tensor]
 
 
+def policy_part(sections: Sections) -> dict[str, Tensor]:
+    """Return the sections that a cache policy recorded: evict_at of the layers without a sliding window, and no
+    `windowed`. Takes the sections of one trace, or of a batch.
+    """
+    part = {name: values for name, values in sections.items() if name != "windowed"}
+    if "windowed" in sections:
+        part["evict_at"] = sections["evict_at"][sections["windowed"] == 0]
+    return part
+
+
+def window_evictions(window: int, length: int) -> Tensor:
+    """Return evict_at of a layer with a sliding window for a sequence of `length` tokens: int32 [length].
+
+    Query q sees the tokens after q - window, so it evicts token t = q - window.
+    """
+    evict_at = torch.arange(window, window + length, dtype=torch.int32)
+    return evict_at.masked_fill_(evict_at >= length - 1, NEVER)
+
+
 def last_query(sections: Sections) -> int:
     """Return the position of the last query: number of tokens - 2, because the last token is sampled but never fed."""
     return sections["evict_at"].shape[-1] - 2
@@ -35,6 +54,18 @@ def check_evict_at(values: Tensor, sections: Sections, prompt: int | None) -> st
         if bool(invalid.any()):
             layer, head, token = (int(i) for i in invalid.nonzero()[0])
             return f"evict_at[{layer}, {head}, {token}] = {int(values[layer, head, token])}: {violated_rule}"
+    return None
+
+
+def check_windowed(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Check that some layer, but not every layer, has a window, and that evict_at of these layers is t + window."""
+    if bool((values < 0).any()) or bool((values == 0).all()) or bool((values > 0).all()):
+        return f"windowed {values.tolist()[:20]} must have windows >= 1 for some layers, and 0 for the other layers"
+    evict_at = sections["evict_at"]
+    for layer in values.nonzero()[:, 0].tolist():
+        window = int(values[layer])
+        if bool((evict_at[layer] != window_evictions(min(window, NEVER), evict_at.shape[-1])).any()):
+            return f"evict_at of layer {layer} is not that of its sliding window of {window} tokens"
     return None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparse_rl.trace.checks import policy_part, window_evictions
 from sparse_rl.trace.files import read_sections, write_sections
 from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
 
@@ -83,13 +84,32 @@ class EvictionTrace:
         return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER), further or {})
 
     @classmethod
-    def dense(cls, layers: int, kv_heads: int, length: int) -> EvictionTrace:
-        """Make the trace of a full cache, [layers, kv_heads, length], in which no token is ever evicted."""
-        return cls(torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32))
+    def dense(cls, layers: int, kv_heads: int, length: int, windows: Sequence[int] = ()) -> EvictionTrace:
+        """Make the trace of a full cache, [layers, kv_heads, length], in which a policy evicts no token.
+
+        windows : the sliding window of each layer, 0 for a layer without one; () means that no layer has one
+        """
+        evict_at = torch.full((layers - sum(map(bool, windows)), kv_heads, length), NEVER, dtype=torch.int32)
+        return cls(evict_at).beside_windows(windows)
 
     def dense_like(self) -> EvictionTrace:
         """Make the trace that a full cache would have recorded for this sequence."""
-        return EvictionTrace.dense(*self.shape)
+        return EvictionTrace.dense(*self.shape, self.windows)
+
+    def beside_windows(self, windows: Sequence[int]) -> EvictionTrace:
+        """Return the trace of a model that also has layers with a sliding window; this trace has the other layers.
+
+        windows : the window of each layer of the model, in tokens, 0 for a layer of this trace; if no layer has a
+            window, the result is this trace
+        """
+        if not any(windows):
+            return self
+        evict_at = torch.empty(len(windows), *self.shape[1:], dtype=torch.int32)
+        windowed = torch.tensor(windows, dtype=torch.int32)
+        evict_at[windowed == 0] = self.evict_at
+        for layer in windowed.nonzero()[:, 0].tolist():
+            evict_at[layer] = window_evictions(windows[layer], len(self))
+        return EvictionTrace(evict_at, {"windowed": windowed, **self.further})
 
     @classmethod
     def from_events(cls, layers: int, kv_heads: int, length: int, events: Tensor) -> EvictionTrace:
@@ -131,6 +151,26 @@ class EvictionTrace:
     def __len__(self) -> int:
         return self.evict_at.shape[2]
 
+    def policy_part(self) -> EvictionTrace:
+        """Return the trace of the layers without a sliding window, which are those whose entries a policy evicts. It is
+        this trace itself if no layer has a window.
+        """
+        if not self.windows:
+            return self
+        evict_at, *further = policy_part(self.sections).items()
+        return EvictionTrace(evict_at[1], {name: values for name, values in further if name != "routed"})
+
+    @property
+    def windows(self) -> list[int]:
+        """Sliding window of each layer in tokens, 0 for a layer without one; [] if no layer has one."""
+        windowed: list[int] = self.further["windowed"].tolist() if "windowed" in self.further else []
+        return windowed
+
+    @property
+    def global_layers(self) -> list[int]:
+        """Indices of the layers without a sliding window, which are those whose entries a policy evicts."""
+        return [layer for layer, window in enumerate(self.windows or [0] * self.layers) if not window]
+
     def layer(self, index: int) -> Tensor:
         """Return evict_at of one layer, int32 [Hkv, S]."""
         return self.evict_at[index]
@@ -167,17 +207,20 @@ class EvictionTrace:
         return held[..., prompt:].amax(-1)
 
     def retention(self) -> float:
-        """Return the share of fed tokens in the cache at the end, from 0 to 1: mean over layers and kv heads (G-KV)."""
-        return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
+        """Return the share of fed tokens in the cache at the end, from 0 to 1: mean over layers and kv heads (G-KV).
+
+        Layers with a sliding window are not counted.
+        """
+        return float(self.policy_part().kept_counts().float().mean()) / max(len(self) - 1, 1)
 
     def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
         """Return the share of tokens that the cache holds at the end, by position: float32 [bins].
 
         bins : number of ranges of equal size into which the sequence is divided
-        layer : the only layer that is counted; None means the mean over all layers
+        layer : the only layer that is counted; None means the mean over all layers without a sliding window
         """
         fed = max(len(self) - 1, 1)
-        evict_at = self.evict_at if layer is None else self.evict_at[layer : layer + 1]
+        evict_at = self.evict_at[self.global_layers if layer is None else [layer]]
         held = (evict_at[..., :fed] >= fed).float().mean(dim=(0, 1))
         bin_of_token = torch.arange(fed) * bins // fed
         total = torch.zeros(bins).index_add_(0, bin_of_token, held)
@@ -272,7 +315,9 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
 def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
     """Raise TraceError at the first section that violates its declaration or contradicts another section."""
-    declarations, sizes = declared(), dict[str, int]()
+    layers, windowed = sections[EVICT_AT.name].shape[:1], sections.get("windowed")
+    part = sections if windowed is None or windowed.shape != layers else policy_part(sections)
+    declarations, sizes = declared(), {"global_layer": next(iter(part[EVICT_AT.name].shape), 0)}
     for name, values in sections.items():
         if name not in declarations:
             raise TraceError(f"unknown trace section {name!r}; the sections are {', '.join(declarations)}")
@@ -286,7 +331,8 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
         if missing := [needed for needed in section.needs if needed not in sections]:
             raise TraceError(f"a trace with the section {name} also needs {missing[0]}; it has {', '.join(sections)}")
     for name, section in declarations.items():
-        if name in sections and (mistake := section.check(sections[name], sections, prompt)):
+        seen = sections if "layer" in section.axes else part
+        if name in sections and (mistake := section.check(sections[name], seen, prompt)):
             raise TraceError(mistake)
 
 

@@ -42,12 +42,15 @@ class Section:
 
     name : name of the section in memory and in files
     dtype : dtype of the values
-    axes : names of the axes of the values; axes of the same name have the same size throughout a trace
+    axes : names of the axes of the values; axes of the same name have the same size throughout a trace. The axis
+        `layer` has all layers; `global_layer` has those without a sliding window, the only ones that a policy evicts
     joined : the axis along which the values of several traces are joined; all other axes must have equal sizes in these
         traces
     needs : sections that a trace with this section must also have, such as the settings that are needed to read it
-    check : function, (values, all sections, number of prompt tokens or None) -> a description of the mistake in the
-        values, or None. Sections are checked in the order of `declared`, so a check may rely on earlier checks
+    check : function, (values, sections, number of prompt tokens or None) -> a description of the mistake in the values,
+        or None. The sections are those of the whole trace if the section has the axis `layer`, and otherwise those that
+        the policy recorded (`policy_part`). They are checked in the order of `declared`, so a check may rely on earlier
+        checks
     batch : function, (values of each row, the column at which each row starts, number of columns) -> one tensor for all
         rows
     pack : function, (values of each document, start position of each, end position of each) -> the values of the packed
@@ -153,8 +156,22 @@ ROUTED = Section(
     pack=lambda documents, starts, ends: torch.cat(list(documents), dim=1),
 )
 
+# ---- windowed: int32 [L], the sliding window of each layer in tokens, 0 for a layer whose entries a policy evicts ----
+
+
+WINDOWED = Section(
+    name="windowed",
+    dtype=torch.int32,
+    axes=("layer",),
+    joined="layer",
+    check=checks.check_windowed,
+    batch=_shared_settings,
+    pack=lambda documents, starts, ends: _shared_settings(documents, starts, 0),
+)
+
 SECTIONS: dict[str, Section] = {
     "evict_at": EVICT_AT,
+    "windowed": WINDOWED,
     "routed": ROUTED,
     # the end of a context that was compacted once; without further sections its entries cannot be replayed
     "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at, batch_times),

@@ -21,25 +21,42 @@ from sparse_rl.attention.families import (
     LAYER_KINDS,
     MISSING,
     NOISES,
+    WINDOWED,
     check_replayable,
     check_sizes,
+    windows_of,
 )
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
 
 LENGTHS = (1, 4, 11, 28, 66)
+ALWAYS_WINDOWED = ("gemma3_text", "olmo3")  # tests/conftest.py gives these families sliding windows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+WINDOW = {  # sliding windows of 12 tokens in layers 0 and 2, shorter than most prompts
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 12,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [*((family, {}) for family in FAMILIES), *((family, WINDOW) for family in WINDOWED)],
+    ids=lambda value: value if isinstance(value, str) else "windows" if value else "",
+)
 def test_a_full_cache_computes_what_transformers_computes(
-    family: str, new_model: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
+    family: str, window: dict, new_model: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
     """The log-probs of engine and trainer differ from those of transformers' eager attention by at most twice its own
-    error, which is its difference from the same model in float64. Control: the log-probs under a window of 8 tokens
-    differ by at least 0.1.
+    error, which is its difference from the same model in float64. Families that can have sliding windows are tested
+    with and without them. Control: the log-probs under a window of 8 tokens in all layers differ by at least 0.1.
     """
     own = {"no_rope_layers": [1, 0, 1, 0]} if family == "smollm3" else {}
-    model = sharpened(new_model(family, num_hidden_layers=4, **own))
+    if family in ALWAYS_WINDOWED:
+        own["layer_types"] = ["full_attention"] * 4
+    model = sharpened(new_model(family, num_hidden_layers=4, **{**own, **window}))
+    assert any(windows_of(model.config)) == bool(window)
     eager = eager_copy(model)
     exact = copy.deepcopy(eager).double()
     prompts, sampling = prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, ignore_eos=True)

@@ -156,7 +156,7 @@ def test_inspect_shows_pages_of_clustered_traces(workdir: Path, capsys: pytest.C
     assert len(report["pages"]["layers"]) == 2
     assert list(report["sections"]) == ["paged_with", "closed_at", "opened"]
     shape = report["sections"]["opened"]["shape"]
-    assert shape == {"layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
+    assert shape == {"global_layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
     assert report["sections"]["opened"]["bytes"] == report["traces"] * report["length"]["mean"] * 2 * 2 * 2 * 2
     assert report["retention"] == {"min": 1, "mean": 1, "max": 1}
     fed = [len(trace) - 1 for trace in load_traces(file)]

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from rollout.engine import Rollout
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import policy_shape
 from sparse_rl.models.base import base_of
 from trainer.grpo.panel import cache_sums, over_processes, policy_panel, replay_panel
 from trainer.grpo.rows import Learned
@@ -48,9 +48,12 @@ class Measures:
             trainer.probed_engine.check(pair[0])
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Record the final retention of the sequences, their peak cache bytes, and the bytes of a full cache."""
+        """Record the final retention of the sequences, their peak cache bytes, and the bytes of a full cache.
+
+        Layers with a sliding window are not counted.
+        """
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        layers, kv_heads, head_dim = cache_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
+        layers, kv_heads, head_dim = policy_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
         local = torch.tensor([cache_sums(rollouts, trainer.engine.policy)], device=accelerator.device)
         retention, held, fed, count, tokens = accelerator.gather(local).double().sum(0).tolist()

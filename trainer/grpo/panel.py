@@ -121,10 +121,11 @@ def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
     """Return the peak number of cache entries of each sequence, as a mean over layers and kv heads, rounded up.
 
-    The peak is at least the length of the prompt, because the cache holds the whole prompt during prefill.
+    The peak is at least the length of the prompt, because the cache holds the whole prompt during prefill. Layers with
+    a sliding window are not counted.
     """
     if policy.schedule.counts_vary:
-        peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
+        peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.methods.dms.view import GatedView
 from sparse_rl.models.base import base_of
@@ -35,16 +36,18 @@ class GateTrainer(KVpopTrainer):
         done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))
         return 1 + (self.policy.config.compression - 1) * done
 
-    def _view(self, student: Any, batch: Batch) -> GatedView:
+    def _view(self, student: Any, batch: Batch) -> Any:
         policy, (lengths, prompts) = self.policy.config, batch.sizes()
-        return GatedView(
-            base_of(student).cache_scorers,
+        base, width = base_of(student), batch.ids.shape[1]
+        view = GatedView(
+            base.cache_scorers,
             policy,
             lengths,
             prompts=prompts if policy.prefill == "dense" else None,
             temperature=self.args.kvpop.gates.temperature if student.training else None,
             kernel=self.args.attention_kernel,
         )
+        return WindowedView.unrecorded(view, base.config, lengths, width, lengths.device, self.args.attention_kernel)
 
     def _own_loss(self, view: GatedView, count: Tensor) -> tuple[Tensor, ...]:
         share = view.share()

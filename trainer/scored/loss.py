@@ -11,13 +11,14 @@ from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.target import FutureTarget
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.experts.view import RoutedView
 from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.methods.kvpop.loss import BoundaryLoss
 from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.base import base_of
-from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
+from sparse_rl.trace import NEVER, EvictionTrace, batch_traces, policy_part
 from trainer.batches import Batch
 from trainer.examples import Example
 
@@ -56,8 +57,9 @@ class ScorerLoss:
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
         queries = self.boundary.draw(lengths, policy.sinks + policy.window + policy.k, width)
         batch = {} if traces is None else batch_traces(traces, [0] * len(traces), width)
+        base = base_of(student)
         view = LearnedView(
-            base_of(student).cache_scorers,
+            base.cache_scorers,
             policy,
             lengths,
             prompts=prompts if policy.prefill == "dense" else None,
@@ -65,9 +67,10 @@ class ScorerLoss:
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learn else None,
             loss=partial(self.boundary, **decay) if learn else None,
             kernel=kernel,
-            recorded=batch.get("evict_at"),
+            recorded=policy_part(batch)["evict_at"] if batch else None,
         )
-        return RoutedView.around(view, batch, lengths.device)
+        beside = WindowedView.unrecorded(view, base.config, lengths, width, lengths.device, kernel)
+        return RoutedView.around(beside, batch, lengths.device)
 
 
 @torch.no_grad()
@@ -82,11 +85,12 @@ def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[An
         batch = Batch.make([Example.from_rollout(rollout)], next(model.parameters()).device)
         lengths, prompts = batch.sizes()
         recorded = batch_traces([rollout.trace], [0], len(rollout.trace))
-        dense = prompts if policy.prefill == "dense" else None
-        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=recorded["evict_at"])
-        batch.hidden_under(model, RoutedView.around(view, recorded, lengths.device))
+        dense, theirs = prompts if policy.prefill == "dense" else None, policy_part(recorded)["evict_at"]
+        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=theirs)
+        beside = WindowedView.around(view, recorded, lengths.device, "gather")
+        batch.hidden_under(model, RoutedView.around(beside, recorded, lengths.device))
         ours = EvictionTrace.recorded(torch.cat([view.own[layer] for layer in sorted(view.own)])).evict_at
-        theirs = rollout.trace.evict_at
+        theirs = theirs[:, 0]
         evicted = (ours < NEVER) | (theirs < NEVER)
         same += int(((ours == theirs) & evicted).sum())
         either += int(evicted.sum())

@@ -1,4 +1,7 @@
-"""Make a view from recorded traces, for a forward pass that replays the traces."""
+"""Make a view from recorded traces, for a forward pass that replays the traces.
+
+The view of the policy's own sections replays the global layers. Sliding windows and experts stand beside any such view.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.experts.view import RoutedView
 from sparse_rl.methods.config import CONFIGS, AMConfig
-from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
+from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, policy_part
 
 NOT_RECORDED = (
     "a compacted context can be replayed only for a dense model, with `chunking: kv`, and either `policy: evict` or "
@@ -42,10 +46,11 @@ def make_view(
     Raises TraceError if no view replays all sections of the traces, or if `batch_traces` cannot batch them.
     """
     whole = batch_traces(traces, starts, width)
-    batch = {name: values for name, values in whole.items() if name != "routed"}  # experts stand beside any attention
+    batch = {name: values for name, values in policy_part(whole).items() if name != "routed"}
     for view in views():
         if view.requires <= batch.keys() <= view.replays:
-            return RoutedView.around(view(batch, device, kernel, through), whole, device)
+            made = view(batch, device, kernel, through)
+            return RoutedView.around(WindowedView.around(made, whole, device, kernel), whole, device)
     abilities = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
     why = f"; {NOT_RECORDED}" if batch.keys() == {"evict_at", "compacted_at"} else ""
     raise TraceError(f"no view replays traces with the sections {', '.join(batch)}{why} ({abilities})")

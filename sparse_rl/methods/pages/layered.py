@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sparse_rl.attention.families import global_layers
 from sparse_rl.methods.config import LayeredConfig
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import make_policy
@@ -34,7 +35,7 @@ class Layered(Policy):
         self.schedule = PerLayer(parts=tuple((span, part.schedule) for span, part in counted))
 
     def bound_to(self, model: Any) -> Layered:
-        return Layered(self.config, [part.bound_to(model) for part in self.parts], model.config.num_hidden_layers)
+        return Layered(self.config, [part.bound_to(model) for part in self.parts], len(global_layers(model.config)))
 
     def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
         return list(zip(self.parts, self.config.spans(layers), strict=True))

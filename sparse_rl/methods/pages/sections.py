@@ -117,7 +117,7 @@ def _outside(values: Tensor, sections: Sections) -> Tensor:
 SECTIONS = (
     # the division of tokens into pages (pages.py)
     numbers("paged_with", torch.int32, "page_setting", check_paged_with, needs=PAGED),
-    # the layers whose tokens are paged, if not all are
+    # the global layers whose tokens are paged, if not all are
     numbers("paged_layers", torch.int32, "paged_layer", check_paged_layers, needs=PAGED),
     # for each page that closes, from page 0 on, the first query that reads the page's summary
     numbers("closed_at", torch.int32, "closed_page", check_closed_at, batch_times, PAGED),
@@ -125,7 +125,7 @@ SECTIONS = (
     Section(
         name="opened",
         dtype=torch.int16,
-        axes=("layer", "kv_head", "token", "open_page"),
+        axes=("global_layer", "kv_head", "token", "open_page"),
         joined="token",
         check=check_opened,
         batch=partial(by_layer, empty=-1),
@@ -135,7 +135,7 @@ SECTIONS = (
     Section(
         name="pi",
         dtype=torch.float32,
-        axes=("layer", "kv_head", "token"),
+        axes=("global_layer", "kv_head", "token"),
         joined="token",
         check=check_pi,
         batch=partial(by_layer, empty=0.0),

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from sparse_rl.attention.families import global_layers
 from sparse_rl.errors import UserError, did_you_mean, one_line
 from sparse_rl.methods.press.config import PressConfig
 from sparse_rl.policies.base import Policy
@@ -33,17 +34,19 @@ class Press(Policy):
     def __init__(self, config: PressConfig) -> None:
         super().__init__(config)
         self.press = make_press(config)
-        self._modules: dict[int, nn.Module] = {}
-        self._inputs: dict[int, dict[str, Any]] = {}  # layer -> keywords of the attention layer in the last prefill
+        self._modules: dict[int, Any] = {}  # place of a layer among those without a sliding window -> its attention
+        self._inputs: dict[
+            int, dict[str, Any]
+        ] = {}  # index of a layer -> keywords of its attention in the last prefill
 
     def bound_to(self, model: Any) -> Press:
         bound = Press(self.config)
         decoder = model.get_decoder()
         bound.press.post_init_from_model(model)
-        for index, layer in enumerate(decoder.layers):
-            attention = layer.self_attn
+        for place, index in enumerate(global_layers(model.config)):
+            attention = decoder.layers[index].self_attn
             attention.rotary_emb = decoder.rotary_emb  # as kvpress does; some presses rotate queries of their own
-            bound._modules[index] = attention
+            bound._modules[place] = attention
             attention.register_forward_pre_hook(bound._take, with_kwargs=True)
         return bound
 
@@ -54,7 +57,7 @@ class Press(Policy):
     def score(self, layer: int, entries: Entries) -> Tensor:
         assert entries.keys is not None
         assert entries.values is not None
-        keywords = self._inputs.pop(layer)
+        keywords = self._inputs.pop(self._modules[layer].layer_idx)
         hidden, (cos, sin) = keywords["hidden_states"], keywords["position_embeddings"]
         width, scores = entries.keys.shape[2], []
         for row, length in enumerate(entries.lengths.tolist()):
