@@ -47,6 +47,7 @@ MARKERS = "os^Dv"  # one for each line of a method
 GREY = "#999999"  # for elements that are not methods, such as edges and single layers
 LABEL_WIDTH = 20  # maximum number of characters in a row of a line's wrapped name
 TITLE_WIDTH = 66
+MOST_TICKS = 16  # maximum number of labelled rows of a map
 STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
     "figure.dpi": 150,
@@ -125,6 +126,32 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
             va="center",
             annotation_clip=False,
         )
+
+
+def draw_map(
+    values: Sequence[Sequence[float]],
+    out: str | Path,
+    title: str,
+    *,
+    rows: Sequence[int],
+    label: str,
+    most: float | None = None,
+) -> Path:
+    """Draw values [layers][kv heads] as a map with one row for each layer, the first layer on top.
+
+    rows : indices of the layers in the model
+    label : name of the values, with their unit
+    most : value of the darkest colour; None means the largest value
+    """
+    figure, axes = new_figure(title)
+    mesh = axes.imshow(values, cmap="viridis_r", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
+    figure.colorbar(mesh, label=label)
+    axes.grid(visible=False)
+    stride = -(-len(rows) // MOST_TICKS)
+    axes.set_yticks(range(0, len(rows), stride), [str(row) for row in rows[::stride]])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="kv head", ylabel="layer")
+    return save_figure(figure, out)
 
 
 def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:

@@ -12,6 +12,7 @@ from rollout.origin import TRACES
 from sparse_rl.commands import bench, eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session, print_table
+from sparse_rl.commands.figures import add_figure_arguments, draw_figure, refuse_unused
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.files import read_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
@@ -20,7 +21,7 @@ from sparse_rl.recipe.schema import parse_yaml
 ABOUT = (
     "Draw reward and gap of runs, or any metric that they logged; the tokens that a trace holds, or its opened "
     "pages; accuracy, log-perplexity or perplexity of an evaluation against a swept setting or the seconds of a "
-    "compaction; the times of a bench. A single point is printed as a table."
+    "compaction; the times of a bench; with --figure, an analysis of rollouts. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
@@ -47,12 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     place = "default: beside the file, or in plots/ of the first run (with the names of further runs in the file name)"
     parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
+    add_figure_arguments(parser)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
     out = options.out
     if out is not None and (out.is_dir() or not out.suffix):
         raise UserError(f"{out} is not a picture file; name one, for example {out / 'curve.png'}", "--out")
+    refuse_unused(options)
+    if options.figure is not None:
+        return draw_figure(options)
     sources = [source_of(path) for path in options.runs]
     files = [path for path in sources if path.is_file()]
     if len(files) == 0:

@@ -1,0 +1,102 @@
+"""The inputs of `sparse-rl plot --figure`: folders of rollouts, and files of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.origin import COMPLETIONS, ORIGIN, TRACES, Origin, read_origin
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import model_directory
+
+if TYPE_CHECKING:
+    from rollout.engine import Rollout
+    from sparse_rl.trace import EvictionTrace
+
+
+class Source:
+    """A folder that `sparse-rl rollout` wrote, or a file of traces. Everything is read when it is first used.
+
+    path : the folder, a file in it, or a file of traces
+    model_name : the model to load; None means the model that sampled the rollouts
+    """
+
+    def __init__(self, path: Path, model_name: str | None = None) -> None:
+        whole = path.is_file() and not path.match(TRACES) and (path.parent / ORIGIN).is_file()
+        self.path, self.model_name = path.parent if whole else path, model_name
+        self._folder = self.path if self.path.is_dir() else self.path.parent
+
+    @cached_property
+    def origin(self) -> Origin:
+        return read_origin(self._folder)
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, str]:
+        """Description of the sampler: name (`model`, `policy`, ...) -> text."""
+        from sparse_rl.trace import read_fingerprint
+
+        return self.origin.made_by if self.path.is_dir() else read_fingerprint(self.path)
+
+    @cached_property
+    def traces(self) -> Sequence[EvictionTrace]:
+        from sparse_rl.trace import load_traces
+
+        return [r.trace for r in self.rollouts] if self.path.is_dir() else load_traces(self.path)
+
+    @cached_property
+    def rollouts(self) -> Sequence[Rollout]:
+        """All rollouts of the folder, in the order of their lines."""
+        from rollout.files import RolloutFiles
+        from sparse_rl.attention.families import cache_shape, windows_of
+
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file of traces without tokens; name the folder of {COMPLETIONS}")
+        config = None if self.origin.evicts else self.config
+        shape = (0, 0) if config is None else cache_shape(config)[:2]
+        files = RolloutFiles(self.path, self.origin)
+        windows = () if config is None else windows_of(config)
+        return [r for part in files.parts(*shape, windows) for r in part.rollouts]
+
+    def rollout(self, line: int) -> Rollout:
+        """Return the rollout on a line of completions.jsonl, counted from 1."""
+        if line > len(self.rollouts):
+            raise UserError(f"{self.path / COMPLETIONS} has only {len(self.rollouts)} lines", "--line")
+        return self.rollouts[line - 1]
+
+    @cached_property
+    def directory(self) -> str:
+        """The model's directory or hub name."""
+        name = self.model_name or self.origin.model
+        if self.model_name is None and Path(name).is_absolute() and not Path(name).is_dir():
+            raise UserError(f"{name}, the model that sampled {self.path}, does not exist; name the model", "--model")
+        return model_directory(name)
+
+    @cached_property
+    def config(self) -> Any:
+        from sparse_rl.models.load import load_config
+
+        return load_config(self.directory)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in evaluation mode, with our attention, in the dtype in which it sampled."""
+        import torch
+
+        from sparse_rl.models.load import load_model
+
+        _ = self.config  # its check comes first
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_model(self.directory, self.origin.dtype).to(device).eval()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from sparse_rl.models.load import load_tokenizer
+
+        return load_tokenizer(self.directory)
+
+    def strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token alone. Bytes of incomplete characters become replacement characters."""
+        texts: list[str] = self.tokenizer.batch_decode([[token] for token in ids])
+        return texts

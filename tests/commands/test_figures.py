@@ -1,0 +1,63 @@
+"""`sparse-rl plot --figure`: each analysis draws a picture and writes its numbers beside it; wrong use is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.commands.figures import FIGURES
+from sparse_rl.commands.main import main
+
+MORE = {}  # figure -> further arguments of its command
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of rollouts of the quickstart's model under gkv."""
+    folder = tmp_path_factory.mktemp("figures") / "rollouts"
+    cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
+    command = ["rollout", "quickstart/grpo", "model=quickstart/model", cache, "max_completion_length=60"]
+    assert main([*command, "num_generations=2", "--problems", "2", "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_with_its_numbers_beside_it(
+    name: str, sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / f"{name}.png"
+    capsys.readouterr()
+    assert main(["plot", str(sampled), "--figure", name, "--out", str(out), *MORE.get(name, [])]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out), str(out.with_suffix(".json"))]
+    assert out.stat().st_size > 1000
+    assert json.loads(out.with_suffix(".json").read_text())["figure"] == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "1"], "--layer: --layer needs --figure"),
+        (["--figure", "evict_ratio", "--layer", "1"], "--layer: the figure evict_ratio does not use it"),
+        (["--figure", "evict_ratio", "--metric", "loss"], "--metric: the figure evict_ratio does not use it"),
+        (["--figure", "evict_ratios"], "invalid choice: 'evict_ratios'"),
+        (["--figure", "evict_ratio", "--model", "nowhere", "--head", "-1"], "expected a whole number"),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(
+    arguments: list[str], message: str, sampled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    try:
+        code = main(["plot", str(sampled), *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path), "--figure", "evict_ratio"]) == 2
+    assert "holds no rollouts with their log-probs" in capsys.readouterr().err
