@@ -71,6 +71,7 @@ OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values o
         **{"routed_scaling_factor": 1.5, "pad_token_id": None, "num_hidden_layers": 3},
     },
     "smollm3": {"no_rope_layers": [1, 0], "pad_token_id": None},
+    "gemma3_text": {"sliding_window_pattern": 1, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
 }
 
 

@@ -28,7 +28,11 @@ FAMILIES: dict[str, str | None] = {
     "mixtral": None,
     "olmoe": None,
     "glm4_moe": None,
+    "gemma3_text": "its sliding-window layers need caches of their own",
 }
+
+# model_type of a multimodal model whose text part is used -> its class, in `architectures` of config.json
+MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
 
 # model_type -> settings that vLLM does not read, with the value that its code for the family assumes
 UNREAD: dict[str, dict[str, Any]] = {
@@ -49,7 +53,7 @@ SEVERAL = "it reads images or sound, and only text is supported"
 
 # model_type -> what is missing for a family that users ask for
 MISSING: dict[str, str] = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "olmo3", "cohere2", "exaone4"), WINDOWS),
+    **dict.fromkeys(("gemma3n_text", "olmo3", "cohere2", "exaone4"), WINDOWS),
     **dict.fromkeys(("gemma", "cohere"), "the family has not been tested"),
     "gemma2": "its soft-capped attention and its sliding windows are not replayed",
     "gpt_oss": "its attention sinks and sliding windows are not replayed yet",
@@ -58,9 +62,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
     **dict.fromkeys(("zamba2", "falcon_h1", "falcon_mamba", "granitemoehybrid", "nemotron_h", "lfm2"), STATE),
     **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear", "qwen3_5", "qwen3_5_moe"), STATE),
-    **dict.fromkeys(
-        ("gemma3", "gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL
-    ),
+    **dict.fromkeys(("gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL),
 }
 
 LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that kind
@@ -145,10 +147,16 @@ def rope_type(config: Any) -> str:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
+def is_text_part(config: Any) -> bool:
+    """Return True if the configuration describes the text part of a multimodal model's directory."""
+    return any(name in MULTIMODAL.values() for name in getattr(config, "architectures", None) or [])
+
+
 def family_only_hf(config: Any) -> str | None:
     """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
     family = config.model_type
-    reasons = [
+    reasons = ["vLLM would load all parts of the multimodal model"] if is_text_part(config) else []
+    reasons += [
         f"vLLM ignores {name} in config.json, and assumes {json.dumps(assumed)}"
         for name, assumed in UNREAD.get(family, {}).items()
         if getattr(config, name, assumed) != assumed

@@ -11,7 +11,7 @@ from rollout import choice
 from rollout.config import SAMPLE_LIVE
 from rollout.context import budgets
 from rollout.context.rotation import check_movable
-from sparse_rl.attention.families import cache_shape, window_of
+from sparse_rl.attention.families import cache_shape, is_text_part, window_of
 from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
@@ -106,6 +106,8 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
     layers, kv_heads, head_dim = shape = cache_shape(config)
     caches, remarks = cache_configs(recipe), []
     findings = {"model": f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"}
+    if is_text_part(config):
+        findings["model"] += ", the text part of a multimodal model"
     policies = [make_policy(cache) for cache in caches]
     if policies:
         findings["cache"] = ", ".join(map(repr, policies))
