@@ -175,7 +175,6 @@ def read_model(directory: str | Path, **options: Any) -> Any:
     if not is_text_part(config):
         return AutoModelForCausalLM.from_pretrained(directory, **options)
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, key_mapping=RENAMED, **options)
-    model.config.architectures = [type(model).__name__]
     del model._weight_conversions  # with which `save_pretrained` would write the names of the multimodal model
     return model
 

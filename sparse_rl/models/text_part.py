@@ -30,7 +30,7 @@ CARRIED = (  # settings of a text model that stand outside of text_config
 def text_config(config: Any) -> Any:
     """Return the configuration of a multimodal model's text part, or `config` itself for a text model.
 
-    `families.is_text_part` recognises the text part until the model is loaded.
+    `families.is_text_part` recognises the text part, until `save_pretrained` writes the class of the text model.
     """
     if config.model_type not in MULTIMODAL:
         return config

@@ -99,7 +99,7 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 def build(tied: bool = True, seed: int = 0) -> Gemma3ForConditionalGeneration:
     """Return a tiny multimodal model whose norms are random, too."""
     config = Gemma3Config(
-        text_config={**TEXT, "tie_word_embeddings": tied}, vision_config=VISION, mm_tokens_per_image=4,
+        text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4,
         tie_word_embeddings=tied, eos_token_id=ENDS, image_token_index=VOCABULARY - 1,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -222,7 +222,11 @@ def test_settings_outside_of_text_config_are_kept(tmp_path: Path) -> None:
     assert config.model_type == "gemma3_text"
     assert config.eos_token_id == ENDS
     assert config.dtype == torch.bfloat16
+    assert config.name_or_path == whole
     assert stop_tokens(SamplingConfig(1), load_generation_config(whole), config) == ENDS
+    further = {"bos_token_id": 7, "pad_token_id": 8, "quantization_config": {"quant_method": "fp8"}}
+    config = load_config(str(edit(Path(shutil.copytree(folder, tmp_path / "further")), **further)))
+    assert {name: getattr(config, name) for name in further} == further
     (folder / "generation_config.json").unlink()
     assert stop_tokens(SamplingConfig(1), None, load_config(whole)) == ENDS
     assert load_model(whole).generation_config.eos_token_id == ENDS
@@ -231,12 +235,12 @@ def test_settings_outside_of_text_config_are_kept(tmp_path: Path) -> None:
 
 
 def test_sizes_in_text_config_are_checked(tmp_path: Path) -> None:
-    """A number of layers that would fill the memory is refused before transformers reads it."""
+    """Otherwise transformers would make a list of as many layers."""
     folder = save(build(), tmp_path / "multimodal")
-    edit(folder, text_config={**TEXT, "num_hidden_layers": 2**40, "layer_types": None})
+    edit(folder, text_config={**TEXT, "num_hidden_layers": 1001, "layer_types": None})
     line = in_one_line(lambda: load_config(str(folder)))
     assert isinstance(line, str)
-    assert "num_hidden_layers is 1099511627776 in config.json" in line
+    assert "num_hidden_layers is 1001 in config.json" in line
 
 
 @pytest.mark.parametrize("damage", [3, "a", [1], {"model_type": "gemma3_text", "hidden_size": "a"}, {}])
@@ -271,6 +275,17 @@ def test_the_fingerprint_is_that_of_the_text_part(folder: Path, tied: bool, tmp_
     assert identify(save(build(tied, seed=1), tmp_path / "other")).fingerprint not in ("", expected)
     torch.nn.init.normal_(model.model.norm.weight)
     assert identify(model).fingerprint != expected
+
+
+def test_layers_behind_the_last_one_do_not_count(folder: Path, layout: str) -> None:
+    """transformers does not load them. Control: a tensor of another layer counts."""
+    weights = load_file(folder / WEIGHTS)
+    name = f"{PREFIX[layout]}layers.1.input_layernorm.weight"
+    expected = identify(folder).fingerprint
+    for layer, counts in ((2, False), (1, True)):
+        changed = {**weights, name.replace(".1.", f".{layer}."): torch.ones(32)}
+        save_file(changed, folder / WEIGHTS, {"format": "pt"})
+        assert (identify(folder).fingerprint != expected) == counts
 
 
 def test_missing_and_misshaped_text_weights_are_refused(folder: Path, layout: str) -> None:
