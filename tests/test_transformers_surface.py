@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key, revert_weight_conversion
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
 
@@ -27,7 +28,8 @@ HELD = {
     *("PreTrainedModel._keys_to_ignore_on_save", "trainer.DEFAULT_PROGRESS_CALLBACK"),
     *("core_model_loading.revert_weight_conversion", "core_model_loading.rename_source_key"),
     *("conversion_mapping.get_model_conversion_mapping", "conversion_mapping.get_checkpoint_conversion_mapping"),
-    "convert_peft_config_for_transformers",
+    *("convert_peft_config_for_transformers", "PreTrainedModel._weight_conversions"),
+    "modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 }
 
 
@@ -61,6 +63,8 @@ def test_other_names_of_transformers_exist() -> None:
     # transformers defines this name twice, and we look it up once
     assert len(uses) == 3
     assert uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["gemma3_text"] == "Gemma3ForCausalLM"
+    assert 'getattr(model, "_weight_conversions", None)' in inspect.getsource(revert_weight_conversion)
 
 
 def test_conversions_of_weights_have_the_expected_parameters() -> None:

@@ -34,6 +34,9 @@ FAMILIES: dict[str, str | None] = {
     "glm4_moe": None,
 }
 
+# model_type of a multimodal model whose text part is used -> its class, in `architectures` of config.json
+MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
+
 # model_type -> settings that vLLM does not read, with the value that its code for the family assumes
 UNREAD: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False},
@@ -67,9 +70,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
     **dict.fromkeys(("zamba2", "falcon_h1", "falcon_mamba", "granitemoehybrid", "nemotron_h", "lfm2"), STATE),
     **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear", "qwen3_5", "qwen3_5_moe"), STATE),
-    **dict.fromkeys(
-        ("gemma3", "gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL
-    ),
+    **dict.fromkeys(("gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL),
 }
 
 LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that kind
@@ -194,10 +195,16 @@ def global_layers(config: Any) -> list[int]:
     return [layer for layer, window in enumerate(windows_of(config)) if not window]
 
 
+def is_text_part(config: Any) -> bool:
+    """Return True if the configuration describes the text part of a multimodal model's directory."""
+    return any(name in MULTIMODAL.values() for name in getattr(config, "architectures", None) or [])
+
+
 def family_only_hf(config: Any) -> str | None:
     """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
     family = config.model_type
-    reasons = [
+    reasons = ["vLLM would load all parts of the multimodal model"] if is_text_part(config) else []
+    reasons += [
         f"vLLM ignores {name} in config.json, and assumes {json.dumps(assumed)}"
         for name, assumed in UNREAD.get(family, {}).items()
         if getattr(config, name, assumed) != assumed

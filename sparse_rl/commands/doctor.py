@@ -118,6 +118,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """Return the memory table of a recipe, and lines that say whether the recipe fits on this machine."""
     import torch
 
+    from sparse_rl.attention.families import is_text_part
     from sparse_rl.commands.machine import device_memory, host_memory
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan
     from sparse_rl.commands.plan import verdicts
@@ -128,7 +129,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     prepared = resolve(recipe, config)
     made = plan(prepared)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
-    lines = verdicts(made, launch, device_memory(), host_memory())
+    lines = [f"model: {prepared.findings['model']}"] if is_text_part(config) else []
+    lines += verdicts(made, launch, device_memory(), host_memory())
     if recipe.rollout is not None:
         lines += [f"rollouts: {prepared.findings['rollouts']}", *prepared.remarks]
     if recipe.prompt_caches():

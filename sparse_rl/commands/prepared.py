@@ -11,7 +11,7 @@ from rollout import choice
 from rollout.config import SAMPLE_LIVE
 from rollout.context import budgets
 from rollout.context.rotation import check_movable
-from sparse_rl.attention.families import context_length, policy_shape, windows_of
+from sparse_rl.attention.families import context_length, is_text_part, policy_shape, windows_of
 from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
@@ -108,6 +108,8 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
     findings = {
         "model": f"{recipe.model}: {config.model_type}, {layer_words(config)}, {kv_heads} kv heads of {head_dim}"
     }
+    if is_text_part(config):
+        findings["model"] += ", the text part of a multimodal model"
     policies = [make_policy(cache) for cache in caches]
     if policies:
         findings["cache"] = ", ".join(map(repr, policies))

@@ -97,7 +97,8 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
                 if length <= (config.max_prompt_tokens or length):
                     length = len(prompt_ids(prompt, tokenizer, config.thinking, context))
             except Exception as error:  # a template may raise any exception, for example on a system role
-                raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
+                key = "system_prompt" if _only_system_refused(prompt, config, tokenizer) else ""
+                raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}", key) from error
             if config.max_prompt_tokens and length > config.max_prompt_tokens:
                 too_long += 1
                 continue
@@ -278,6 +279,16 @@ def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | lis
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return messages
+
+
+def _only_system_refused(prompt: str | list[dict[str, Any]], config: DataConfig, tokenizer: Any) -> bool:
+    """Return True if the tokenizer refuses a prompt because of the system message that the recipe adds to it."""
+    if config.system_prompt is None:
+        return False
+    try:
+        return bool(prompt_ids(prompt[1:], tokenizer, config.thinking))
+    except Exception:  # a template may raise any exception
+        return False
 
 
 def _prepend_context(context: Any, prompt: str | list[dict[str, Any]], index: int) -> Any:

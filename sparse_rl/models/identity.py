@@ -12,9 +12,8 @@ which is the start of the module's tensor, too.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sparse_rl.errors import UserError, reason
-from sparse_rl.files import read_text
-from sparse_rl.models.directory import CONFIG_FILE, INDEX, SCORERS, WEIGHTS
+from sparse_rl.models.directory import INDEX, SCORERS, WEIGHTS
+from sparse_rl.models.text_part import settings_of, text_names, text_settings
 from sparse_rl.models.weights import name_in_module, weight_files
 
 VALUES = 64  # values of a tensor that are digested: the first ones of its first row
@@ -86,7 +85,7 @@ def _stored_digest(folder: Path) -> str:
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 stored |= dict.fromkeys(opened.keys(), file)
-        firsts = _firsts(folder, stored)
+        firsts = _firsts(settings_of(folder), stored)
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name, stored_name in firsts.items():
@@ -101,22 +100,25 @@ def _stored_digest(folder: Path) -> str:
     return _of_starts({name.removeprefix(PREFIX): start for name, start in starts.items()})
 
 
-def _firsts(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+def _firsts(settings: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
     """Return the name of the stored tensor with which each tensor of a module begins, by the module's name.
 
     This follows the rules by which transformers loads the model. Layers behind the model's last one, which some
     checkpoints have for the prediction of several tokens, are left out, as they are by transformers.
+
+    settings : content of the model's config.json
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import dot_natural_key
 
-    config = json.loads(read_text(folder / CONFIG_FILE)) if (folder / CONFIG_FILE).is_file() else {}
+    names = text_names(stored, settings)
+    config = text_settings(settings)
     rules = get_checkpoint_conversion_mapping(config.get("model_type")) or []
     firsts: dict[str, str] = {}
-    for stored_name in sorted(stored, key=dot_natural_key):
+    for stored_name in sorted(names, key=dot_natural_key):
         layer = re.search(r"\blayers\.(\d+)\.", stored_name)
         if layer is None or int(layer[1]) < config.get("num_hidden_layers", 1 << 30):
-            firsts.setdefault(name_in_module(stored_name, rules)[0], stored_name)
+            firsts.setdefault(name_in_module(names[stored_name], rules)[0], stored_name)
     return firsts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes
+from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes, is_text_part
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
 from sparse_rl.files import check_readable, read_text
@@ -17,6 +17,7 @@ from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
 from sparse_rl.models.hub import check_available
+from sparse_rl.models.text_part import RENAMED, text_config, text_settings
 from sparse_rl.models.weights import stored_shapes, weight_files
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
@@ -26,7 +27,8 @@ MOST_TOKENS = 2**24  # limit for the size of a vocabulary
 def load_config(model: str) -> Any:
     """Load the configuration of a directory or hub name, and check that its model family supports replay.
 
-    Raises UserError if there is no such model, or if it cannot be replayed (`check_replayable`).
+    For a multimodal model, this is the configuration of its text part (text_part.py). Raises UserError if there is no
+    such model, or if it cannot be replayed (`check_replayable`).
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -38,8 +40,10 @@ def load_config(model: str) -> Any:
     check_available(model)
     _check_files(model)
     try:
-        check_sizes(PreTrainedConfig.get_config_dict(model)[0], model)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        settings = PreTrainedConfig.get_config_dict(model)[0]
+        check_sizes(settings, model)
+        check_sizes(text_settings(settings), model)
+        config = text_config(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except UserError:
         raise
     except Exception as error:  # any exception of the library for an invalid file
@@ -109,12 +113,16 @@ def load_tokenizer(model: str) -> Any:
 
 def model_fingerprint(config: Any) -> str:
     """Return a short name of an architecture for trace files: family, layers, kv heads, head dim and a config hash."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     layers, kv_heads, head_dim = cache_shape(config)
     settings = {
         k: v
         for k, v in config.to_dict().items()
         if not k.startswith("_") and k not in ("transformers_version", "dtype")
     }
+    if is_text_part(config):  # as in the text model that is saved from it
+        settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
 
@@ -147,15 +155,28 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
 def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
     """Load a model without scorers, with transformers' own attention. Errors name the recipe key `key`."""
-    from transformers import AutoModelForCausalLM
-
     stored_shapes(directory, key)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
-        )
+        return read_model(directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # any exception of the library for invalid files
         raise UserError(f"the weights of {directory} cannot be read: {reason(error)}", key) from error
+
+
+def read_model(directory: str | Path, **options: Any) -> Any:
+    """Load a model by transformers, or the text part of a multimodal model.
+
+    options : options of `from_pretrained`
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(str(directory))
+    if not is_text_part(config):
+        return AutoModelForCausalLM.from_pretrained(directory, **options)
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, key_mapping=RENAMED, **options)
+    del model._weight_conversions  # with which `save_pretrained` would write the names of the multimodal model
+    return model
 
 
 def load_weights(model: Any, directory: str | Path) -> Any:
@@ -167,5 +188,5 @@ def load_weights(model: Any, directory: str | Path) -> Any:
 
     stored = {name: tensor for file in weight_files(Path(directory)) for name, tensor in load_file(file).items()}
     named = {name: tensor for name, tensor in stored.items() if name in model.state_dict()}
-    joined = type(model).from_pretrained(directory, dtype="auto", use_safetensors=True).state_dict()
+    joined = read_model(directory, dtype="auto", use_safetensors=True).state_dict()
     return model.load_state_dict({**named, **joined}, strict=False)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from sparse_rl.errors import UserError, reason
 from sparse_rl.files import read_text
 from sparse_rl.models.directory import CONFIG_FILE, INDEX, WEIGHTS
+from sparse_rl.models.text_part import settings_of, text_names
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 ADAPTER = "adapter_config.json"
@@ -26,7 +27,8 @@ CONVERT = (
 def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]] | None:
     """Return the shape of each tensor in a directory's weight files, by name. None means that `model` is a hub name.
 
-    Raises UserError for missing, pickled or incomplete weights, and for an adapter.
+    Of a multimodal model, these are the weights of its text part, with the names that they have there. Raises UserError
+    for missing, pickled or incomplete weights, and for an adapter.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -42,12 +44,15 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
             mistake = f"{folder / pickled[0]} is a pickle, which may run code as it is read; use safetensors weights"
             raise UserError(f"{mistake}. If you trust the file, convert it: {convert}", key)
         raise UserError(f"{model} has no weights: there is no {WEIGHTS}", key)
-    file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
+    file = folder / CONFIG_FILE
     shapes: dict[str, list[int]] = {}
     try:
+        settings = settings_of(folder)
+        file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
         for file in weight_files(folder):
             with safe_open(file, framework="pt") as opened:
-                shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                names = text_names(opened.keys(), settings)
+                shapes |= {name: list(opened.get_slice(stored).get_shape()) for stored, name in names.items()}
     except Exception as error:  # any exception of the library for a damaged file
         raise UserError(f"{file} cannot be read ({reason(error)}); download or write it again", key) from error
     return shapes

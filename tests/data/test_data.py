@@ -10,7 +10,7 @@ from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.running_sum import build_tokenizer, rows
 from sparse_rl.data.synthetic import split_of
-from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.data.tokens import prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -203,6 +203,53 @@ def test_prompt_ids_accepts_tokenizers_that_return_nested_lists_or_tensors():
 def test_an_error_of_the_chat_template_names_the_row(file, chat_tokenizer):
     path = file([{"prompt": [{"role": "alien", "content": "a"}]}])
     assert "the tokenizer refuses the prompt of row 1: no aliens" in refused(config(path, {}), chat_tokenizer)
+
+
+NO_SYSTEM = (  # of Gemma 2's kind
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
+INTO_USER = (  # of Gemma 3's kind: the system message becomes the start of the first user message
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + ';' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns alternate') }}"
+    "{% endif %}Q{{ first if loop.first else '' }}{{ m.content | trim }};{% endfor %}A"
+)
+
+
+def with_template(template):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_template_without_a_system_role_is_refused_under_the_key(file):
+    """The key is named only if the system prompt is at fault: not without a system prompt, nor for a row that is
+    refused without it, too."""
+    path, tokenizer = file(), with_template(NO_SYSTEM)
+    error = "data.system_prompt: the tokenizer refuses the prompt of row 1: System role not supported"
+    assert refused(config(path, system_prompt="b"), tokenizer) == error
+    assert refused(config(path, system_prompt="b", max_prompt_tokens=9), tokenizer) == error
+    assert refused(config(path, system_prompt="b"), tokenizer, where="tasks.a").startswith("tasks.a.system_prompt: ")
+    assert len(load_data(config(path), tokenizer)) == len(ROWS)
+    own = file([{"problem": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}], "own.jsonl")
+    assert refused(config(own), tokenizer).startswith("data: the tokenizer refuses the prompt of row 1: System role")
+    alien = file([{"problem": [{"role": "alien", "content": "a"}]}], "alien.jsonl")
+    assert refused(config(alien, system_prompt="b"), tokenizer).startswith("data: the tokenizer refuses the prompt of")
+
+
+def test_a_template_may_put_the_system_prompt_into_the_first_user_message(file):
+    """The tokens are those of a user message that begins with the system prompt. A context stands behind it."""
+    tokenizer = with_template(INTO_USER)
+    rows = load_data(config(file(), system_prompt="ab"), tokenizer)
+    for prompt in rows["prompt"]:
+        joined = [{"role": "user", "content": f"ab;{prompt[1]['content']}"}]
+        assert prompt_ids(prompt, tokenizer) == prompt_ids(joined, tokenizer)
+    context = "c" * 5
+    cut = [{"role": "system", "content": "ab"}, {"role": "user", "content": f"{context}d?"}]
+    split = split_prompt(cut, context, tokenizer)
+    assert tokenizer.decode(split.context) == f"Qab;{context}"
+    assert tokenizer.decode(split.rest) == "d?;A"
+    assert prompt_ids(cut, tokenizer, context=context) == prompt_ids(cut, tokenizer)
 
 
 # ---- synthetic ---------------------------------------------------------------------------------------------

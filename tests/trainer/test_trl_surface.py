@@ -20,7 +20,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
-from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, add_fused_lm_head
+from trl.trainer import grpo_trainer, sft_trainer
+from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, add_fused_lm_head, create_model_from_path
 
 DOCUMENT = Path(__file__).parents[2] / "docs/internals.md"
 IMAGES = (
@@ -77,6 +78,7 @@ FUNCTIONS: dict[Callable, str] = {
         "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
     ),
     hf_deepspeed.unset_hf_deepspeed_config: "",
+    create_model_from_path: "model_id architecture kwargs",
 }
 ATTRIBUTES = {
     GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens aux_loss_enabled",
@@ -97,6 +99,7 @@ def test_functions_have_the_expected_parameters_and_bodies() -> None:
     assert "self, *args, fused_lm_head=False, labels=None," in inspect.getsource(add_fused_lm_head)
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
     assert "self.args.logging_nan_inf_filter" in inspect.getsource(transformers.Trainer._run_epoch)
+    assert all(module.create_model_from_path is create_model_from_path for module in (grpo_trainer, sft_trainer))
     assert isinstance(Accelerator.optimizer_step_was_skipped, property)
 
 
@@ -143,6 +146,7 @@ def test_the_table_lists_every_name() -> None:
     checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
+    checked |= {"create_model_from_path"}
     checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
     checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]

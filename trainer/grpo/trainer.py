@@ -42,6 +42,7 @@ from trainer.grpo.measures import Measures
 from trainer.grpo.probe import ProbedEngine
 from trainer.grpo.rows import Learned, Rows, packed, unpacked
 from trainer.grpo.table import load_table, plain_values, show_advantages, table_state
+from trainer.loading import text_parts
 from trainer.resumable import EpochSampler, Resumable
 from trainer.weights import load_reference, reference_state
 
@@ -73,7 +74,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     ) -> None:
         check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
         self.thinking = thinking
-        super().__init__(*args, **kwargs)
+        with text_parts():
+            super().__init__(*args, **kwargs)
         check_made(self)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model

@@ -19,6 +19,7 @@ from sparse_rl.experts.routing import has_experts
 from sparse_rl.models.base import base_of
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
+from trainer.loading import text_parts
 from trainer.options import check_options
 from trainer.resumable import Resumable
 from trainer.sft.config import SFTConfig
@@ -28,7 +29,8 @@ class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
     """TRL's SFTTrainer, extended so that its runs resume exactly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with text_parts():
+            super().__init__(*args, **kwargs)
         model: Any = base_of(self.model)
         if not has_experts(model):  # its config.json may still have the keys of experts
             self.aux_loss_enabled = False
