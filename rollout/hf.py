@@ -39,7 +39,7 @@ from rollout.requests import (
 )
 from rollout.sampling import Uniforms, sample
 from rollout.scoring import given_logprobs
-from sparse_rl.attention.families import policy_shape, windows_of
+from sparse_rl.attention.families import global_layers, policy_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.windows.cache import WindowCache, WindowedCache
 from sparse_rl.clock import Clock
@@ -188,7 +188,8 @@ class HFEngine:
         `config` needs, or if `config.budgets` was made for another model.
         """
         if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
-            counts = planned(config, len(tokens), *policy_shape(self.model.config)[:2], self.identity)
+            own = self.model.config
+            counts = planned(config, len(tokens), global_layers(own), own.num_key_value_heads, self.identity)
         if config.summary is not None:
             counts = None
         studied = self.study(tokens, config, prompts, on_stage)

@@ -22,8 +22,9 @@ from sparse_rl.recipe import (
 def family_of(model: str) -> str:
     """Return the family of a model's name."""
     name = model.lower()
-    if "30b-a3b" in name or "mistral" in name:
-        return "mistral" if "mistral" in name else "qwen3_moe"
+    for part, family in (("30b-a3b", "qwen3_moe"), ("mistral", "mistral"), ("gemma-3", "gemma3_text")):
+        if part in name:
+            return family
     return "llama" if "llama" in name else "qwen2" if "qwen2" in name or "distill-qwen" in name else "qwen3"
 
 

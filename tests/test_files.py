@@ -73,7 +73,7 @@ def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
         (lambda file: read_pieces(str(file), None, 8), MOST_TEXT),
         (lambda file: compact_text(str(QUICKSTART), str(file), PromptCacheConfig(), "float32", None), MOST_JSON),
         (read_sweep, MOST_TEXT),
-        (lambda file: budgets.load(file, 2, 2), MOST_JSON),
+        (lambda file: budgets.load(file, range(2), 2), MOST_JSON),
     ],
     ids=["perplexity", "context", "plot", "budgets"],
 )

@@ -20,7 +20,7 @@ from rollout.context.budgets import Varied, allocate, load, padding, save
 from rollout.context.competition import global_shares
 from rollout.evaluation.journal import Journal
 from rollout.hf import HFEngine
-from sparse_rl.commands.budgets import CURVES, RESULTS, measure
+from sparse_rl.commands.budgets import CURVES, RESULTS, budgets_table, measure
 from sparse_rl.commands.main import main
 from sparse_rl.data.running_sum import build_tokenizer
 from sparse_rl.errors import UserError
@@ -198,12 +198,15 @@ def test_budgets_of_another_model_are_refused(written: dict[str, Any], model: st
     """Weights in a directory and in memory are compared. Control: the model that was measured takes the file."""
     file, config = tmp_path / "out" / RESULTS, PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "out" / RESULTS))
     assert written["model"] == {"name": model, "fingerprint": identify(model).fingerprint}
-    torch.testing.assert_close(load(file, LAYERS, HEADS, identify(model)).tolist(), written["shares"])
+    torch.testing.assert_close(load(file, range(LAYERS), HEADS, identify(model)).tolist(), written["shares"])
     engine = make_engine("hf", model=model, policy="full")
     assert isinstance(engine, HFEngine)
     engine.compact(range(10, 50), config)
     engine.load_weights({n: w + 0.01 for n, w in engine.model.named_parameters()}.items())
-    for use in (lambda: load(file, LAYERS, HEADS, Identity("b", "0")), lambda: engine.compact(range(10, 50), config)):
+    for use in (
+        lambda: load(file, range(LAYERS), HEADS, Identity("b", "0")),
+        lambda: engine.compact(range(10, 50), config),
+    ):
         with pytest.raises(UserError, match=r"head_budgets\.json is of another model: it was made with") as caught:
             use()
         assert "\n" not in str(caught.value)
@@ -219,9 +222,62 @@ def test_published_formats_of_head_budgets_are_read(tmp_path: Path) -> None:
     (tmp_path / "bare.json").write_text(json.dumps({"shares": shares}))
     save(tmp_path / "b.json", expected, losses=[1])
     for name in ("a.json", "a.tsv", "bare.json", "b.json"):
-        torch.testing.assert_close(load(tmp_path / name, 3, 2, model), expected)
+        torch.testing.assert_close(load(tmp_path / name, range(3), 2, model), expected)
         with pytest.raises(UserError, match=r"shape \[3, 2\], but the model has \[2, 3\]"):
-            load(tmp_path / name, 2, 3, model)
+            load(tmp_path / name, range(2), 3, model)
+
+
+def test_budgets_name_the_layers_without_a_window(tmp_path: Path) -> None:
+    """The files of the paper's authors for Gemma 3 name the heads of every sixth layer alone, and a file of `save` has
+    the key `layers`. Both are read for these layers, in their order, and refused for others. Control: a file without
+    names of layers is checked by its shape."""
+    layers, shares = [5, 11], [[0.1, 0.3], [0.2, 0.4]]
+    expected = torch.tensor(shares, dtype=torch.float64) / 0.25
+    by_name = {f"L{layer}H{j}": row[j] for layer, row in zip(layers, shares, strict=True) for j in (1, 0)}
+    (tmp_path / "a.json").write_text(json.dumps(dict(reversed(by_name.items()))))
+    save(tmp_path / "b.json", expected, layers=layers)
+    (tmp_path / "bare.json").write_text(json.dumps({"shares": shares}))
+    for name in ("a.json", "b.json", "bare.json"):
+        torch.testing.assert_close(load(tmp_path / name, layers, 2), expected)
+    for name in ("a.json", "b.json"):
+        with pytest.raises(UserError, match=r"layers 5, 11, but the model's layers without a sliding window are 0, 1"):
+            load(tmp_path / name, range(2), 2)
+        with pytest.raises(UserError, match=r"shape \[2, 2\], but the model has \[3, 2\] layers and kv heads"):
+            load(tmp_path / name, [5, 11, 17], 2)
+    torch.testing.assert_close(load(tmp_path / "bare.json", range(2), 2), expected)
+    (tmp_path / "other.json").write_text(json.dumps({**by_name, "mean": 1}))
+    with pytest.raises(UserError, match="mean does not name a layer and a kv head"):
+        load(tmp_path / "other.json", layers, 2)
+
+
+def test_budgets_of_sliding_windows_are_those_of_the_global_layers(
+    recipe_of: Callable, new_model: Callable, model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The heads of the second of two layers are measured, and the file says which layer that is. A compaction reads
+    the file. A model whose other layer is global refuses it."""
+    for kinds in (["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]):
+        folder = tmp_path / kinds[0]
+        new_model("gemma3_text", layer_types=kinds, max_position_embeddings=512).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+    recipe = recipe_of(model=str(tmp_path / "sliding_attention"))
+    (tmp_path / "b.yaml").write_text(recipe.as_yaml())
+    assert main(["budgets", "b.yaml", "--dry-run"]) == 0
+    assert "1 layers without a window x 2 kv heads x 3 ratios x 2 contexts = 12" in capsys.readouterr().out
+    content = measure(recipe, progress=False)
+    assert content is not None
+    assert content["layers"] == [1]
+    assert [len(row) for row in content["shares"]] == [2]
+    assert len((tmp_path / "out" / CURVES).read_text().splitlines()) == 2 * (2 + 1)
+    assert {*budgets_table(content).columns[0].cells} == {"1"}
+    config = PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "out" / RESULTS))
+    context = make_engine("hf", model=recipe.model, policy="full").compact(range(10, 50), config)
+    expected = [[max(1, round(share * 0.2 * 39)) + 1 for share in row] for row in content["shares"]]
+    kept = [[int((bias > float("-inf")).sum()) for bias in layer.bias[0]] for layer in context.layers]
+    assert kept == expected
+    other = make_engine("hf", model=tmp_path / "full_attention", policy="full")
+    with pytest.raises(UserError, match=r"layers 1, but the model's layers without a sliding window are 0") as caught:
+        other.compact(range(10, 50), config)
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -242,7 +298,7 @@ def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -
     for name, (text, message) in damaged.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=message) as caught:
-            load(tmp_path / name, 2, 2)
+            load(tmp_path / name, range(2), 2)
         assert str(tmp_path / name) in str(caught.value)
         assert "\n" not in str(caught.value)
 

@@ -75,9 +75,10 @@ def training_state(
 def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
     """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
-    Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (norms, residuals), two copies of
-    queries, keys and values (RoPE), the attention output, and the vectors of the MLP (`mlp_values`). With gradient
-    checkpointing, only one layer at a time keeps these additional tensors.
+    Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (two norms, residuals), 2 more for
+    each further norm (Gemma 3 has four), two copies of queries, keys and values (RoPE), the attention output, and the
+    vectors of the MLP (`mlp_values`). With gradient checkpointing, only one layer at a time keeps these additional
+    tensors.
 
     model : the model, which may be on the meta device
     logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
@@ -86,10 +87,16 @@ def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool
     config = model.config
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    values = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads)
-    layers = [values + mlp_values(layer, config) for layer in model.get_decoder().layers]
+    attended = dim * (3 * heads + 4 * config.num_key_value_heads)
+    layers = [norm_values(layer, config) + attended + mlp_values(layer, config) for layer in model.get_decoder().layers]
     kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
     return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
+
+
+def norm_values(layer: Any, config: Any) -> int:
+    """Return the values per token that the norms and residuals of a layer keep."""
+    norms = sum("norm" in name for name, _ in layer.named_children())
+    return (6 + 2 * max(0, norms - 2)) * int(config.hidden_size)
 
 
 def mlp_values(layer: Any, config: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,6 +32,7 @@ from sparse_rl.models.identity import UNKNOWN, Identity
 
 FORMAT_VERSION = 1
 STEPS = 200  # a step moves 1 / STEPS of the mean number of entries per head
+NAME = re.compile(r"L\d+H\d+")  # of a kv head, in the files of the paper's authors
 STEEP = 20  # in a pyramid, the mean layer keeps STEEP times as much as the last layer (PyramidKV's beta)
 
 
@@ -47,14 +49,16 @@ class Studied(Protocol):
 
 
 def planned(
-    config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int, model: Identity = UNKNOWN
+    config: PromptCacheConfig, tokens: int, layers: Sequence[int], kv_heads: int, model: Identity = UNKNOWN
 ) -> list[list[int]]:
     """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
 
     The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
 
+    layers : indices in the model of the layers that are compacted, which are those without a sliding window
+
     Raises UserError if the context has at most `config.first` + `config.last` tokens, or if `config.budgets` is not a
-    file of head budgets for this model, with these numbers of layers and kv heads.
+    file of head budgets for this model, with these layers and this number of kv heads.
     """
     mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
@@ -66,7 +70,8 @@ def planned(
             return partition(shares, config.ratio, config.between(tokens))
         return counts(shares, config.ratio, tokens, config)
     pyramidal = config.chooses and config.heads == "pyramid"
-    of_layers = pyramid(mean_count, config.between(tokens), layers) if pyramidal else [mean_count] * layers
+    count = len(layers)
+    of_layers = pyramid(mean_count, config.between(tokens), count) if pyramidal else [mean_count] * count
     return [[count] * kv_heads for count in of_layers]
 
 
@@ -244,7 +249,8 @@ def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: An
     """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean. Return the content of
     the file.
 
-    model : the model of which they are the budgets
+    model : the model of which they are the budgets; if it has layers with a sliding window, `more` needs the key
+        `layers`, the indices of the L other layers
     more : further keys of the file
     """
     content = {"format_version": FORMAT_VERSION, "model": asdict(model), **more}
@@ -253,14 +259,16 @@ def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: An
     return content
 
 
-def load(path: str | Path, layers: int, kv_heads: int, model: Identity = UNKNOWN) -> Tensor:
+def load(path: str | Path, layers: Sequence[int], kv_heads: int, model: Identity = UNKNOWN) -> Tensor:
     """Read head budgets. Returns float64 [L, Hkv], with mean 1.
 
     Three formats are read: a file of `save`; a JSON mapping {"L0H0": share, ...}, as the paper's authors publish; and a
     file *.tsv with a line for each layer and a column for each kv head, as DuoAttention publishes. The last two name no
-    model, so only their shape is checked.
+    model, so only their layers and kv heads are checked, of a *.tsv only their numbers.
 
-    Raises UserError if the file does not hold budgets for this model, with these numbers of layers and kv heads.
+    layers : indices in the model of its L layers without a sliding window
+
+    Raises UserError if the file does not hold budgets for this model, with these layers and this number of kv heads.
     """
     try:
         text = read_text(path)
@@ -271,18 +279,22 @@ def load(path: str | Path, layers: int, kv_heads: int, model: Identity = UNKNOWN
             wrong = f"it has format version {show(content['format_version'])}, but {FORMAT_VERSION} is read"
             raise UserError(f"{wrong}; measure it again")
         maker = Identity(**content.get("model", {}))
-        if "shares" not in content and "L0H0" in content:
-            content = {"shares": _by_name(content)}
+        if any(NAME.fullmatch(name) for name in content):
+            content = _by_name(content)
         shares = torch.tensor(content["shares"], dtype=torch.float64)
+        named = [int(layer) for layer in content.get("layers", layers)]
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}; measure head budgets: sparse-rl budgets RECIPE") from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
     if not bool((shares >= 0).all() and shares.isfinite().all() and shares.sum() > 0):
         raise UserError(f"{path} has a head budget below 0, or no head budget above 0")
-    if shares.shape != (layers, kv_heads):
-        wrong = f"{list(shares.shape)}, but the model has {[layers, kv_heads]} layers and kv heads"
+    if shares.shape != (len(layers), kv_heads):
+        wrong = f"{list(shares.shape)}, but the model has {[len(layers), kv_heads]} layers and kv heads"
         raise UserError(f"{path} has head budgets of shape {wrong}")
+    if named != list(layers):
+        own = f"but the model's layers without a sliding window are {listing(layers)}"
+        raise UserError(f"{path} has head budgets of the layers {listing(named)}, {own}")
     maker.check(model, str(path))
     return shares / shares.mean()
 
@@ -291,7 +303,18 @@ def _table(text: str) -> list[list[float]]:
     return [[float(cell) for cell in line.split("\t")] for line in text.splitlines() if line.strip()]
 
 
-def _by_name(shares: dict[str, float]) -> list[list[float]]:
-    """Return [layer][kv head] of a mapping from names such as L3H0 to shares. Raises KeyError for an absent head."""
-    heads = 1 + max(int(name.partition("H")[2]) for name in shares)
-    return [[float(shares[f"L{layer}H{head}"]) for head in range(heads)] for layer in range(len(shares) // heads)]
+def _by_name(shares: dict[str, float]) -> dict[str, Any]:
+    """Return the content of a file of `save` for a mapping from names to shares, such as {"L5H0": 0.1}.
+
+    Only the layers without a sliding window are named. Raises ValueError for another name, and KeyError for an absent
+    head.
+    """
+    if other := next((name for name in shares if not NAME.fullmatch(name)), None):
+        raise ValueError(f"{other} does not name a layer and a kv head, as L0H0 does")
+    places = [tuple(map(int, name[1:].split("H"))) for name in shares]
+    layers, heads = sorted({layer for layer, _ in places}), range(1 + max(head for _, head in places))
+    return {"layers": layers, "shares": [[float(shares[f"L{n}H{head}"]) for head in heads] for n in layers]}
+
+
+def listing(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

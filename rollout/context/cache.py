@@ -93,6 +93,13 @@ class Context:
         """Maximum number of entries of a kv head in any layer."""
         return max(layer.keys.shape[2] for layer in self.layers)
 
+    @property
+    def compacted_layers(self) -> list[int]:
+        """Indices in the model of the layers of `layers`, which have no sliding window."""
+        if self.of_windows is None:
+            return list(range(len(self.layers)))
+        return [layer for layer, window in enumerate(self.of_windows.sizes) if not window]
+
     def check_model(self, shape: tuple[int, int, int], model: Identity) -> None:
         """Raise UserError if the context was not made by this model.
 

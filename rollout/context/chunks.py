@@ -84,8 +84,9 @@ class StudiedParts:
         if config.policy == "cartridge":
             return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
-            layers = self.parts[0][1].whole.layers
-            counts = planned(config, self.length, len(layers), layers[0].keys.shape[1], self._model)
+            whole = self.parts[0][1].whole
+            heads = whole.layers[0].keys.shape[1]
+            counts = planned(config, self.length, whole.compacted_layers, heads, self._model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             of_parts = [

@@ -83,7 +83,7 @@ class Studied:
             return trained(self.whole, config, self.reader, self.seconds)
         if counts is None:
             heads = self.whole.layers[0].keys.shape[1]
-            counts = planned(config, self.length, len(self.whole.layers), heads, self.whole.model)
+            counts = planned(config, self.length, self.whole.compacted_layers, heads, self.whole.model)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
             layers = self.entries(config, counts)

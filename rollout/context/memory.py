@@ -7,7 +7,7 @@ from typing import Any
 from rollout.context import cache, compact
 from rollout.context.config import ON_POLICY, PromptCacheConfig
 from rollout.context.prompts import MOST_QUESTIONS, REQUESTS
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.matching.block import fit_bytes
 from sparse_rl.policies.cache import cache_bytes
 
@@ -59,6 +59,15 @@ def _asking(config: PromptCacheConfig, tokens: int) -> dict[str, int]:
     return {kind: numbers.get(kind, read) for kind in config.queries}
 
 
+def texts_read(config: PromptCacheConfig) -> int:
+    """Return the maximum number of texts that are read or written at the same time for reference queries. Each of them
+    has a copy of the context's sliding windows.
+    """
+    study = (len(REQUESTS) + MOST_QUESTIONS) * config.study_samples
+    texts = {"self_study": study, "question": 1, "repeat": 1}  # the other kinds are queries of the context itself
+    return sum(texts.get(kind, 0) for kind in config.queries) if config.chooses else 0
+
+
 def _part_tokens(config: PromptCacheConfig, tokens: int) -> int:
     """Return the number of tokens of the longest part of a context, with its first and last tokens."""
     return max(part.end - part.start for part in config.parts(tokens)) + config.first + config.last
@@ -79,6 +88,8 @@ def layerwise_bytes(config: PromptCacheConfig, tokens: int, model: Any, itemsize
     numbers = 2 * model.hidden_size + max(3 * model.intermediate_size, projected)
     longest = max(_part_tokens(config, tokens) if "repeat" in config.queries else 0, config.study_tokens)
     masks = 12 * min(cache.MOST_LOGITS, heads * longest * (longest + config.kept(tokens)))
+    if window := max(windows_of(model)):  # boolean masks of whole texts, and the masks that SDPA makes from them
+        masks = max(masks, 9 * longest * (longest + min(window, tokens)))
     return read * numbers * itemsize + masks
 
 

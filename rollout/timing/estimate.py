@@ -19,10 +19,10 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.memory import reference_queries
 from rollout.hf import HFEngine
 from rollout.timing.sampling import now, time_sampling
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import policy_shape, windows_of
 from sparse_rl.models.random_weights import random_model
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, window_bytes
 from sparse_rl.policies.registry import make_policy
 
 STEPS = 24  # decode steps of a tiny model
@@ -85,14 +85,16 @@ def sampling_seconds(
     parameters : number of the model's parameters
     exact : True if float32 attention is computed in float64
     """
-    layers, kv_heads, dim = cache_shape(config)
+    layers, kv_heads, dim = policy_shape(config)
     itemsize, steps = ITEMSIZE[dtype], length - prompt
     mean = (prompt + length) / 2
     peak = policy.schedule.peak
     held = mean if peak is None else min(mean, peak)
-    moved = batch * cache_bytes(round(held), layers, kv_heads, dim, itemsize) * (EXACT if exact else 1)
+    of_sequence = cache_bytes(round(held), layers, kv_heads, dim, itemsize)
+    of_sequence += window_bytes(config, round(mean), itemsize)
+    moved = batch * of_sequence * (EXACT if exact else 1)
     weights = max(parameters * itemsize / machine.bandwidth, 2 * parameters * batch / machine.operations)
-    step = weights + moved / machine.bandwidth + layers * machine.layer + machine.step
+    step = weights + moved / machine.bandwidth + config.num_hidden_layers * machine.layer + machine.step
     return 2 * parameters * batch * prompt / machine.operations + steps * step
 
 
@@ -100,13 +102,14 @@ def context_seconds(
     machine: Machine, config: Any, parameters: int, compaction: PromptCacheConfig, tokens: int
 ) -> float:
     """Estimate the seconds in which a context of `tokens` tokens is read and compacted."""
-    layers, kv_heads, dim = cache_shape(config)
+    layers, kv_heads, dim = policy_shape(config)
     heads = config.num_attention_heads
     readings = 1 + ("repeat" in compaction.queries) * compaction.chooses
     part = -(-tokens // len(compaction.parts(tokens)))
     passes = sum(QUERY_PASSES.get(kind, 0) for kind in compaction.queries) * compaction.chooses
     pairs = tokens * (tokens + passes * part)
-    read = 2 * parameters * tokens * readings + layers * heads * 2 * dim * pairs
+    pairs_in_windows = (1 + passes) * tokens * sum(min(2 * window, tokens) for window in windows_of(config))
+    read = 2 * parameters * tokens * readings + heads * 2 * dim * (layers * pairs + pairs_in_windows)
     if not compaction.chooses:
         return read / machine.operations
     queries = min(reference_queries(compaction, tokens, heads // kv_heads), compaction.most_queries)

@@ -106,7 +106,7 @@ def _speed_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def memory_table(rows: Rows) -> Table:
-    names = list(rows[0]["memory"])
+    names = list(dict.fromkeys(name for row in rows for name in row["memory"]))
     table = Table(title="Computed memory of the cache, of a training's trace, and of the masks that it replaces")
     table.title_justify = "left"
     for name in ("cache", "batch", "length", *names):
@@ -115,7 +115,8 @@ def memory_table(rows: Rows) -> Table:
     for row, name in zip(rows, labels(rows), strict=True):
         if row["engine"].startswith("vllm "):
             continue
-        cells = [_bytes(size) if size else "–" for size in row["memory"].values()]
+        sizes = [row["memory"].get(name) for name in names]
+        cells = [_bytes(size) if size else "–" for size in sizes]
         table.add_row(escape(name), str(row["batch"]), f"{row['length']:,}", *cells)
     return table
 

@@ -15,7 +15,7 @@ from rollout.evaluation.journal import Journal, point_key, settings_of
 from rollout.timing.estimate import START, Machine, context_seconds, measured_machine, sampling_seconds
 from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.analysis.timing import QUEUED
-from sparse_rl.attention.families import context_length
+from sparse_rl.attention.families import context_length, windows_of
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import processor
 from sparse_rl.commands.memory import computes_exactly
@@ -28,7 +28,7 @@ from sparse_rl.models.load import load_config
 from sparse_rl.models.random_weights import random_model
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, window_bytes
 from sparse_rl.recipe import BenchRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.memory import count_parameters
@@ -175,16 +175,24 @@ class Bench:
                 yield row  # if sequences queue, they reach a smaller length one after another
 
     def _memory(self, policy: Policy, batch: int, length: int) -> dict[str, int]:
-        """Return name -> computed bytes of `batch` sequences of `length` tokens (G-KV, appendix G)."""
+        """Return name -> computed bytes of `batch` sequences of `length` tokens (G-KV, appendix G).
+
+        Only the trace includes the layers with a sliding window, whose keys and values have a name of their own.
+        """
         (layers, kv_heads, dim), itemsize = self.prepared.shape, ITEMSIZE[self.prepared.recipe.dtype]
         entries = batch * policy.schedule.most_held(self.prepared.recipe.prompt_tokens, length - 1)
         per_head = layers * kv_heads * entries
         queries = query_bytes(policy, layers, self.prepared.config.num_attention_heads, dim, itemsize)
         evicts = policy.schedule.evicts
-        experts = routed_experts(meta_model(self.prepared.config))
-        traces = trace_bytes(layers, kv_heads, length, batch, policy.config.recorded, experts)
+        config, windows = self.prepared.config, sum(map(bool, windows_of(self.prepared.config)))
+        traces = trace_bytes(
+            layers, kv_heads, length, batch, policy.config.recorded, routed_experts(meta_model(config))
+        )
+        traces += trace_bytes(windows, kv_heads, length, batch)
+        of_windows = {"sliding windows": batch * window_bytes(config, length - 1, itemsize)} if windows else {}
         return {
             "keys and values": cache_bytes(entries, layers, kv_heads, dim, itemsize),
+            **of_windows,
             "scores": 4 * len(policy.entry_memory) * per_head,
             "positions": 8 * per_head if evicts else 0,
             "last queries": batch * queries,

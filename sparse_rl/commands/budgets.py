@@ -97,7 +97,8 @@ class Measurement:
         recipe, (layers, kv_heads, _) = self.prepared.recipe, self.prepared.shape
         lengths = [len(self.questions[name].prompts[places[0]].context) for name, places in self.chosen]
         asked = sum(len(places) for _, places in self.chosen)
-        product = f"{layers} layers x {kv_heads} kv heads x {len(recipe.ratios)} ratios x {len(lengths)} contexts"
+        of_layers = f"{layers} layers" + (" without a window" if named_layers(self.prepared.config) else "")
+        product = f"{of_layers} x {kv_heads} kv heads x {len(recipe.ratios)} ratios x {len(lengths)} contexts"
         passes = layers * kv_heads * len(recipe.ratios) * len(lengths)
         limit = f"each over all questions and answers of a context (up to {recipe.max_completion_length:,} tokens each)"
         return {
@@ -163,19 +164,29 @@ def measure(recipe: BudgetsRecipe, progress: bool = True, resume: bool = False) 
         if not all(context.complete for context in contexts):
             return None
         shares, content = results(contexts)
+        content |= named_layers(measurement.prepared.config)
         model = Identity(recipe.model, identify(recipe.model).fingerprint)
         with journal.writing():
             return budgets.save(folder / RESULTS, shares, model, **content)
+
+
+def named_layers(config: Any) -> dict[str, list[int]]:
+    """Return the key `layers` of the file of a model with sliding windows, whose other layers have head budgets: their
+    indices. Return no key for a model without sliding windows.
+    """
+    from sparse_rl.attention.families import global_layers
+
+    layers = global_layers(config)
+    return {"layers": layers} if len(layers) < config.num_hidden_layers else {}
 
 
 def budgets_table(content: Mapping[str, Any]) -> Table:
     """Return a table of the heads with the largest and the smallest budgets."""
     from rich.table import Table
 
-    shares = content["shares"]
-    heads = sorted(
-        ((share, layer, head) for layer, row in enumerate(shares) for head, share in enumerate(row)), reverse=True
-    )
+    layers = content.get("layers", range(len(content["shares"])))
+    rows = zip(layers, content["shares"], strict=True)
+    heads = sorted(((share, layer, head) for layer, row in rows for head, share in enumerate(row)), reverse=True)
     table = Table(title=f"budgets of {len(heads)} heads, in units of the mean (ratio {content['base']:g})")
     for name in ("layer", "kv head", "budget"):
         table.add_column(name, justify="right")

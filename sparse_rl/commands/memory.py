@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,12 +16,15 @@ from rollout.context.memory import (
     reading_bytes,
     reference_queries,
     stored_queries,
+    texts_read,
 )
 from rollout.evaluation.contexts import label
 from rollout.vllm.beside import beside_cache, held_head, pool_bytes
 from rollout.vllm.compacting import folded_bytes, folded_rows
+from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import mask_bytes
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.commands.machine import device_memory, show
 from sparse_rl.commands.plan import Item, Plan
 from sparse_rl.commands.prepared import Prepared
@@ -33,7 +37,7 @@ from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
 from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
@@ -54,6 +58,9 @@ class _Process:
     def __init__(self, prepared: Prepared, cuda: bool) -> None:
         self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
         self.policies, self.cuda = prepared.policies, cuda
+        self.windows = [
+            window for window in windows_of(self.config) if window
+        ]  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
         self.parameters = count_parameters(self.skeleton)
@@ -99,7 +106,8 @@ class _Process:
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
-        """Return the items of the cache of `at_once` sequences. With vllm they are not counted: the pool contains them.
+        """Return the items of the cache of `at_once` sequences, without the layers that have a sliding window. With
+        vllm they are not counted: the pool contains them.
 
         prompt : number of tokens in each prompt
         some : number of layers that `policy` covers, if it is a part of a layered policy
@@ -108,17 +116,20 @@ class _Process:
         parts = policy.by_layers(layers)
         if parts != [(policy, layers)]:
             return [item for part, n in parts if n for item in self.cache_items(part, prompt, at_once, n)]
-        layers, total = some or layers, prompt + self.recipe.sampling().max_tokens
-        shape, fed = (layers, kv_heads, head_dim), max(total - 1, prompt)  # the last token is never fed
+        layers, fed = some or layers, self.fed(prompt)
+        shape = (layers, kv_heads, head_dim)
         entries = policy.schedule.most_held(prompt, fed)
         wide = held_head(policy, head_dim, self.exact, self.cuda) if self.vllm else head_dim
         unit_bytes = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, self.itemsize)
-        full = cache_bytes(total - 1, *shape, self.itemsize)
+        full = show(cache_bytes(fed, *shape, self.itemsize))
+        if self.windows and not some:
+            with_windows = cache_bytes(fed, *shape, self.itemsize) + window_bytes(self.config, fed, self.itemsize)
+            full += f", {show(with_windows)} with sliding windows"
         state = state_bytes(policy, entries, *shape)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
         name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
         name += f" in {some} layers" if some else ""
-        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence; a full cache: {show(full)}"
+        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence; a full cache: {full}"
         note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
         when = "avoided" if self.vllm else "sampling"
         items = [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when=when, note=note)]
@@ -129,6 +140,24 @@ class _Process:
                 Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in transients.items() if size
             ]
         return items
+
+    def fed(self, prompt: int) -> int:
+        """Return the maximum number of tokens that a cache holds after prompts of `prompt` tokens."""
+        return max(prompt + self.recipe.sampling().max_tokens - 1, prompt)  # the last token is never fed
+
+    def window_items(self, tokens: int, at_once: int) -> Iterator[Item]:
+        """Yield the item of the layers with a sliding window, if there are any, for `at_once` sequences of `tokens`
+        tokens.
+        """
+        if self.windows:
+            unit_bytes, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
+            note = f"{self.window_layers}: {entries} entries, {show(unit_bytes)} per sequence, under any policy"
+            yield Item(f"sliding windows of {at_once}", at_once * unit_bytes, when="sampling", note=note)
+
+    @property
+    def window_layers(self) -> str:
+        """Description of the layers with a sliding window."""
+        return f"{len(self.windows)} layers with a window of {max(self.windows)} tokens"
 
 
 class _Evaluation(_Process):
@@ -150,7 +179,7 @@ class _Evaluation(_Process):
         largest = max(points, key=lambda point: sum(item.device for item in point))
         for point in points:
             items += point if point is largest else [replace(item, when="avoided") for item in point]
-        return Plan(self.parameters, items)
+        return Plan(self.parameters, [*items, *self.window_items(self.fed(prompt), at_once)])
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
         """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions.
@@ -169,10 +198,12 @@ class _Evaluation(_Process):
         )
         answers = at_once * cache_bytes(own, *shape, self.itemsize)
         answers += at_once * cache_bytes(most + own, 1, kv_heads, head_dim, self.itemsize)
+        answers += at_once * window_bytes(self.config, tokens + own, self.itemsize)  # a row has its own last tokens
+        texts = max(map(texts_read, configs)) * window_bytes(self.config, tokens, self.itemsize)
         phases = [
             Item(
                 "reading",
-                reading_bytes(tokens, self.heads) + max(query_counts) * unit_bytes,
+                reading_bytes(tokens, self.heads) + max(query_counts) * unit_bytes + texts,
                 when="avoided",
                 note=f"estimate: masks of one piece; {max(query_counts)} queries per kv head before subsampling",
             ),
@@ -191,7 +222,8 @@ class _Evaluation(_Process):
                 f"KV cache of {at_once}",
                 answers,
                 when="avoided",
-                note=f"questions of {ASSUMED_PROMPT} tokens, answers, and a copy of one layer joined to the context",
+                note=f"questions of {ASSUMED_PROMPT} tokens, answers, and a copy of one layer joined to the context"
+                + (", and sliding windows" if self.windows else ""),
             ),
         ]
         largest = max(phases, key=lambda item: item.device)
@@ -205,8 +237,16 @@ class _Evaluation(_Process):
                 note=f"{stored} per kv head",
             ),
             Item("compacted context", compacted, when="sampling", note=", ".join(compacted_sizes)),
+            *self.context_windows(tokens),
             *(replace(item, when="sampling") if item is largest else item for item in phases),
         ]
+
+    def context_windows(self, tokens: int) -> Iterator[Item]:
+        """Yield the item of a context's layers with a sliding window, if there are any. No compaction changes them."""
+        if self.windows:
+            size, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
+            note = f"{self.window_layers}: the last {entries} tokens, before and after a compaction"
+            yield Item("sliding windows of the context", size, when="sampling", note=note)
 
 
 class _Training(_Process):
@@ -265,10 +305,14 @@ class _Training(_Process):
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
-        items += self.cache_items(policy, self.prompt, min(recipe.rollout.max_batch, sequences))
-        if recipe.keeps_traces():
+        at_once = min(recipe.rollout.max_batch, sequences)
+        items += [*self.cache_items(policy, self.prompt, at_once), *self.window_items(self.fed(self.prompt), at_once)]
+        if not recipe.keeps_traces():
+            items += self.view_items(None, "view")
+        else:
             experts = routed_experts(self.skeleton)
             traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded, experts)
+            traces += trace_bytes(len(self.windows), kv_heads, self.length, sequences)
             dense = mask_bytes(sequences, kv_heads, self.length, layers)
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
@@ -277,9 +321,15 @@ class _Training(_Process):
             items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
         return items
 
-    def view_items(self, cache: PolicyConfig, view: Literal["view", "learned_view"]) -> list[Item]:
-        """Return the items that a view of the cache's method holds in training."""
+    def view_items(self, cache: PolicyConfig | None, view: Literal["view", "learned_view"]) -> list[Item]:
+        """Return the items that a view of the cache's method holds in training, and a view of sliding windows.
+
+        With gradient checkpointing, layers are replayed one at a time, so only the view that holds more is counted.
+
+        cache : the cache whose evictions are replayed; None if no evictions are
+        """
         layers, kv_heads, head_dim = self.shape
+        alone = self.recipe.training.gradient_checkpointing
         replayed = Replayed(
             rows=self.recipe.training.per_device_train_batch_size,
             prompt=self.prompt,
@@ -287,13 +337,19 @@ class _Training(_Process):
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            layers=1 if self.recipe.training.gradient_checkpointing else layers,
+            layers=1 if alone else layers,
             kernel=self.recipe.replay.attention_kernel,
             itemsize=8 if self.exact else self.itemsize,
             model_itemsize=self.itemsize,
             cuda=self.cuda,
         )
-        held = cache.part(view).holds(cache, replayed)
+        held = [] if cache is None else cache.part(view).holds(cache, replayed)
+        if self.windows:
+            of_windows = WindowedView.holds(
+                max(self.windows), replace(replayed, layers=1 if alone else len(self.windows))
+            )
+            most = max(held, of_windows, key=lambda items: sum(size for _, size, _ in items))
+            held = most if alone else [*held, *of_windows]
         return [Item(name, size, when="update", note=note) for name, size, note in held]
 
 

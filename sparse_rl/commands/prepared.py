@@ -11,7 +11,7 @@ from rollout import choice
 from rollout.config import SAMPLE_LIVE
 from rollout.context import budgets
 from rollout.context.rotation import check_movable
-from sparse_rl.attention.families import context_length, is_text_part, policy_shape, windows_of
+from sparse_rl.attention.families import context_length, global_layers, is_text_part, policy_shape, windows_of
 from sparse_rl.commands.console import warn
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
@@ -83,7 +83,9 @@ def prepare_model(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
     for compaction in recipe.prompt_caches():
         try:
             if compaction.budgets is not None:
-                budgets.load(compaction.budgets, *prepared.shape[:2], identify(live or recipe.model))
+                budgets.load(
+                    compaction.budgets, global_layers(config), prepared.shape[1], identify(live or recipe.model)
+                )
         except UserError as error:
             raise UserError(error.message, "prompt_cache.budgets") from error
         if compaction.by_text:

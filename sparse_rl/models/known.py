@@ -29,11 +29,20 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "meta-llama/Llama-3.2-3B-Instruct": ("llama", 28, 24, 8, 3072, 8192, 128_256, 131_072, True),
     "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", 32, 32, 8, 4096, 14_336, 32_768, 32_768, False),
     "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 48, 32, 4, 2048, 6144, 151_936, 40_960, False),
+    "google/gemma-3-12b-it": ("gemma3_text", 48, 16, 8, 3840, 15_360, 262_208, 131_072, True),  # its text part
 }
 FURTHER: dict[str, dict[str, Any]] = {
     "mistralai/Mistral-7B-Instruct-v0.3": {"sliding_window": None},  # transformers' default is 4096
     "Qwen/Qwen3-30B-A3B": {
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    },
+    "google/gemma-3-12b-it": {
+        **{"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024},
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     },
 }
 SHAPES = {

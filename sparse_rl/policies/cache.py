@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.attention.interface import KVView
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
@@ -66,6 +67,17 @@ def make_cache(policy: Policy) -> Any:
 def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Return the bytes of the keys and values of one sequence with `entries` entries per kv head."""
     return 2 * layers * kv_heads * head_dim * entries * itemsize
+
+
+def window_bytes(config: Any, tokens: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values of one sequence of `tokens` tokens in the layers with a sliding window.
+
+    A layer with the window W holds the last W tokens, under any policy.
+
+    config : the model's configuration, from transformers
+    """
+    _, kv_heads, head_dim = cache_shape(config)
+    return sum(cache_bytes(min(window, tokens), 1, kv_heads, head_dim, itemsize) for window in windows_of(config))
 
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from planned import plan
 
-from sparse_rl.attention.families import check_replayable
+from sparse_rl.attention.families import check_replayable, global_layers, policy_shape
 from sparse_rl.commands.main import main
 from sparse_rl.commands.prepared import check_lengths, shape_of
 from sparse_rl.models import hub
@@ -28,6 +28,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "google/gemma-3-12b-it": 11_766_034_176,  # published: 12,187,325,040 with the image encoder and its projection
 }
 ON_A_HUB = {name: load_recipe(name) for name in list_recipes() if load_recipe(name).model in PUBLISHED}
 
@@ -77,6 +78,34 @@ def test_qwen3_30b_a3b_takes_the_memory_that_its_recipe_states() -> None:
         assert round(items["KV cache of 16"].device / 1e9, 1) == 3.6
         assert round(items["traces"].host / 1e9, 2) == 0.23
         assert round(8 * (made.host - items["traces"].host) / 1e9) == host
+
+
+def test_gemma_3_12b_has_the_shape_that_the_paper_names() -> None:
+    """Attention Matching, section 4.3: 64 kv heads with full attention, of size 256."""
+    config = load_shape("google/gemma-3-12b-it")
+    layers, kv_heads, head_dim = policy_shape(config)
+    assert (layers * kv_heads, head_dim) == (64, 256)
+    assert global_layers(config) == [5, 11, 17, 23, 29, 35, 41, 47]
+    encoder = 27 * (4 * (1152 * 1152 + 1152) + 2 * 1152 * 4304 + 4304 + 1152 + 4 * 1152)
+    encoder += (3 * 14 * 14 + 1 + 64 * 64) * 1152 + 2 * 1152  # patches, positions, last norm
+    projection = 1152 * 3840 + 1152
+    assert PUBLISHED["google/gemma-3-12b-it"] + encoder + projection == 12_187_325_040
+
+
+def test_gemma_3_12b_takes_the_memory_that_its_recipe_states() -> None:
+    """The comment of the recipe states these sums in GB, for articles of 8,192 tokens and contexts of 65,536 tokens."""
+    of_model = ["model=google/gemma-3-12b-it", "rollout.engine=hf"]
+    for name, task, tokens, stated in (
+        ("gemma3-12b/quality", "quality", 8192, (0.54, 18.9, 44)),
+        ("eval/longhealth", "longhealth", 65_536, (4.35, 34.0, 75)),
+    ):
+        recipe = load_recipe(name, [*of_model, f"tasks.{task}.max_prompt_tokens={tokens}"])
+        made = plan(recipe, load_shape(recipe.model), cuda=True)
+        items = {item.name: item for item in made.items}
+        assert round(items["weights"].device / 1e9, 1) == 23.5
+        assert items["sliding windows of the context"].device == 40 * 1024 * 2 * 8 * 256 * 2 == 335_544_320
+        sizes = items["context"].device / 1e9, items["KV cache of 32"].device / 1e9, made.device / 1e9
+        assert (round(sizes[0], 2), round(sizes[1], 1), round(sizes[2])) == stated
 
 
 def test_doctor_counts_memory_of_known_models_without_a_network(capsys: pytest.CaptureFixture) -> None:

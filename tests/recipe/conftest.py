@@ -110,7 +110,9 @@ def stand_ins(
             for task, data in recipe.tasks.items():
                 replaced += local(f"tasks.{task}", data)
             if any(cache.budgets for cache in recipe.prompt_caches()):
-                (tmp_path / "budgets.json").write_text(json.dumps({"shares": [[1.0, 1.0]] * 2}))  # of the tiny model
+                layers = [1] if family_of(recipe.model) == "gemma3_text" else [0, 1]  # of the tiny model
+                shares = {f"L{layer}H{head}": 1.0 for layer in layers for head in range(2)}
+                (tmp_path / "budgets.json").write_text(json.dumps(shares))
                 blocks = recipe.resolved()["prompt_cache"]
                 ours = {"budgets": str(tmp_path / "budgets.json")}
                 own = [block | (ours if block["budgets"] else {}) for block in blocks]

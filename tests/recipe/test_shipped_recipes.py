@@ -71,6 +71,7 @@ def test_the_folders_of_shipped_recipes_are_these() -> None:
         "deepseek-r1-distill-llama-8b",
         "deepseek-r1-distill-qwen-7b",
         "eval",
+        "gemma3-12b",
         "llama-3.2-3b-instruct",
         "mistral-7b",
         "one_liners",
@@ -277,6 +278,20 @@ def test_the_methods_of_attention_matching_are_all_there() -> None:
     assert [cache.summary for cache in methods if cache.policy == "full"] == [
         None, "plain", "detailed", "for_questions", "concise", "shortest", "plain",
     ]  # fmt: skip
+
+
+def test_the_recipe_of_gemma_3_has_the_methods_of_the_other_models() -> None:
+    """Figure 3 of Attention Matching: the methods of eval/quality_methods, without the compacted summary of table 2,
+    with other head budgets, and the model's own sampling. The prompt has no system message."""
+    recipe, others = load_recipe("gemma3-12b/quality"), load_recipe("eval/quality_methods")
+    assert isinstance(recipe, EvalRecipe)
+    changed = {"model", "temperature", "top_k", "tasks", "prompt_cache"}
+    assert differing("gemma3-12b/quality", "eval/quality_methods") == changed
+    assert (recipe.temperature, recipe.top_p, recipe.top_k) == (1.0, 0.95, 64)
+    assert recipe.tasks["quality"].system_prompt is None
+    without = [dataclasses.replace(cache, budgets=None) for cache in others.prompt_caches()]
+    assert [dataclasses.replace(cache, budgets=None) for cache in recipe.prompt_caches()] == without[:-2]
+    assert {cache.budgets for cache in recipe.prompt_caches() if cache.policy == "am"} == {"optimized_agnostic.json"}
 
 
 def test_one_part_of_attention_matching_is_left_out_at_a_time() -> None:

@@ -281,16 +281,16 @@ def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path:
     """
     shares = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.05, 0.15]]).double()
     save(tmp_path / "b.json", shares)
-    torch.testing.assert_close(load(tmp_path / "b.json", 2, 3), shares / 0.15)
+    torch.testing.assert_close(load(tmp_path / "b.json", range(2), 3), shares / 0.15)
     config = PromptCacheConfig(first=1, last=1)
     assert counts(shares, 0.1, 102, config) == [[7, 13, 20], [7, 3, 10]]
     assert counts(shares, 0.001, 102, config) == [[1, 1, 1], [1, 1, 1]]
     save(tmp_path / "zero.json", torch.tensor([[0.0, 0.1]]).double())
-    assert counts(load(tmp_path / "zero.json", 1, 2), 0.1, 102, config) == [[1, 20]]
+    assert counts(load(tmp_path / "zero.json", range(1), 2), 0.1, 102, config) == [[1, 20]]
     for wrong_shares in ([[-0.1, 0.3]], [[0.0, 0.0]]):
         (tmp_path / "wrong.json").write_text(json.dumps({"shares": wrong_shares}))
         with pytest.raises(UserError, match="a head budget below 0, or no head budget above 0"):
-            load(tmp_path / "wrong.json", 1, 2)
+            load(tmp_path / "wrong.json", range(1), 2)
     (tmp_path / "no.json").write_text("[]")
     for file, message in (
         ("absent", "there is no file"),
@@ -298,7 +298,7 @@ def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path:
         ("b.json", r"\[2, 3\], but the model"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            load(tmp_path / file, 2, 2)
+            load(tmp_path / file, range(2), 2)
         assert "\n" not in str(caught.value)
 
 

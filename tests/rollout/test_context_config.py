@@ -202,17 +202,17 @@ def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp
     """
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, heads="pyramid", first=2)
-    assert planned(config, TOKENS, LAYERS, HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
+    assert planned(config, TOKENS, range(LAYERS), HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
     assert kept_counts(engine.compact(tokens, config)) == [[count + 2] * HEADS for count in (23, 18, 12, 6, 1)]
     save(tmp_path / "budgets.json", torch.tensor([[1.0, 2, 3, 4]] * 4 + [[2.0, 2, 2, 4]]))
     budgeted = PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "budgets.json"), first=2)
     expected = [[5, 9, 14, 19]] * 4 + [[9, 9, 9, 19]]
-    assert planned(budgeted, TOKENS, LAYERS, HEADS) == expected
+    assert planned(budgeted, TOKENS, range(LAYERS), HEADS) == expected
     assert kept_counts(engine.compact(tokens, budgeted)) == [[count + 2 for count in heads] for heads in expected]
     counts = [[3] * HEADS] * LAYERS
     assert kept_counts(engine.compact(tokens, budgeted, counts=counts)) == [[5] * HEADS] * LAYERS
     for policy, count in (("full", 58), ("none", 0)):
-        assert planned(replace(budgeted, policy=policy), TOKENS, 2, 3) == [[count] * 3] * 2
+        assert planned(replace(budgeted, policy=policy), TOKENS, range(2), 3) == [[count] * 3] * 2
 
 
 def test_wrong_budgets_are_refused_before_the_context_is_read(

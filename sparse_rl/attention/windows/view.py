@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_rl.attention.families import windows_of
-from sparse_rl.attention.interface import KVView
+from sparse_rl.attention.interface import KVView, Replayed
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.beside import Beside
+from sparse_rl.policies.schedule import Schedule
 
 
 class WindowedView(Beside):
@@ -34,6 +37,21 @@ class WindowedView(Beside):
         has_window, place = self.places[layer]
         view: KVView = self.of_windows if has_window else self.inner
         return view.attend(place, query, key, value, scaling)
+
+    @classmethod
+    def holds(cls, window: int, replayed: Replayed) -> list[tuple[str, int, str]]:
+        """Return the memory that the replay of layers with a sliding window of `window` tokens takes besides queries,
+        keys and values: a list of (name, bytes, note). It is empty if no sequence is longer than the window.
+
+        replayed : sizes of the replay; `layers` counts layers with a window
+        """
+        if replayed.length <= window:
+            return []
+        visible = SimpleNamespace(
+            schedule=Schedule(window - 1)
+        )  # a query sees its own token, and window - 1 earlier ones
+        held = ReplayView.holds(visible, replace(replayed, prompt=0))
+        return [(f"{name}, sliding windows", size, note) for name, size, note in held]
 
     @classmethod
     def around(cls, view: Any, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str) -> Any:
