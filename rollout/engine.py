@@ -66,6 +66,8 @@ class Prefilled(Protocol):
     def queries(self, layer: int) -> Tensor:
         """Return the last W queries of each row in one layer, oldest first: [B, Hq, W, D].
 
+        Layers with a sliding window are not counted: 0 is the first layer without one.
+
         W is `policy.last_queries`, the number of queries with which the policy scores. Raises UserError if W is 0.
         """
         ...

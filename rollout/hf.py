@@ -277,7 +277,8 @@ class HFEngine:
 
     def check_context(self, context: Context) -> None:
         """Raise UserError if the context was made by another model."""
-        context.check_model(policy_shape(self.model.config), self.identity)
+        config = self.model.config
+        context.check_model(policy_shape(config), windows_of(config), self.identity)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:

@@ -16,10 +16,10 @@ SHARPENED = ("q_proj.weight", "qkv_proj.weight", "q_norm.weight")
 
 
 def sharpened(model: PreTrainedModel) -> PreTrainedModel:
-    """Multiply queries by 3, so that a query attends to few keys."""
+    """Multiply queries by 3, so that a query attends to few keys. Gemma's norms multiply by 1 + weight."""
     for name, weight in model.named_parameters():
         if name.endswith(SHARPENED):
-            weight.data.mul_(3)
+            weight.data.mul_(3).add_(2 if name.endswith("norm.weight") and "gemma" in model.config.model_type else 0)
     return model
 
 

@@ -100,15 +100,19 @@ class Context:
             return list(range(len(self.layers)))
         return [layer for layer, window in enumerate(self.of_windows.sizes) if not window]
 
-    def check_model(self, shape: tuple[int, int, int], model: Identity) -> None:
+    def check_model(self, shape: tuple[int, int, int], windows: Sequence[int], model: Identity) -> None:
         """Raise UserError if the context was not made by this model.
 
         shape : (layers without a sliding window, kv heads per layer, head size) of the model
+        windows : the sliding window of each layer of the model, 0 for a layer without one
         model : the model; weights whose fingerprint is unknown are not compared
         """
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
             raise UserError(f"the context is of another model: layers, kv heads and head size are {own}, not {shape}")
+        sizes = [0] * len(self.layers) if self.of_windows is None else self.of_windows.sizes
+        if sizes != list(windows):
+            raise UserError(f"the context is of another model: sliding windows are {sizes}, not {list(windows)}")
         self.model.check(model, "the context")
 
     def trace(self, length: int) -> EvictionTrace:

@@ -33,7 +33,7 @@ from rollout.vllm.compat import arguments, plugin, refusals
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
 from rollout.vllm.record import Result
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.models.directory import attach_scorers, check_scorers
@@ -217,7 +217,7 @@ class VLLMEngine:
                     f"max_model_len {self.max_model_len}"
                 )
             if context is not None:
-                context.check_model(cache_shape(self.config), self.identity)
+                context.check_model(cache_shape(self.config), windows_of(self.config), self.identity)
                 if self.context_entries is None:
                     raise UserError("this engine cannot continue a context; pass context_entries to make_engine")
             held = length + request.max_tokens - (0 if context is None else len(context.tokens) - context.entries)

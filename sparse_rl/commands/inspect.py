@@ -44,7 +44,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if options.json:
         print(json.dumps(statistics))
         return 0
-    print(f"{statistics['traces']} traces, {statistics['layers']} layers × {statistics['kv_heads']} kv heads")
+    counted = "; layers with a sliding window are not counted" if "global_layers" in statistics else ""
+    print(f"{statistics['traces']} traces, {statistics['layers']} layers × {statistics['kv_heads']} kv heads{counted}")
     lines = summary(statistics)
     width = max(map(len, lines))
     for key, text in {**lines, **statistics["fingerprint"]}.items():

@@ -47,7 +47,10 @@ class Cache(KVView, Protocol):
         ...
 
     def queries(self, layer: int) -> Tensor:
-        """Return the last queries of each row, oldest first: [B, query heads, policy.last_queries, head_dim]."""
+        """Return the last queries of each row, oldest first: [B, query heads, policy.last_queries, head_dim].
+
+        layer : counted from 0 among the layers without a sliding window
+        """
         ...
 
     def trace(self, row: int, length: int) -> EvictionTrace:

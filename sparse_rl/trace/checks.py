@@ -19,8 +19,10 @@ Sections = Mapping[str, Tensor]
 
 
 def policy_part(sections: Sections) -> dict[str, Tensor]:
-    """Return the sections that a cache policy recorded: evict_at of the layers without a sliding window, and no
-    `windowed`. Takes the sections of one trace, or of a batch.
+    """Return the sections that a cache policy recorded: `evict_at` of the layers without a sliding window, int32
+    [layers without a window, Hkv, S], or [.., B, Hkv, S] of a batch; all other sections unchanged, without `windowed`.
+
+    sections : name -> values of one trace, or of a batch
     """
     part = {name: values for name, values in sections.items() if name != "windowed"}
     if "windowed" in sections:

@@ -122,7 +122,7 @@ def test_files_of_another_format_or_version_are_refused(tmp_path: Path) -> None:
             {"format": "sparse_rl.trace"},
             "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
         ),
-        ({"format_version": "1"}, "has format version '1'; the supported versions: 2, 3; compact the context again"),
+        ({"format_version": "1"}, "has format version '1'; the supported versions: 2 and 3; compact the context again"),
         ({"model": "{}"}, "is damaged"),
         ({"fitted": "false"}, "is damaged"),
         ({"sha256": "0"}, "is damaged"),

@@ -18,6 +18,7 @@ from sparse_rl.beside import Beside
 from sparse_rl.trace import EvictionTrace
 
 GROW = 128  # slots added at a time, up to the window
+MOST_LOGITS = 2**26  # with more logits, the queries of a forward pass attend in smaller groups
 
 
 class WindowCache:
@@ -49,7 +50,8 @@ class WindowCache:
         starts = self.seen or [0] * len(counts)
         self.seen = [start + count for start, count in zip(starts, counts, strict=True)]
         self._starts, self._ends = (torch.tensor(x, device=device) for x in (starts, self.seen))
-        self._growing = torch.tensor([row for row, count in enumerate(counts) if count], device=device)
+        growing = [row for row, count in enumerate(counts) if count]
+        self._growing = torch.tensor(growing, dtype=torch.int64, device=device)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order; a row may be repeated."""
@@ -91,12 +93,20 @@ class WindowCache:
         starts : int64 [B], position of each row's first query, which is the number of tokens that the row has seen
         """
         (keys, values), window = self.layers[layer], self.sizes[layer]
-        held, arriving = _positions(keys.shape[2], window, starts), torch.arange(key.shape[2], device=key.device)
-        first_seen = (arriving - window + 1)[:, None]  # of each query, counted from the first token that arrives
-        earlier = (held >= 0)[:, None] & (held[:, None] >= starts[:, None, None] + first_seen)
-        among = (arriving <= arriving[:, None]) & (arriving >= first_seen)
-        mask = torch.cat([earlier, among.expand(len(key), -1, -1)], dim=2)[:, None]
-        return sdpa(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scaling, mask)
+        held, width, most = _positions(keys.shape[2], window, starts), key.shape[2], max(window, GROW)
+        at_once = max(1, min(most, MOST_LOGITS // (query.shape[0] * query.shape[1] * (2 * window + most))))
+        outs = []
+        for first in range(0, max(width, 1), at_once):
+            slots = keys.shape[2] if first < window - 1 else 0  # later queries see no token of the cache
+            some, near = slice(first, first + at_once), slice(max(first - window + 1, 0), first + at_once)
+            asking, arriving = (torch.arange(width, device=key.device)[x] for x in (some, near))
+            oldest = (asking - window + 1)[:, None]  # of each query, counted from the first token that arrives
+            earlier = (held >= 0)[:, None, :slots] & (held[:, None, :slots] >= starts[:, None, None] + oldest)
+            among = (arriving <= asking[:, None]) & (arriving >= oldest)
+            mask = torch.cat([earlier, among.expand(len(key), -1, -1)], dim=2)[:, None]
+            of_group = [torch.cat([old[:, :, :slots], x[:, :, near]], 2) for old, x in ((keys, key), (values, value))]
+            outs.append(sdpa(query[:, :, some], of_group[0], of_group[1], scaling, mask))
+        return torch.cat(outs, dim=2)
 
     def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         batch, heads, width, dim = key.shape
