@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.kernels import running_topk_reference
 from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
 from sparse_rl.policies import Policy, make_policy
@@ -76,10 +77,11 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
     config, wrong, ties, heads = policy.config, [], 0, 0
     for place, r in enumerate(rollouts):
         ids, prompt = torch.tensor([r.prompt_ids + r.completion_ids]), len(r.prompt_ids)
-        length = ids.shape[1]
-        view = Listening(batch_traces([r.trace], [0], length), "cpu")
+        length, part = ids.shape[1], r.trace.policy_part()
+        view = Listening(batch_traces([part], [0], length), "cpu")
         view.heard = {}
-        model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
+        beside = WindowedView.around(view, batch_traces([r.trace], [0], length), "cpu", "gather")
+        model(input_ids=ids, attention_mask=NO_MASK, kv_view=beside, use_cache=False)
         for layer, (_, key, value) in view.heard.items():
             scores, log_decay = model.cache_scorers[layer](key, value, config.window)
             sizes = {"window": config.window, "k": config.k, "decay_every": config.decay_every}
@@ -87,7 +89,7 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
             if config.prefill == "dense":
                 at = at.clamp(min=prompt)
             expected = EvictionTrace.recorded(at).evict_at[0]
-            recorded = r.trace.evict_at[layer]
+            recorded = part.evict_at[layer]
             ages = torch.arange(length) // config.decay_every
             priority = (scores[0] - log_decay[:, None] * ages).double()
             heads += len(recorded)

@@ -32,7 +32,7 @@ def evaluation_of(task: str | None, model: str) -> str | None:
 
 def model_card(
     recipe: Mapping[str, Any], policy: Policy | None, versions: Mapping[str, str], *, steps: int, place: str | Path,
-    chat: bool = True, hub_name: str | None = None
+    chat: bool = True, served: bool = True, hub_name: str | None = None
 ) -> str:  # fmt: skip
     """Return the card as Markdown, preceded by the metadata that the Hub reads.
 
@@ -40,6 +40,7 @@ def model_card(
     policy : cache policy that is saved with the model; None means a full cache
     place : directory of the model
     chat : True if the model has a chat template
+    served : False if vLLM cannot sample from a model of this family
     hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]
@@ -65,7 +66,7 @@ def model_card(
     directory = hub_name.split("/")[-1] if hub_name else "." if Path(place).is_absolute() else str(place)
     local = shlex.quote(directory)
     commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
-    only_hf = policy is not None and policy.config.only_hf
+    only_hf = not served or (policy is not None and policy.config.only_hf is not None)
     commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
     evaluation = evaluation_of(task, local)
     commands += [f"sparse-rl eval {evaluation}  # accuracy"] if evaluation else []

@@ -8,8 +8,10 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.progress import stage
@@ -77,6 +79,7 @@ def _card(trainer: Any, folder: Path, place: Path) -> str:
         steps=trainer.state.global_step,
         place=place,
         chat=bool(trainer.processing_class.chat_template),
+        served=family_only_hf(base_of(trainer.accelerator.unwrap_model(trainer.model)).config) is None,
         hub_name=trainer.hub_model_id if trainer.args.push_to_hub else None,
     )
 

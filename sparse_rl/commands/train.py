@@ -99,7 +99,9 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
     with training_shown(recipe.model) as show:
         model = run_training(prepared, show)
     if rank() == 0:
-        print(f"model: {model}", what_next(recipe), sep="\n")
+        from sparse_rl.attention.families import family_only_hf
+
+        print(f"model: {model}", what_next(recipe, served=family_only_hf(prepared.config) is None), sep="\n")
     return 0
 
 
@@ -121,8 +123,11 @@ def _launch(options: argparse.Namespace, prepared: Prepared) -> int:
     return status
 
 
-def what_next(recipe: TrainRecipe) -> str:
-    """Return lines with commands that a user can run next on the run of this recipe."""
+def what_next(recipe: TrainRecipe, served: bool = True) -> str:
+    """Return lines with commands that a user can run next on the run of this recipe.
+
+    served : False if vLLM cannot sample from a model of this family
+    """
     from trainer.card import evaluation_of
 
     run = shlex.quote(recipe.output_dir)
@@ -130,7 +135,7 @@ def what_next(recipe: TrainRecipe) -> str:
     evaluated = run if recipe.evaluation(run) else evaluation_of(task, run)
     commands = {} if evaluated is None else {f"eval {evaluated}": "measure its accuracy"}
     cache: PolicyConfig | None = getattr(recipe, "cache", None)
-    if cache is None or not cache.only_hf:
+    if served and (cache is None or cache.only_hf is None):
         commands[f"serve {run}"] = "serve it with OpenAI's API and vLLM"
     commands[f"plot {run}"] = "draw its curves"
     width = max(map(len, commands))

@@ -166,25 +166,28 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(workdir):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "cache", "is_served"),
+    ("recipe", "cache", "family_is_served", "is_served"),
     [
-        ("grpo.yaml", "{policy: streaming, budget: 9}", True),
-        ("grpo.yaml", "lined", False),
-        ("distill.yaml", "clustered", False),
-        ("sft.yaml", None, True),
-        ("quickstart/kvpop", None, True),
-        ("quickstart/kvpop", "dms", False),
+        ("grpo.yaml", "{policy: streaming, budget: 9}", True, True),
+        ("grpo.yaml", "{policy: streaming, budget: 9}", False, False),
+        ("grpo.yaml", "lined", True, False),
+        ("distill.yaml", "clustered", True, False),
+        ("sft.yaml", None, True, True),
+        ("sft.yaml", None, False, False),
+        ("quickstart/kvpop", None, True, True),
+        ("quickstart/kvpop", "dms", True, False),
     ],
 )
-def test_a_server_is_proposed_only_if_it_supports_the_models_cache(workdir, recipe, cache, is_served):
-    """The end of a training and the model's card propose a server only if this server supports the cache
+def test_a_server_is_proposed_only_if_it_supports_the_model(workdir, recipe, cache, family_is_served, is_served):
+    """The end of a training and the model's card propose a server only if this server supports the family and the cache
     of the model."""
     words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
     training = read_recipe(parse(words))
-    assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * is_served, False]
+    following = what_next(training, served=family_is_served).splitlines()
+    assert ["serve" in line.split() for line in following] == [False, *[True] * is_served, False]
     carried = getattr(training, "cache", None)
     policy = None if carried is None else make_policy(carried)
-    card = model_card(training.resolved(), policy, {}, steps=1, place="run/model")
+    card = model_card(training.resolved(), policy, {}, steps=1, place="run/model", served=family_is_served)
     _, commands, *_ = card.split("```bash\n")
     proposed = [line.split()[1] for line in commands.partition("```")[0].splitlines()]
     assert proposed == [*["serve"] * is_served, "eval"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from trainer_runs import timeless
 
 from rollout import make_engine
+from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.commands.checks import prepare_training
@@ -34,6 +36,7 @@ from trainer.losses.distillation import DistillationLoss
 
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
+DEEPER = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
 SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
 
 
@@ -50,13 +53,18 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callable[..., DistillTrainer]:
-    """distill(student=None, families=("qwen3", "llama"), **settings) returns a trainer of a tiny student under
-    evictions, with a deeper teacher.
+    """distill(student=None, families=("qwen3", "llama"), deeper={}, **settings) returns a trainer of a tiny student
+    under evictions, with a deeper teacher. deeper : further settings of the teacher's configuration
     """
 
-    def make(student: Any = None, families: tuple[str, str] = ("qwen3", "llama"), **settings: Any) -> DistillTrainer:
+    def make(
+        student: Any = None,
+        families: tuple[str, str] = ("qwen3", "llama"),
+        deeper: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
+    ) -> DistillTrainer:
         student = student or new_model(families[0])
-        teacher = new_model(families[1], seed=5, num_hidden_layers=3, hidden_size=48)
+        teacher = new_model(families[1], seed=5, num_hidden_layers=3, hidden_size=48, **deeper)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
         distill_options = {key: settings.pop(key) for key in ("packing",) if key in settings}
         args = DistillArguments(
@@ -84,7 +92,8 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
     total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.loss.top_k
     for rollout in rollouts:
         s = (dense_logits(student, rollout, rollout.trace) / loss.temperature).log_softmax(-1)
-        full = EvictionTrace.dense(3, rollout.trace.kv_heads, len(rollout.trace))
+        windows = windows_of(teacher.config)
+        full = EvictionTrace.dense(3, rollout.trace.kv_heads, len(rollout.trace), windows)
         with torch.no_grad():
             t = (dense_logits(teacher, rollout, full) / loss.temperature).log_softmax(-1)
         if top_k is not None:
@@ -112,10 +121,13 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
         {"families": ("granite", "granite"), "loss": DistillationLossConfig(chunk=16)},
         {"families": ("granite", "granite"), "loss": DistillationLossConfig(top_k=8)},
         {"families": ("qwen3_moe", "mixtral"), "packing": True, "gradient_checkpointing": True},
+        {"families": ("gemma3_text", "olmo3"), "deeper": DEEPER},
+        {"families": ("gemma3_text", "olmo3"), "deeper": DEEPER, "packing": True, "gradient_checkpointing": True},
     ],
     ids=[
         *("padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"),
         *("scaled logits", "scaled logits, top-k", "experts"),
+        *("windows, padded", "windows, packed, checkpointed"),
     ],
 )
 def test_loss_and_gradients_equal_the_dense_reference(
@@ -123,7 +135,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
 ) -> None:
     """`reference` computes the loss per token in float64, one sequence at a time under dense masks. Loss and gradients
     equal the reference's within 1e-5, for padded and packed rows, with checkpointing, and under FlexAttention; for
-    models that divide their logits (Granite), and for mixtures of experts.
+    models that divide their logits (Granite), for mixtures of experts, and for sliding windows.
     """
     trainer = distill(**settings)
     rollouts = trainer._prepared(rows)

@@ -54,8 +54,12 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": True, "per_device_train_batch_size": 4, "steps_per_generation": 2}],
-    ids=["plain", "checkpointed, two steps per generation"],
+    [
+        {},
+        {"gradient_checkpointing": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
+        pytest.param({"policy": {"policy": "am", "budget": 8, "window": 3, "period": 4}}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "checkpointed, two steps per generation", "fitted"],
 )
 def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(
     settings: dict, grpo: Callable, losses: list[float]

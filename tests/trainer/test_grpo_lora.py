@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -17,9 +18,10 @@ from sparse_rl.commands.train import train
 from sparse_rl.recipe import make_recipe
 
 
-def test_only_the_adapter_learns(grpo: Callable) -> None:
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_only_the_adapter_learns(family: str, grpo: Callable) -> None:
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = grpo(peft_config=lora, gradient_checkpointing=True, learning_rate=1e-2, max_steps=3)
+    trainer = grpo(family=family, peft_config=lora, gradient_checkpointing=True, learning_rate=1e-2, max_steps=3)
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     lines = trained(trainer)
     assert max(line["replay/gap_max"] for line in lines) <= 1e-5

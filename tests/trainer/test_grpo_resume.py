@@ -38,6 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
     "with validation": {"save": 2, "held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
     "with a reference model": {"save": 2, "beta": 0.1},
     "with a reference model that follows": {"save": 3, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "beside sliding windows, in mid-buffer": {
+        "save": 3,
+        "family": "gemma3_text",
+        "per_device_train_batch_size": 4,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+    },
     "after the step of the checkpoint": {"save": 2, "stop": 3},
     "between two logs, in mid-buffer": {
         "save": 5,

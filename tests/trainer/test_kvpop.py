@@ -19,8 +19,10 @@ from trainer_runs import timeless
 from transformers import AutoModelForCausalLM
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
@@ -41,6 +43,7 @@ from trainer.losses.config import DistillationLossConfig
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
+WINDOWS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
 
 
@@ -51,10 +54,12 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
-    """kvpop(scorer, **settings) returns a trainer of a tiny student whose scorers are far from their initial values."""
+    """kvpop(scorer, windows=False, **settings) returns a trainer of a tiny student whose scorers are far from their
+    initial values. windows : True gives layers 0 and 2 of the student a sliding window
+    """
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
-        student = new_model("qwen3")
+        student = new_model("gemma3_text", **WINDOWS) if settings.pop("windows", False) else new_model("qwen3")
         policy: Any = make_policy({**CACHE, "scorer": scorer, "prefill": settings.pop("prefill", "dense")})
         torch.manual_seed(1)
         attach_scorers(student, policy)
@@ -83,14 +88,16 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         policy = trainer.policy.config
         prompts = torch.tensor([len(row.prompt)]) if policy.prefill == "dense" else None
         view = LearnedView(model.cache_scorers, policy, torch.tensor([ids.shape[1]]), prompts=prompts)
+        beside = WindowedView.unrecorded(view, model.config, torch.tensor([ids.shape[1]]), ids.shape[1], "cpu")
         with torch.no_grad():
-            adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
+            adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=beside, use_cache=False)
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
-        trace = EvictionTrace(decided, validate=False)  # unlike in sampling, the model reads the last token too
+        trace = EvictionTrace.recorded(decided).beside_windows(windows_of(model.config))
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
         logprobs = []
-        for side, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
-            out = adopt(side)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(masks), use_cache=False).logits
+        for side, masks in ((student, trace.evict_at), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]).evict_at)):
+            dense = DenseView(EvictionTrace(masks))
+            out = adopt(side)(input_ids=ids, attention_mask=NO_MASK, kv_view=dense, use_cache=False).logits
             logprobs.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
         s, t = logprobs[0], logprobs[1].detach()
         total = total + loss.kl_weight * (t.exp() * (t - s)).sum()
@@ -109,6 +116,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         {"gradient_checkpointing": True},
         {"weights": (0.1, 0.9)},
         {"attention_kernel": "flex_sorted"},
+        {"windows": True, "weights": (0.1, 0.9)},
     ],
     ids=str,
 )
@@ -116,7 +124,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable
 ) -> None:
     """The loss and its gradients equal the dense float64 reference's: the model's gradients come from KL and CE alone,
-    and the gradients of the scorers from the boundary loss alone.
+    and the gradients of the scorers from the boundary loss alone. So it is beside sliding windows.
     """
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from sparse_rl.attention.interface import adopt
 from sparse_rl.commands.trainers import training_arguments
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.running_sum import EOS_ID
@@ -20,12 +23,12 @@ from trainer.sft.trainer import make_trainer
 
 
 @pytest.fixture
-def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[str, Any]]]:
-    """packed(strategy) returns the model and the first batch of its trainer."""
+def packed(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """packed(strategy, family="qwen3") returns the model and the first batch of its trainer."""
 
-    def make(strategy: str) -> tuple[Any, dict[str, Any]]:
+    def make(strategy: str, family: str = "qwen3") -> tuple[Any, dict[str, Any]]:
         content = {
-            "kind": "sft", "model": tiny("qwen3"), "output_dir": str(tmp_path), "dtype": "float32", "max_length": 160,
+            "kind": "sft", "model": tiny(family), "output_dir": str(tmp_path), "dtype": "float32", "max_length": 160,
             "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 4}}, "per_device_train_batch_size": 2,
             "gradient_checkpointing": False, "packing": True, "packing_strategy": strategy,
         }  # fmt: skip
@@ -39,11 +42,19 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[st
     return make
 
 
-def test_documents_do_not_see_each_other(packed: Callable) -> None:
-    """In a packed row (`bfd`) each document has the logits that it has alone. Control: without the positions that
-    separate the documents, the logits differ.
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo3"])
+@pytest.mark.parametrize("adopted", [False, True], ids=["", "our attention"])
+def test_documents_do_not_see_each_other(packed: Callable, family: str, adopted: bool) -> None:
+    """In a packed row (`bfd`) each document has the logits that it has alone, in transformers' eager attention: sliding
+    windows are kept, too. So it is also after the model was switched to our attention, as `stop_at_accuracy` does.
+    Control: without the positions that separate the documents, the logits differ.
     """
-    model, batch = packed("bfd")
+    model, batch = packed("bfd", family)
+    config, weights = copy.deepcopy(model.config), model.state_dict()
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # a copy keeps the forward
+    eager.load_state_dict(weights)
+    if adopted:
+        adopt(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
     assert ids.shape[0] == 1
     assert int((positions == 0).sum()) >= 4
@@ -51,9 +62,13 @@ def test_documents_do_not_see_each_other(packed: Callable) -> None:
     with torch.no_grad():
         together = model(input_ids=ids, position_ids=positions, attention_mask=None).logits[0]
         for start, end in pairwise(starts):
-            alone = model(input_ids=ids[:, start:end]).logits[0]
+            alone = eager(input_ids=ids[:, start:end]).logits[0]
             torch.testing.assert_close(together[start:end], alone, rtol=1e-4, atol=1e-4)
         whole = model(input_ids=ids).logits[0]
+        if family != "qwen3":
+            eager.config.sliding_window = 1000
+            wider = eager(input_ids=ids[:, : starts[1]]).logits[0]
+            assert float((wider - together[: starts[1]]).abs().max()) > 1e-2  # windows are shorter than the document
     assert float((whole - together).abs().max()) > 1e-2  # the control
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
+from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.experts.view import RoutedView
 from sparse_rl.methods.am.policy import AM
 from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.policies.base import Policy
-from sparse_rl.trace import batch_traces
+from sparse_rl.trace import batch_traces, policy_part
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.scored.loss import decisions_agree
@@ -97,9 +99,12 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
     match/ridge : ridge parameter of the fits
     """
     device = next(model.parameters()).device
-    view = MatchedView(batch_traces([rollout.trace], [0], len(rollout.trace)), device)
+    recorded = batch_traces([rollout.trace], [0], len(rollout.trace))
+    part = policy_part(recorded)
+    view = MatchedView({name: part[name] for name in MatchedView.replays}, device)
     view.residuals = []
-    Batch.make([Example.from_rollout(rollout)], device).hidden_under(model, view)
+    beside = RoutedView.around(WindowedView.around(view, recorded, device, "gather"), recorded, device)
+    Batch.make([Example.from_rollout(rollout)], device).hidden_under(model, beside)
     if not view.residuals:
         return {}
     mass, output, bias = zip(*view.residuals, strict=True)
