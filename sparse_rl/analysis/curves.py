@@ -19,6 +19,7 @@ METRICS = {  # short name -> (key of the metric, axis label with unit)
     "loss": ("loss", "loss"),
     "length": ("completions/mean_length", "mean length of a completion (tokens)"),
     "retention": ("cache/retention", "share of the tokens held at the end"),
+    "token_accuracy": ("token_accuracy", "share of completion tokens that are the likeliest"),
     "entropy": ("entropy", "entropy of the next token (nats)"),
     "tokens_per_second": ("time/tokens_per_second", "sampled tokens per second"),
 }

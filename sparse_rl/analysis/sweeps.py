@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ MEASURED_AXES = {  # numbers of a row, not settings, that can be the x axis -> a
     "log_perplexity": MEASURES["log_perplexity"],
     "accuracy": MEASURES["accuracy"],
 }
+WIDE = 9.6  # inches; the width of a picture with the names of its lines beside the axes
+NAME_WIDTH, LABEL_WIDTH = 34, 44  # maximum numbers of characters of a row of such a name, and of an axis label
 # setting whose default depends on the budget (window of h2o, period of am) -> that default, given the budget
 FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
 
@@ -225,13 +228,13 @@ def plot_sweep(sweep: Sweep, out: str | Path, axis: str | None = None) -> Path:
             axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         ends.append((x_values[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
-    axes.set(xlabel=AXES.get(axis, axis), ylabel=MEASURES[sweep.measure])
+    axes.set(xlabel=AXES.get(axis, axis), ylabel=_wrapped(sweep.measure))
     return save_figure(figure, out)
 
 
 def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
     """Draw each row at a measured number of its own, such as seconds. Points of a method that differ only in the size
-    of the cache are joined, in the order of the sizes.
+    of the cache are joined, in the order of the sizes. The names are beside the axes, the largest value on top.
 
     Against seconds, a context that is not compacted (full, none) is a dashed line across the figure.
 
@@ -247,12 +250,14 @@ def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
     methods = _methods(points, size)
     policies = [points_of_method[0].policy for points_of_method in methods.values()]
     figure, axes = new_figure(f"{TITLES[sweep.measure]} {sweep.subject}")
+    figure.set_figwidth(WIDE)
+    drawn = [point.measured[axis] for point in points if axis != "seconds" or not point.uncompacted]
     if axis == "seconds":
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        far = bool(drawn) and max(drawn) > 100 * min(drawn)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if far else (1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.minorticks_off()
-    drawn = [point.measured[axis] for point in points if axis != "seconds" or not point.uncompacted]
     ends = []
     for line, (colour, (name, points_of_method)) in enumerate(
         zip(method_colours(policies), methods.items(), strict=True)
@@ -261,15 +266,22 @@ def plot_measured(sweep: Sweep, out: str | Path, axis: str) -> Path:
         values = [point.value for point in points_of_method]
         if axis == "seconds" and points_of_method[0].uncompacted and drawn:
             x_values = [0.8 * min(drawn), 1.2 * max(drawn)]
-            axes.plot(x_values, values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
+            (artist,) = axes.plot(x_values, values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         else:
             errors = [point.error or 0.0 for point in points_of_method]
             marker = MARKERS[policies[:line].count(policies[line]) % len(MARKERS)]
-            axes.errorbar(x_values, values, errors, color=colour, marker=marker, markersize=4, capsize=2, linewidth=1)
-        ends.append((x_values[-1], values[-1], name, colour))
-    label_ends(axes, ends, 9)
-    axes.set(xlabel=MEASURED_AXES[axis], ylabel=MEASURES[sweep.measure])
+            style = {"color": colour, "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1}
+            artist = axes.errorbar(x_values, values, errors, **style)
+        ends.append((max(values), artist, textwrap.fill(name, NAME_WIDTH)))
+    _, artists, names = zip(*sorted(ends, key=lambda end: -end[0]), strict=True)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "frameon": False, "labelcolor": "linecolor"}
+    axes.legend(artists, names, fontsize=8, **beside)
+    axes.set(xlabel=MEASURED_AXES[axis], ylabel=_wrapped(sweep.measure))
     return save_figure(figure, out)
+
+
+def _wrapped(measure: str) -> str:
+    return textwrap.fill(MEASURES[measure], LABEL_WIDTH)
 
 
 def points_table(sweep: Sweep) -> Table:

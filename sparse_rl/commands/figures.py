@@ -16,9 +16,10 @@ from typing import Any
 from sparse_rl.commands.arguments import positive
 from sparse_rl.commands.sources import Source
 from sparse_rl.errors import UserError
-from sparse_rl.files import replace_text
+from sparse_rl.files import read_text, replace_text
 
 Numbers = dict[str, Any]
+BEGINS = '{"figure":'  # of every file of numbers
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,21 @@ def draw_figure(options: argparse.Namespace) -> int:
     numbers = figure.compute(sources, Choice(options.layer, options.head, options.line, options.last))
     first = sources[0].path
     out: Path = options.out or (first if first.is_dir() else first.parent) / f"{options.figure}.png"
-    write_figure(options.figure, numbers, out)
-    print(f"{out}\n{out.with_suffix('.json')}")
+    write_figure(options.figure, figure.draw, numbers, out)
     return 0
 
 
-def write_figure(name: str, numbers: Mapping[str, Any], out: Path) -> None:
-    """Draw a figure from its numbers into `out`, and write the numbers beside it as JSON."""
-    FIGURES[name].draw(dict(numbers), out)
+def write_figure(name: str, draw: Callable[[Numbers, Path], None], numbers: Mapping[str, Any], out: Path) -> None:
+    """Draw a figure from its numbers into `out`, write the numbers beside it as JSON, and print both paths.
+
+    Raises UserError if the file of the numbers exists and is something else, such as a file of results.
+    """
+    beside = out.with_suffix(".json")
+    if beside.exists() and not read_text(beside).startswith(BEGINS):
+        raise UserError(f"{beside}, the file of the numbers, exists and holds something else; name another --out")
+    draw(dict(numbers), out)
     try:
-        replace_text(out.with_suffix(".json"), json.dumps({"figure": name, **numbers}) + "\n")
+        replace_text(beside, json.dumps({"figure": name, **numbers}) + "\n")
     except OSError as error:
-        raise UserError(f"{out.with_suffix('.json')} cannot be written: {error}", "--out") from error
+        raise UserError(f"{beside} cannot be written: {error}", "--out") from error
+    print(f"{out}\n{beside}")

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.origin import TRACES
-from sparse_rl.commands import bench, eval, perplexity
+from sparse_rl.commands import bench, budgets, eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session, print_table
-from sparse_rl.commands.figures import add_figure_arguments, draw_figure, refuse_unused
-from sparse_rl.errors import UserError, nearest_few, one_line
-from sparse_rl.files import read_text
+from sparse_rl.commands.figures import add_figure_arguments, draw_figure, refuse_unused, write_figure
+from sparse_rl.errors import UserError, nearest_few, one_line, reason
+from sparse_rl.files import MOST_TEXT, read_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
     "Draw reward and gap of runs, or any metric that they logged; the tokens that a trace holds, or its opened "
     "pages; accuracy, log-perplexity or perplexity of an evaluation against a swept setting or the seconds of a "
-    "compaction; the times of a bench; with --figure, an analysis of rollouts. A single point is printed as a table."
+    "compaction; sensitivity curves and shares of head budgets; the times of a bench; with --figure, an analysis of "
+    "rollouts. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
@@ -29,12 +30,12 @@ GAP = ("replay/gap_mean", "replay/gap_max")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
-        metavar="RUN_DIR|TRACE|EVAL|BENCH",
+        metavar="RUN_DIR|TRACE|EVAL|BUDGETS|BENCH",
         nargs="+",
         type=file_path,
-        help="run, trace file, evaluation or bench, or a folder that holds one",
+        help="run, trace file, evaluation, head budgets or bench, or a folder that holds one",
     )
-    examples = "reward, loss, length, retention, entropy, tokens_per_second"
+    examples = "reward, loss, length, retention, token_accuracy, entropy, tokens_per_second"
     parser.add_argument(
         "--metric",
         help=f"metric to draw: of runs, against the step, {examples}, or any key of metrics.jsonl; of an evaluation, "
@@ -66,19 +67,19 @@ def run(options: argparse.Namespace, session: Session) -> int:
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
         raise UserError("give a single file, or any number of run directories and no file", str(files[0]))
-    evaluated = files[0].suffix == ".json" and files[0].name != bench.RESULTS
+    evaluated = files[0].suffix == ".json" and files[0].name not in (bench.RESULTS, budgets.RESULTS)
     if options.metric is not None and not evaluated:
         raise UserError(f"{files[0]} has no metrics, only runs and evaluations have; remove --metric", "--metric")
+    if options.axis is not None and not evaluated:
+        raise UserError(f"{files[0]} is not an evaluation; remove --axis", "--axis")
     if evaluated:
         draw_evaluation(files[0], out, options.axis, options.metric)
-        return 0
-    out = out or files[0].with_suffix(".png")
-    if files[0].name == bench.RESULTS:
-        draw_bench(files[0], out)
-    elif options.axis is not None:
-        raise UserError(f"{files[0]} is not an evaluation; remove --axis", "--axis")
+    elif files[0].name == budgets.RESULTS:
+        draw_budgets(files[0], out)
+    elif files[0].name == bench.RESULTS:
+        draw_bench(files[0], out or files[0].with_suffix(".png"))
     else:
-        draw_traces(files[0], out)
+        draw_traces(files[0], out or files[0].with_suffix(".png"))
     return 0
 
 
@@ -89,9 +90,9 @@ def source_of(path: Path) -> Path:
     runs = runs_below(path)
     if runs == [path]:
         return path
-    for results in (path / eval.RESULTS, path / perplexity.RESULTS, path / bench.RESULTS):
-        if results.is_file():
-            return results
+    for results in (eval.RESULTS, perplexity.RESULTS, budgets.RESULTS, bench.RESULTS):
+        if (path / results).is_file():
+            return path / results
     traces = sorted(path.glob(TRACES))
     if len(traces) > 1:
         raise UserError(f"{path} has {len(traces)} files of traces; draw one of them, for example {traces[0]}")
@@ -158,6 +159,27 @@ def draw_bench(file: Path, out: Path) -> None:
         print(bench.draw(content, out))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a file of results that sparse-rl bench wrote: {one_line(error)}") from error
+
+
+def draw_budgets(file: Path, out: Path | None = None) -> None:
+    """Draw sensitivity curves, and shares of the kept entries, of a head_budgets.json (Attention Matching, figures 2
+    and 6 to 8). Raises UserError for a damaged file.
+
+    out : picture of the curves; the name of the other picture ends in _proportions
+    """
+    from sparse_rl.analysis.budgets import draw_proportions, draw_sensitivity, proportions, sensitivity
+
+    try:
+        content = json.loads(read_text(file, MOST_TEXT))
+        curves, shares = sensitivity(content), proportions(content)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else reason(error)
+        written = "is not a file of head budgets that sparse-rl budgets wrote"
+        raise UserError(f"{file} {written}, or is damaged: {one_line(why, 120)}") from error
+    curves_out = out or file.with_name(f"{file.stem}_sensitivity.png")
+    shares_out = (out or file).with_name(f"{(out or file).stem}_proportions{(out or curves_out).suffix}")
+    write_figure("sensitivity", draw_sensitivity, curves, curves_out)
+    write_figure("proportions", draw_proportions, shares, shares_out)
 
 
 def draw_traces(file: Path, out: Path) -> None:

@@ -255,6 +255,8 @@ def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable,
     assert len(steps) == 4
     assert len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
+    assert all(0 <= line["token_accuracy"] <= 1 for line in steps)
+    assert all(0 <= line["eval_token_accuracy"] <= 1 for line in validations)
     # the console's name for the retention, as in GRPO
     assert all("  kept " in str(training_line(0, 4, line)) for line in validations)
     if small_recipe.loss.ce_weight == 0:

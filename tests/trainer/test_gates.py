@@ -64,6 +64,7 @@ def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> N
     assert all(1 > line["cache/retention"] > 1 - line["gates_open"] for line in lines)
     (held_out,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 30 and "eval_kl" in line]
     assert held_out["eval_gates_open"] >= 0.3
+    assert 0 < held_out["eval_token_accuracy"] < 1
     assert 1 > held_out["eval_cache/retention"] > 1 - held_out["eval_gates_open"]
     train(recipe(output_dir=str(tmp_path / "control"), gates={"anneal_steps": 10, "weight": 1e-6}))
     control = [line for line in read_metrics(tmp_path / "control") if "loss" in line]

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
 from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer, _warm_cosine
 from trainer.losses.config import DistillationLossConfig
+from trainer.scored.loss import ScorerLoss
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
@@ -76,14 +77,16 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
     return make
 
 
-def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+def reference(
+    trainer: KVpopTrainer, examples: Sequence[Example] | None = None
+) -> tuple[float, dict[str, torch.Tensor], float]:
     """Compute the distillation loss KL + CE in float64, one sequence at a time under dense masks of the eviction
-    decisions, and the boundary loss alone.
+    decisions. Return the loss, its gradients, and the share of completion tokens with the largest logit.
     """
     model, loss = trainer.model, trainer.args.loss
     student, teacher = (copy.deepcopy(m).double() for m in (model, trainer.teacher))
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for row in rows():
+    total, tokens, right = torch.zeros((), dtype=torch.float64), 0, 0
+    for row in examples or rows():
         ids = torch.tensor([row.prompt + row.completion])
         policy = trainer.policy.config
         prompts = torch.tensor([len(row.prompt)]) if policy.prefill == "dense" else None
@@ -103,8 +106,11 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         total = total + loss.kl_weight * (t.exp() * (t - s)).sum()
         total = total - loss.ce_weight * s.gather(-1, torch.tensor(row.completion)[:, None]).sum()
         tokens += len(row.completion)
+        for values, token in zip(s.tolist(), row.completion, strict=True):
+            right += values[token] == max(values)
     (total / tokens).backward()
-    return float((total / tokens).detach()), {name: weight.grad for name, weight in student.named_parameters()}
+    gradients = {name: weight.grad for name, weight in student.named_parameters()}
+    return float((total / tokens).detach()), gradients, right / tokens
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "mlstm", "recency"])
@@ -129,7 +135,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
     trainer = kvpop(scorer, loss=DistillationLossConfig(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
-    expected, gradients = reference(trainer)
+    expected, gradients, accuracy = reference(trainer)
     model = trainer.model.train()
     if settings:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -139,6 +145,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     boundary = sums[trainer.summed.index("boundary")] / count
     assert set(flex_trains) == ({True} if "attention_kernel" in settings else set())
     assert float((loss / count - boundary).detach()) == pytest.approx(expected, abs=1e-5)
+    assert float(sums[trainer.summed.index("right")] / count) == pytest.approx(accuracy)
     for name, weight in model.named_parameters():
         if "cache_scorers" in name:
             assert weight.grad is not None, name
@@ -164,6 +171,25 @@ def test_loss_and_gradients_equal_the_dense_reference(
         else:
             assert (weight.grad - gradients[name]).abs().max() <= 1e-5 * max(1.0, float(gradients[name].abs().max()))
     assert all(value.abs().max() > 0 for value in boundary_gradients.values())
+
+
+def test_validation_measures_the_token_accuracy_under_the_mask(kvpop: Callable) -> None:
+    """The completions are those that the model itself prefers with a full cache. Under the evictions the accuracy is
+    that of the dense reference. Control: under a budget that evicts nothing, it is 1.
+    """
+    trainer = kvpop("mlp")
+    for row in (examples := rows()):
+        ids = list(row.prompt)
+        for _ in row.completion:
+            ids.append(int(trainer.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        row.completion[:] = ids[len(row.prompt) :]
+    trainer.eval_dataset = examples
+    accuracy = trainer.evaluate()["eval_token_accuracy"]
+    assert accuracy == pytest.approx(reference(trainer, examples)[2])
+    assert 0 < accuracy < 1
+    trainer.policy = make_policy({**CACHE, "budget": 200, "scorer": "mlp"})
+    trainer.scorer_loss = ScorerLoss(trainer.policy.config, trainer.args.kvpop.target, trainer.args.kvpop.boundary)
+    assert trainer.evaluate()["eval_token_accuracy"] == 1
 
 
 def test_model_and_scorers_have_separate_learning_rates(kvpop: Callable) -> None:
@@ -264,10 +290,12 @@ def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     assert len(held_out) == 3
     for line in steps:
         assert line["kl"] >= 0
+        assert 0 <= line["token_accuracy"] <= 1
         assert 0 < line["cache/retention"] < 1
         if small_recipe.loss.ce_weight == 0:
             assert line["loss"] == pytest.approx(line["kl"] + line["boundary_loss"], rel=1e-5)
     assert all(0 < line["eval_recall"] <= 1 for line in held_out)
+    assert all(0 <= line["eval_token_accuracy"] <= 1 for line in held_out)
     has_weights = small_recipe.cache.scorer.name != "recency"
     assert all((line["boundary_loss"] > 0) == has_weights for line in steps)
     # The directory is that of an ordinary model, with the scorers and the policy in files beside it.

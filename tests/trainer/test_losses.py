@@ -73,7 +73,7 @@ def computed(
         logits = case["teacher"][part]
         return logits if top_k is None else TopK.of_logits(logits, top_k, loss.temperature)
 
-    total, _, _ = DistillationLoss(loss)(hidden, lambda h: h @ weight.T, teacher, case["targets"])
+    total, *_ = DistillationLoss(loss)(hidden, lambda h: h @ weight.T, teacher, case["targets"])
     total.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -122,6 +122,45 @@ def test_a_coarser_top_k_never_increases_the_loss(case: dict) -> None:
     assert values == sorted(values)
     assert values[0] < 0.9 * whole
     assert values[-1] == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_number_of_right_tokens_equals_a_plain_count(chunk: int, case: dict) -> None:
+    """A target counts if its logit is the largest, or the first of the largest ones. Six targets are chosen by hand so
+    that they have the largest logit; one shares it with a later token, and one with an earlier token. So 7 count. No
+    gradient reaches the count, and the backward pass does not repeat it.
+    """
+    weight, hidden = (case[name].mul(8).round() for name in ("weight", "hidden"))  # so that logits are exact
+    weight[VOCAB - 1] = weight[0]
+    hidden[6] = hidden[7] = 8 * weight[0]
+    logits = [[sum(float(a * b) for a, b in zip(x, w, strict=True)) for w in weight] for x in hidden]
+    best = [row.index(max(row)) for row in logits]
+    assert best[6] == best[7] == 0
+    assert logits[7][VOCAB - 1] == logits[7][0]
+    targets = torch.tensor([*best[:7], VOCAB - 1, *((token + 1) % (VOCAB - 1) for token in best[8:])])
+    hidden.requires_grad_()
+    with Counted("aten::argmax") as counted:
+        loss, _, _, right = DistillationLoss(DistillationLossConfig(chunk=chunk))(
+            hidden, lambda h: h @ weight.T, lambda part: case["teacher"][part], targets
+        )
+        forward = counted.calls
+        loss.backward()
+    assert float(right) == 7
+    assert not right.requires_grad
+    assert forward == -(-POSITIONS // chunk)
+    assert counted.calls == forward
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of an operation. name : its name, such as aten::argmax"""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.calls = name, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function.name().partition(".")[0] == self.name
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_teacher_equal_to_the_student_has_zero_loss(case: dict) -> None:

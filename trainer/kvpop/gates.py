@@ -30,7 +30,7 @@ class GateTrainer(KVpopTrainer):
     """KVpopTrainer that trains the gates of the policy dms instead of scorers."""
 
     policy: DMS
-    summed: tuple[str, ...] = ("kl", "ce", "ratio", "open", "retention", "sequences")
+    summed: tuple[str, ...] = ("kl", "ce", "right", "ratio", "open", "retention", "sequences")
 
     def compression(self) -> float:
         done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))

@@ -56,7 +56,7 @@ class KVpopTrainer(TaughtTrainer):
     args: KVpopArguments
     policy: LearnedPolicy
     scorer_loss: ScorerLoss  # not set under dms
-    summed: tuple[str, ...] = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
+    summed: tuple[str, ...] = ("kl", "ce", "right", "boundary", "held", "of", "retention", "sequences")
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class KVpopTrainer(TaughtTrainer):
             except NotFiniteError as error:
                 mend = "start again with a lower scorer_learning_rate, or learning_rate"
                 raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
-            loss, kl, ce, count = self._distilled(student, batch, hidden)
+            loss, *distilled, count = self._distilled(student, batch, hidden)
         own, *measured = self._own_loss(view, count)
         retention = torch.stack(list(view.retained.values())).mean(0).sum()
         measured += [retention, torch.tensor(float(len(batch.rows)))]
-        return loss + own, kl, ce, *(x.detach().to(count) for x in measured), count
+        return loss + own, *distilled, *(x.detach().to(count) for x in measured), count
 
     def _view(self, student: Any, batch: Batch) -> Any:
         learns = any(True for _ in base_of(student).cache_scorers.parameters())

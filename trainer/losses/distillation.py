@@ -79,10 +79,11 @@ class DistillationLoss:
         head: Callable[[Tensor], Tensor],
         teacher: Callable[[slice], Tensor | TopK],
         targets: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of the loss, of the divergence and of the cross-entropy over N completion tokens.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the sums of the loss, of the divergence and of the cross-entropy over N completion tokens, and the
+        number of these tokens that have the largest logit at their position (the first of equal ones).
 
-        The sums are float32 scalars, and only the loss has gradients.
+        All four are float32 scalars, and only the loss has gradients.
 
         hidden : the student's last hidden states at the positions that predict `targets`, [N, hidden size]
         head : function from hidden states [positions, hidden size] to logits [positions, vocabulary]
@@ -99,14 +100,16 @@ class DistillationLoss:
             kl = self.per_token(logits, reference).sum()
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.ce_weight > 0):
                 ce = F.cross_entropy(logits, targets[part], reduction="sum")
-            return torch.stack([config.kl_weight * config.temperature**2 * kl + config.ce_weight * ce, kl, ce])
+            loss = config.kl_weight * config.temperature**2 * kl + config.ce_weight * ce
+            right = (logits.argmax(-1) == targets[part]).sum()  # last: the backward pass stops before it
+            return torch.stack([loss, kl, ce, right.to(loss)])
 
-        total = hidden.new_zeros(3, dtype=torch.float32)
+        total = hidden.new_zeros(4, dtype=torch.float32)
         for start in range(0, len(hidden), config.chunk):
             part = slice(start, start + config.chunk)
             total = total + checkpoint(sums, part, hidden[part], use_reentrant=False, preserve_rng_state=False)
-        loss, kl, ce = total
-        return loss, kl.detach(), ce.detach()
+        loss, kl, ce, right = total
+        return loss, kl.detach(), ce.detach(), right.detach()
 
     def per_token(self, logits: Tensor, teacher: Tensor | TopK) -> Tensor:
         """Return the divergence at each position, float32 [N], without the factor tau^2.

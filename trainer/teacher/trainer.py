@@ -53,7 +53,7 @@ class TaughtTrainer(Resumable):
     """
 
     args: TaughtArguments
-    summed: tuple[str, ...] = ("kl", "ce")  # names of the sums that `_losses` returns between loss and count
+    summed: tuple[str, ...] = ("kl", "ce", "right")  # names of the sums that `_losses` returns between loss and count
 
     def __init__(
         self,
@@ -123,7 +123,8 @@ class TaughtTrainer(Resumable):
         raise NotImplementedError
 
     def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums of loss, divergence and cross-entropy over the completion tokens, and the token count.
+        """Return the sums of loss, divergence and cross-entropy over the completion tokens, the number of tokens that
+        the student predicts right, and the token count.
 
         Call this under autocast, if the training uses autocast. hidden : as in DistillationLoss
         """
@@ -151,13 +152,16 @@ class TaughtTrainer(Resumable):
         super().log(logs, start_time)
 
     def _measured(self) -> dict[str, float]:
-        """Return the metrics since the last log: KL and cross-entropy per token, and mean retention per sequence."""
+        """Return the metrics since the last log: KL and cross-entropy per token, the share of tokens that the student
+        predicts right, and mean retention per sequence.
+        """
         sums = self._sums
-        means = {name: sums[name] / sums["tokens"] for name in ("kl", "ce")}
+        named = {"kl": "kl", "ce": "ce", "token_accuracy": "right"}
+        means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure KL and cross-entropy per token on the validation examples, with the same attention as in training."""
+        """Measure KL, cross-entropy and token accuracy on the validation examples, with the attention of training."""
         before, self._sums = self._sums, defaultdict(float)
         model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training
