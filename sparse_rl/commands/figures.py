@@ -70,7 +70,9 @@ def _draw_evict_ratio(numbers: Numbers, out: Path) -> None:
 def _positions(sources: Sequence[Source], choice: Choice) -> Numbers:
     from sparse_rl.analysis.positions import compared_positions
 
-    return compared_positions([(source.path.name, source.named, source.each_trace()) for source in sources])
+    return compared_positions(
+        [("/".join(source.path.absolute().parts[-2:]), source.named, source.each_trace()) for source in sources]
+    )
 
 
 def _draw_positions(numbers: Numbers, out: Path) -> None:

@@ -76,7 +76,7 @@ def test_sequences_without_a_fed_token_are_refused() -> None:
 
 
 def test_labels_tell_sources_apart() -> None:
-    """A label has the settings in which sources of its policy differ; the model if there are several; else the folder."""
+    """A label has settings in which sources of its policy differ, the model if there are several, else the folder."""
     gkv, rkv = fingerprint(policy="gkv", budget=8, alpha=0.8), fingerprint(policy="rkv", budget=8, lam=0.1)
     local = fingerprint(policy="gkv", budget=8, alpha=0)
     assert source_labels([("a", gkv), ("b", rkv)]) == ["gkv, budget 8", "rkv, budget 8"]

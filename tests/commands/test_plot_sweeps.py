@@ -175,9 +175,8 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
         assert picture.stat().st_size
         picture.unlink()
     assert "give a single file" in plot(capsys, file, tmp_path, status=2)
-    assert "has no metric reward; use accuracy, log_perplexity, retention, retention_correct" in plot(
-        capsys, file, "--metric", "reward", status=2
-    )
+    refused = plot(capsys, file, "--metric", "reward", status=2)
+    assert "has no metric reward; use accuracy, log_perplexity, retention, retention_correct" in refused
 
 
 @pytest.mark.parametrize("metric", ["retention", "retention_correct"])
