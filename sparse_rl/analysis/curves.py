@@ -13,6 +13,7 @@ from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, s
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
+TITLES = {"kl": "KL divergence", "eval_reward": "Reward on validation problems"}  # short name -> start of the title
 SMOOTHING = 0.15  # span of the moving average, as a share of the steps
 METRICS = {  # short name -> (key of the metric, axis label with unit)
     "reward": ("reward", "mean reward of the sampled completions"),
@@ -21,6 +22,8 @@ METRICS = {  # short name -> (key of the metric, axis label with unit)
     "retention": ("cache/retention", "share of the tokens held at the end"),
     "token_accuracy": ("token_accuracy", "share of completion tokens that are the likeliest"),
     "entropy": ("entropy", "entropy of the next token (nats)"),
+    "kl": ("kl", "KL divergence per token (nats)"),
+    "eval_reward": ("eval_reward", "mean reward on the validation problems"),
     "tokens_per_second": ("time/tokens_per_second", "sampled tokens per second"),
 }
 
@@ -41,7 +44,7 @@ def plot_metric(
     """
     label = METRICS.get(metric, (metric, metric))[1]
     drawn = logged_series(runs, metric)
-    word = metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60)
+    word = TITLES.get(metric, metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60))
     figure, axes = new_figure(title or f"{word} during training")
     ends = []
     averaged = False

@@ -90,6 +90,11 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
     return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
 
 
+def subject(fingerprint: Mapping[str, str]) -> str:
+    """Return the model, the policy and its budget in words, for the beginning of a title."""
+    return ", ".join(filter(None, (one_line(fingerprint.get("model", ""), 50), policy_words(fingerprint)[1])))
+
+
 def new_figure(title: str) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     with plt.rc_context(STYLE):

@@ -31,9 +31,24 @@ MEASURES = {  # key of a row -> axis label
     "accuracy": "accuracy (pass@1)",
     "log_perplexity": "log-perplexity of the full cache's answers (nats a token)",
     "nll": "log of the perplexity (nats a token)",
+    "retention": "share of the tokens held at the end",
+    "retention_correct": "share of the tokens held at the end",
 }
-ERRORS = {"log_perplexity": "log_perplexity_error"}  # key of a row -> key of its standard error, if special
-TITLES = {"accuracy": "Accuracy on", "log_perplexity": "Log-perplexity on", "nll": "Perplexity of"}
+ERRORS = {  # key of a row -> key of its standard error, if it has one
+    "accuracy": "standard_error", "nll": "standard_error", "log_perplexity": "log_perplexity_error"
+}  # fmt: skip
+TITLES = {
+    "accuracy": "Accuracy on",
+    "log_perplexity": "Log-perplexity on",
+    "nll": "Perplexity of",
+    "retention": "Token retention on",
+    "retention_correct": "Token retention of correct answers on",
+}
+RETENTION = ("retention", "retention_correct")
+WHY_MISSING = {  # key of a row -> reason why no row may have it
+    "log_perplexity": "; add policy: full to the recipe's prompt_cache",
+    "retention_correct": "; no answer is correct",
+}
 MEASURED_AXES = {  # numbers of a row, not settings, that can be the x axis -> axis label
     "seconds": "seconds to make a context: prefill, reference queries, compaction",
     "log_perplexity": MEASURES["log_perplexity"],
@@ -78,17 +93,19 @@ class Sweep:
 def read_sweep(file: Path, metric: str | None = None) -> Sweep:
     """Read an eval.json or a perplexity.json.
 
-    metric : key of MEASURES; None means nll for a perplexity.json, and accuracy for an eval.json
+    metric : key of MEASURES; None means nll for a perplexity.json, which has no other, and accuracy for an eval.json
 
     Raises UserError if the file is neither, is damaged, or has no values of the metric.
     """
     try:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
-        choices = ["nll"] if any("nll" in row for row in rows) else ["accuracy", "log_perplexity"]
+        choices = ["nll"] if any("nll" in row for row in rows) else [key for key in MEASURES if key != "nll"]
         measure = metric if metric in choices else choices[0]
         several = len({row.get("model") for row in rows}) > 1
         points = [_point(row, measure, several) for row in rows if _value(row, measure) is not None]
+        if measure in RETENTION:  # a full cache holds all tokens, so its line would only shrink the others
+            points = [point for point in points if point.policy != "full"] or points
         recipe = content.get("recipe") or {}
         model, text = str(recipe.get("model") or ""), str(recipe.get("text") or "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -97,12 +114,11 @@ def read_sweep(file: Path, metric: str | None = None) -> Sweep:
             f"{file} is not an eval.json or perplexity.json, or is damaged: {one_line(why, 120)}"
         ) from error
     if metric not in (None, measure):
-        raise UserError(f"{file} has no metric {metric}; use {' or '.join(choices)}", "--metric")
+        raise UserError(f"{file} has no metric {metric}; use {', '.join(choices)}", "--metric")
     if not points:
-        remedy = "; add policy: full to the recipe's prompt_cache" if measure == "log_perplexity" else ""
-        raise UserError(
-            f"no row of {file} has {'a' if remedy else 'an'} {measure}, so there is nothing to draw{remedy}"
-        )
+        article = "an" if measure in ("accuracy", "nll") else "a"
+        why = WHY_MISSING.get(measure, "")
+        raise UserError(f"no row of {file} has {article} {measure}, so there is nothing to draw{why}")
     tasks = sorted({point.task for point in points})
     measured_on = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
     if measure == "nll":
@@ -112,8 +128,8 @@ def read_sweep(file: Path, metric: str | None = None) -> Sweep:
 
 
 def _value(row: Mapping[str, Any], measure: str) -> Any:
-    """Return a row's value of a measure; files of earlier versions have no log_perplexity."""
-    return row.get(measure) if measure == "log_perplexity" else row[measure]
+    """Return a row's value of a measure. Files of earlier versions, and those of contexts, may lack some measures."""
+    return row[measure] if measure in ("accuracy", "nll") else row.get(measure)
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, float]:
@@ -126,7 +142,8 @@ def _measured(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     """Return the point that a row describes. Raises LookupError, TypeError or ValueError for an invalid row."""
-    value, error, parameters = row[measure], row[ERRORS.get(measure, "standard_error")], row["parameters"]
+    value, parameters = row[measure], row["parameters"]
+    error = row[ERRORS[measure]] if measure in ERRORS else None
     task, measured = row["task"] if measure != "nll" else "", _measured(row)
     if several_models:
         task = ", ".join(filter(None, (model_label(row["model"]), task)))
@@ -136,7 +153,7 @@ def _point(row: Mapping[str, Any], measure: str, several_models: bool) -> Point:
     if not all(_is_number(item) and item > 0 for item in varied):
         raise ValueError("a budget or a ratio is not a positive number")
     if not all(_is_number(item) for item in (value, 0 if error is None else error, *measured.values())):
-        raise ValueError(f"an {measure} or a standard error is not a number")
+        raise ValueError(f"{measure} or a standard error is not a number")
     return Point(task, row["policy"], parameters, value, error, measured)
 
 
@@ -287,16 +304,22 @@ def _wrapped(measure: str) -> str:
 def points_table(sweep: Sweep) -> Table:
     sizes = (key for key in AXES if any(key in point.parameters for point in sweep.points))
     axis = next(iter(varied(sweep)), next(sizes, "budget"))
-    accuracy = sweep.measure == "accuracy"
-    titles = {"accuracy": "accuracy, in percent", "log_perplexity": "log-perplexity of the full cache's answers"}
+    titles = {
+        "accuracy": "accuracy, in percent",
+        "log_perplexity": "log-perplexity of the full cache's answers",
+        "retention": "tokens held at the end, in percent",
+        "retention_correct": "tokens held at the end of correct answers, in percent",
+    }
+    percent = {"accuracy": "pass@1", "retention": "kept", "retention_correct": "kept if right"}
+    heading = percent.get(sweep.measure)
     result = Table(title=escape(f"{titles.get(sweep.measure, 'perplexity')}: {sweep.subject}"))
-    for name in ("cache", axis, *(["pass@1"] if accuracy else ["nll a token, nats", "perplexity"])):
+    for name in ("cache", axis, *([heading] if heading else ["nll a token, nats", "perplexity"])):
         result.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
     for point, name in zip(sweep.points, method_names(sweep.points, axis), strict=True):
-        scale, digits = (100, 1) if accuracy else (1, 4)
+        scale, digits = (100, 1) if heading else (1, 4)
         measured = f"{scale * point.value:.{digits}f}"
         measured += "" if point.error is None else f" ± {scale * point.error:.{digits}f}"
-        further = [] if accuracy else [f"{math.exp(point.value):.2f}" if point.value < 100 else "–"]
+        further = [] if heading else [f"{math.exp(point.value):.2f}" if point.value < 100 else "–"]
         result.add_row(escape(name), str(point.parameters.get(axis, "–")), measured, *further)
     return result
 

@@ -68,11 +68,97 @@ def _draw_evict_ratio(numbers: Numbers, out: Path) -> None:
     draw_evict_ratios(numbers, out)
 
 
+def _positions(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.analysis.positions import compared_positions
+
+    return compared_positions(
+        [("/".join(source.path.absolute().parts[-2:]), source.named, source.each_trace()) for source in sources]
+    )
+
+
+def _draw_positions(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.positions import draw_positions
+
+    draw_positions(numbers, out)
+
+
+def _kept_heads(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.analysis.kept_heads import kept_heads
+
+    (source,) = sources
+    line, rollout = source.longest() if choice.line is None else (choice.line, source.rollout(choice.line))
+    ids = rollout.prompt_ids + rollout.completion_ids
+    return kept_heads(rollout.trace, ids, source.named, source.strings, line, choice.last)
+
+
+def _draw_kept_heads(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.kept_heads import draw_kept_heads
+
+    draw_kept_heads(numbers, out)
+
+
+def _cloud(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.analysis.cloud import cloud
+
+    (source,) = sources
+    sequences = ((r.prompt_ids + r.completion_ids, r.trace) for r in source.each())
+    return cloud(sequences, source.strings, source.named, choice.layer, choice.head)
+
+
+def _draw_cloud(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.cloud import draw_cloud
+
+    draw_cloud(numbers, out)
+
+
+def _kept_text(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.analysis.kept_text import kept_text
+
+    (source,) = sources
+    line = choice.line or 1
+    rollout = source.rollout(line)
+    ids = rollout.prompt_ids + rollout.completion_ids
+    return kept_text(rollout.trace, ids, source.named, source.strings, line, choice.layer, choice.head)
+
+
+def _draw_kept_text(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.kept_text import draw_kept_text
+
+    draw_kept_text(numbers, out)
+
+
 FIGURES: dict[str, Figure] = {
     "evict_ratio": Figure(
         "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
         _evict_ratio,
         _draw_evict_ratio,
+    ),
+    "positions": Figure(
+        "density of the positions of the tokens held at the end, and their mean, for each source (G-KV figures 7, 17)",
+        _positions,
+        _draw_positions,
+        several=True,
+    ),
+    "kept_heads": Figure(
+        "number of kv heads of each layer that hold each of the last evictable tokens of a sequence (KVpop figures 6, "
+        "9); by default of the longest sequence, and 112 tokens",
+        _kept_heads,
+        _draw_kept_heads,
+        uses=("line", "last"),
+    ),
+    "cloud": Figure(
+        "word cloud of the tokens that one kv head holds at the end, by default head 0 of the last layer (G-KV figure "
+        "20)",
+        _cloud,
+        _draw_cloud,
+        uses=("layer", "head"),
+    ),
+    "kept_text": Figure(
+        "text of a sequence in which the tokens that one kv head holds at the end are marked, by default line 1, and "
+        "head 0 of the last layer (G-KV figures 21 to 24)",
+        _kept_text,
+        _draw_kept_text,
+        uses=("line", "layer", "head"),
     ),
 }
 

@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=file_path,
         help="run, trace file, evaluation, head budgets or bench, or a folder that holds one",
     )
-    examples = "reward, loss, length, retention, token_accuracy, entropy, tokens_per_second"
+    examples = "reward, loss, length, retention, token_accuracy, entropy, kl, eval_reward, tokens_per_second"
     parser.add_argument(
         "--metric",
         help=f"metric to draw: of runs, against the step, {examples}, or any key of metrics.jsonl; of an evaluation, "
-        "accuracy or log_perplexity",
+        "accuracy, log_perplexity, retention or retention_correct",
     )
     parser.add_argument(
         "--axis",

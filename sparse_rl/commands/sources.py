@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,15 +39,31 @@ class Source:
 
         return self.origin.made_by if self.path.is_dir() else read_fingerprint(self.path)
 
+    @property
+    def named(self) -> Mapping[str, str]:
+        """The fingerprint, with a short name of the model, for titles."""
+        from sparse_rl.analysis.evaluation import model_label
+
+        label = model_label(self.origin.model) if self.path.is_dir() else ""
+        return {**self.fingerprint, "model": label} if label else self.fingerprint
+
     @cached_property
     def traces(self) -> Sequence[EvictionTrace]:
+        return list(self.each_trace())
+
+    def each_trace(self) -> Iterator[EvictionTrace]:
+        """Yield all traces. Of a folder, only one file of traces is in memory at a time."""
         from sparse_rl.trace import load_traces
 
-        return [r.trace for r in self.rollouts] if self.path.is_dir() else load_traces(self.path)
+        yield from (r.trace for r in self.each()) if self.path.is_dir() else load_traces(self.path)
 
     @cached_property
     def rollouts(self) -> Sequence[Rollout]:
         """All rollouts of the folder, in the order of their lines."""
+        return list(self.each())
+
+    def each(self) -> Iterator[Rollout]:
+        """Yield all rollouts in the order of their lines. Only one file of traces is in memory at a time."""
         from rollout.files import RolloutFiles
         from sparse_rl.attention.families import cache_shape, windows_of
 
@@ -57,13 +73,20 @@ class Source:
         shape = (0, 0) if config is None else cache_shape(config)[:2]
         files = RolloutFiles(self.path, self.origin)
         windows = () if config is None else windows_of(config)
-        return [r for part in files.parts(*shape, windows) for r in part.rollouts]
+        for part in files.parts(*shape, windows):
+            yield from part.rollouts
 
     def rollout(self, line: int) -> Rollout:
         """Return the rollout on a line of completions.jsonl, counted from 1."""
-        if line > len(self.rollouts):
-            raise UserError(f"{self.path / COMPLETIONS} has only {len(self.rollouts)} lines", "--line")
-        return self.rollouts[line - 1]
+        lines = 0
+        for lines, rollout in enumerate(self.each(), start=1):
+            if lines == line:
+                return rollout
+        raise UserError(f"{self.path / COMPLETIONS} has only {lines} lines", "--line")
+
+    def longest(self) -> tuple[int, Rollout]:
+        """Return the first of the longest rollouts, after its line of completions.jsonl, counted from 1."""
+        return max(enumerate(self.each(), start=1), key=lambda numbered: len(numbered[1].trace))
 
     @cached_property
     def directory(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from sparse_rl.commands.figures import FIGURES
 from sparse_rl.commands.main import main
+from sparse_rl.commands.sources import Source
 
 MORE = {}  # figure -> further arguments of its command
 
@@ -43,6 +44,11 @@ def test_a_figure_is_drawn_with_its_numbers_beside_it(
         (["--figure", "evict_ratio", "--metric", "loss"], "--metric: the figure evict_ratio does not use it"),
         (["--figure", "evict_ratios"], "invalid choice: 'evict_ratios'"),
         (["--figure", "evict_ratio", "--model", "nowhere", "--head", "-1"], "expected a whole number"),
+        (["--figure", "kept_text", "--line", "5"], "--line: "),
+        (["--figure", "kept_heads", "--line", "5"], "completions.jsonl has only 4 lines"),
+        (["--figure", "kept_text", "--layer", "2"], "--layer: the model has the layers 0 to 1"),
+        (["--figure", "cloud", "--head", "2"], "--head: a layer of the model has the kv heads 0 to 1"),
+        (["--figure", "cloud", "--line", "2"], "--line: the figure cloud does not use it"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line(
@@ -56,6 +62,35 @@ def test_wrong_use_is_refused_in_one_line(
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("name", ["kept_heads", "cloud", "kept_text"])
+def test_a_file_of_traces_has_no_tokens(name: str, sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file, *_) = sorted(sampled.glob("traces-*.safetensors"))
+    assert main(["plot", str(file), "--figure", name]) == 2
+    assert "is a file of traces without tokens; name the folder" in capsys.readouterr().err
+
+
+def test_positions_compare_folders_and_files_of_traces(sampled: Path, tmp_path: Path) -> None:
+    """A folder and its file of traces have the same distribution. The file names the model by its fingerprint."""
+    (file, *_) = sorted(sampled.glob("traces-*.safetensors"))
+    out = tmp_path / "positions.png"
+    assert main(["plot", str(sampled), str(file), "--figure", "positions", "--out", str(out)]) == 0
+    numbers = json.loads(out.with_suffix(".json").read_text())
+    ours, theirs = ({key: value for key, value in source.items() if key != "label"} for source in numbers["sources"])
+    assert ours == theirs
+    assert ours["sequences"] == 4
+    assert numbers["models"][0] == "quickstart"
+
+
+def test_a_line_is_found_as_in_the_list_of_rollouts(sampled: Path) -> None:
+    source = Source(sampled)
+    assert [source.rollout(line).completion_ids for line in (1, 4)] == [
+        source.rollouts[place].completion_ids for place in (0, 3)
+    ]
+    line, longest = source.longest()
+    lengths = [len(rollout.trace) for rollout in source.rollouts]
+    assert len(longest.trace) == max(lengths) == lengths[line - 1]
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,31 @@ def test_curves_have_titles_and_labels(
     assert ("bold" in axes.get_xlabel()) == (len(axes.lines) == 2) == (steps >= 10)
 
 
+@pytest.mark.parametrize("metric", ["kl", "entropy", "eval_reward"])
+def test_a_metric_of_two_runs_has_faint_values_and_a_bold_mean(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
+) -> None:
+    """G-KV figures 13 and 14: for each run the logged values, and over them their moving average, in one colour. A
+    metric of validation is logged in few steps.
+    """
+    runs, values = [], [1 / (step + 1) + 0.1 * (step % 2) for step in range(20)]
+    for name in ("sparse", "full"):
+        runs.append(run(tmp_path / name, []))
+        lines = [{"step": 5 * step, metric: value} for step, value in enumerate(values, start=1)]
+        (runs[-1] / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    plot(capsys, *runs, "--metric", metric)
+    (axes,) = figures[0].axes
+    for faint, bold in (axes.lines[:2], axes.lines[2:]):
+        assert faint.get_color() == bold.get_color()
+        assert faint.get_alpha() < 0.5
+        assert bold.get_alpha() is None
+        assert list(faint.get_ydata()) == values
+        assert list(bold.get_ydata()) == curves.smooth(values, 3)
+        assert bold.get_linewidth() > faint.get_linewidth()
+    titles = {"kl": "KL divergence", "entropy": "Entropy", "eval_reward": "Reward on validation problems"}
+    assert axes.get_title(loc="left") == f"{titles[metric]} during training"
+
+
 def test_runs_of_a_single_step_are_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first, second = run(tmp_path / "one", [0.125]), run(tmp_path / "two", [0.5])
     output = plot(capsys, first, second)

@@ -175,7 +175,40 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
         assert picture.stat().st_size
         picture.unlink()
     assert "give a single file" in plot(capsys, file, tmp_path, status=2)
-    assert "has no metric reward; use accuracy or log_perplexity" in plot(capsys, file, "--metric", "reward", status=2)
+    refused = plot(capsys, file, "--metric", "reward", status=2)
+    assert "has no metric reward; use accuracy, log_perplexity, retention, retention_correct" in refused
+
+
+@pytest.mark.parametrize("metric", ["retention", "retention_correct"])
+def test_token_retention_is_drawn_against_the_budget(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G-KV figures 6 and 19. A row without right answers has no point, and a full cache no line. No line has error bars,
+    although the rows have the standard error of their accuracy.
+    """
+    rows = [
+        {**row(policy, 0.5, budget=budget), "standard_error": 0.1, metric: share}
+        for policy, budget, share in [
+            ("gkv", 8, 0.25), ("gkv", 16, 0.5), ("rkv", 8, None), ("rkv", 16, 0.75), ("rkv", 32, 0.875),
+        ]
+    ]  # fmt: skip
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"rows": [*rows, {**row("full", 1.0), metric: 1.0}]}))
+    assert plot(capsys, file, "--metric", metric).strip() == str(tmp_path / f"eval_{metric}.png")
+    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    sweep = read_sweep(file, metric)
+    assert {point.error for point in sweep.points} == {None}
+    figure: Any = plot_sweep(sweep, "unused")
+    (axes,) = figure.axes
+    assert [(8.0, 0.25), (16.0, 0.5)] in lines(axes)
+    assert [(16.0, 0.75), (32.0, 0.875)] in lines(axes)
+    assert {text.get_text() for text in axes.texts} == {"gkv", "rkv"}
+    assert axes.get_title(loc="left").startswith("Token retention")
+    assert axes.get_ylabel().startswith("share of the tokens held at the end")
+    file.write_text(json.dumps({"rows": rows[:1]}))
+    assert "25.0" in plot(capsys, file, "--metric", metric)
+    file.write_text(json.dumps({"rows": [row("gkv", 0.0, budget=8)]}))
+    assert f"no row of {file} has a {metric}" in plot(capsys, file, "--metric", metric, status=2).replace("\n", "")
 
 
 def test_perplexities_are_drawn_or_printed(
