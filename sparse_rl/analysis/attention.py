@@ -65,18 +65,18 @@ def observation_windows(prompt: int, length: int, last: int | None = None) -> li
     return [(fed - i * width, fed - (i - 1) * width) for i in range(WINDOWS, 0, -1)] if width > 0 else []
 
 
-def most_attended(scores: Tensor, held: Tensor) -> Tensor:
-    """Return the tokens with the highest scores, for each share in SHARES: bool [shares, Hkv, N].
+def attended_levels(scores: Tensor, held: Tensor) -> Tensor:
+    """Return the place in SHARES of the smallest set of most attended tokens that has a token: int64 [Hkv, N].
 
-    A set has at least the share of the held tokens, rounded up. Among equal scores, earlier tokens come first.
+    The set of a share of p % has p % of the held tokens, rounded up: those with the highest scores; among equal scores,
+    the earlier tokens. A token that is not held is in no set, and gets len(SHARES).
 
     scores, held : [Hkv, N], and bool [Hkv, N], True for tokens that compete
     """
     order = scores.masked_fill(~held, -1.0).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-    percent = torch.tensor(SHARES)[:, None]
-    sizes = (percent * held.sum(-1) + 99).div(100, rounding_mode="floor")
-    return rank < sizes[..., None]
+    sizes = (held.sum(-1, keepdim=True) * torch.tensor(SHARES) + 99).div(100, rounding_mode="floor")
+    by_rank = torch.searchsorted(sizes, torch.arange(order.shape[-1]).expand_as(order).contiguous(), right=True)
+    return torch.empty_like(order).scatter_(-1, order, by_rank)
 
 
 def overlaps(scores: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
@@ -90,21 +90,31 @@ def overlaps(scores: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
 
     scores, held : for each window, [Hkv, first query of the window]; True for tokens that the first query sees
     """
-    sets = [most_attended(s, h) for s, h in zip(scores, held, strict=True)]
+    levels = [attended_levels(s, h) for s, h in zip(scores, held, strict=True)]
     first = scores[0].shape[-1]
-    common = held[-1][:, :first]
-    shared = [most_attended(s[:, :first], common) for s in scores]
-    rows = [_shared(sets[-1], [one]) for one in sets[:-1]]
-    rows += [_shared(sets[-1], sets[:-1]), _shared(shared[-1], shared[:-1])]
+    common = [attended_levels(s[:, :first], held[-1][:, :first]) for s in scores]
+    rows = [_shared(levels[-1], [one]) for one in levels[:-1]]
+    rows += [_shared(levels[-1], levels[:-1]), _shared(common[-1], common[:-1])]
     return torch.stack(rows)
 
 
-def _shared(chosen: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the share of `chosen` tokens that are in one of `others`, a mean over kv heads: float64 [shares]."""
-    union = torch.zeros_like(chosen)
+def _shared(last: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return the share of the last window's tokens that are also in another window's set: float64 [shares].
+
+    It is a mean over kv heads. The arguments are results of `attended_levels`; `others` may have fewer tokens.
+    """
+    union = torch.full_like(last, len(SHARES))
     for other in others:
-        union[..., : other.shape[-1]] |= other
-    return ((chosen & union).sum(-1) / chosen.sum(-1).double()).nanmean(-1)
+        part = union[:, : other.shape[-1]]
+        torch.minimum(part, other, out=part)
+    return (_set_sizes(torch.maximum(last, union)) / _set_sizes(last)).nanmean(0)
+
+
+def _set_sizes(levels: Tensor) -> Tensor:
+    """Return the number of tokens in the set of each share, float64 [Hkv, shares]."""
+    heads, count = len(levels), len(SHARES) + 1
+    places = (levels + torch.arange(heads)[:, None] * count).flatten()
+    return torch.bincount(places, minlength=heads * count).view(heads, count)[:, :-1].cumsum(-1).double()
 
 
 def overlap_numbers(by_layer: Mapping[int, Sequence[Tensor]], widths: Sequence[int]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 FINEST = 500  # maximum number of cells in a row or column
 CHUNK = 512  # queries at a time
 BORDERS = 4  # minimum number of cells of a page whose borders are drawn
+PALEST = 0.15  # opacity of a cell of which almost all pairs are evicted
 LOWEST = -7  # smallest power of ten on the scale
 GREYS = ListedColormap(plt.get_cmap("Greys")(torch.linspace(0.25, 0.9, 256).numpy()))  # without white
 
@@ -51,6 +52,23 @@ def read_cells(opened: Tensor, closed_at: Tensor, pages: Pages, size: int) -> Te
     return torch.cat(rows)
 
 
+def seen_shares(evict_at: Tensor, size: int) -> Tensor:
+    """Return the share of the pairs of a query and a token up to it that see each other, for each cell: float32 [R, R].
+
+    It is 0 in cells without such pairs. A cell covers `size` queries (rows) and tokens (columns).
+
+    evict_at : int32 [S] of one kv head, for S fed tokens
+    """
+    fed = len(evict_at)
+    token, pad, rows = torch.arange(fed, dtype=torch.int32), -fed % size, []
+    ends = torch.stack([evict_at.clamp(max=fed), torch.full_like(evict_at, fed)])  # of the seen and of all pairs
+    for start in range(0, fed, size):
+        pairs = (ends.clamp(max=start + size) - token.clamp(min=start)).clamp(min=0)
+        seen, possible = F.pad(pairs, (0, pad)).unflatten(1, (-1, size)).sum(-1).float()
+        rows.append(seen / possible.clamp(min=1))
+    return torch.stack(rows)
+
+
 def map_numbers(
     cells: Tensor, trace: EvictionTrace, layer: int, heads: Sequence[int], kv_head: int, size: int
 ) -> dict[str, Any]:
@@ -62,7 +80,8 @@ def map_numbers(
     heads, kv_head : the query heads whose mean the cells show, and their kv head
 
     Returns, besides these, the number of `tokens`; and if pages close in the layer, `pages`: the size of a page, the
-    number of sinks and of closed pages, and `read`, the cells of `read_cells` as strings of 0 and 1.
+    number of sinks and of closed pages, and `read`, the cells of `read_cells` as strings of 0 and 1. If a cell has
+    several tokens, and some are evicted, `seen` has the percentages of `seen_shares`.
     """
     numbers: dict[str, Any] = {
         "layer": layer,
@@ -73,7 +92,11 @@ def map_numbers(
         "cells": [[None if v != v else float(f"{v:.3g}") for v in row] for row in cells.tolist()],
         "note": "",
         "pages": None,
+        "seen": None,
     }
+    evict_at = trace.evict_at[layer, kv_head, : len(trace) - 1]
+    if size > 1 and bool((evict_at < len(trace) - 1).any()):
+        numbers["seen"] = (100 * seen_shares(evict_at, size)).round().int().tolist()
     place, part = trace.global_layers.index(layer), trace.policy_part()
     if "closed_at" not in part.further:
         return numbers | {"note": raw_note(part)}
@@ -93,7 +116,10 @@ def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
     which = f"query head {heads[0]}" if len(heads) == 1 else f"mean of query heads {heads[0]} to {heads[-1]}"
     title = [f"{numbers['model']}, {numbers['policy']}", f"attention in layer {numbers['layer']}, {which}"]
     title += [f"a cell shows the maximum of {size} × {size} queries × tokens"] if size > 1 else []
-    title += ["white below the diagonal: evicted"] if _evicts(cells) else []
+    if numbers["seen"] is not None:
+        title += ["the paler below the diagonal, the more of a cell's pairs are evicted"]
+    elif bool(cells.isnan().tril().any()):
+        title += ["white below the diagonal: evicted"]
     title += [numbers["note"]] if numbers["note"] else []
     figure, axes = new_figure("\n".join(title))
     figure.set_size_inches(7.2, 6.6)
@@ -101,7 +127,8 @@ def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
     end = len(cells) * size - 0.5
     drawn = {"norm": norm, "extent": (-0.5, end, end, -0.5), "interpolation": "nearest"}
     if pages is None:
-        axes.imshow(cells, cmap="viridis_r", **drawn)
+        seen = None if numbers["seen"] is None else torch.tensor(numbers["seen"]) / 100
+        axes.imshow(cells, cmap="viridis_r", alpha=None if seen is None else PALEST + (1 - PALEST) * seen, **drawn)
     else:
         read = torch.tensor([[mark == "1" for mark in row] for row in pages["read"]])
         axes.imshow(cells.where(~read, torch.nan), cmap=GREYS, **drawn)
@@ -128,8 +155,3 @@ def _common(cells: Tensor) -> float:
     """Return a value that 98 % of the drawn cells exceed."""
     drawn = cells[cells > 0]
     return float(drawn.kthvalue(len(drawn) // 50 + 1).values)
-
-
-def _evicts(cells: Tensor) -> bool:
-    """Return True if a cell below the diagonal is empty."""
-    return bool(cells.isnan().tril().any())

@@ -15,8 +15,8 @@ from sparse_rl.analysis import attention
 from sparse_rl.analysis.attention import (
     LEVELS,
     SHARES,
+    attended_levels,
     counted_tokens,
-    most_attended,
     observation_windows,
     overlap_numbers,
     overlaps,
@@ -24,7 +24,7 @@ from sparse_rl.analysis.attention import (
     sparsity,
     sparsity_numbers,
 )
-from sparse_rl.analysis.attention_map import draw_attention, map_numbers, read_cells
+from sparse_rl.analysis.attention_map import draw_attention, map_numbers, read_cells, seen_shares
 from sparse_rl.errors import UserError
 from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.trace import NEVER, EvictionTrace
@@ -77,8 +77,8 @@ def test_windows_that_agree_overlap_wholly_and_windows_that_differ_not_at_all() 
 
 
 def test_earlier_tokens_win_ties() -> None:
-    chosen = most_attended(torch.ones(1, 20), torch.arange(20)[None] >= 10)
-    assert chosen[SHARES.index(20), 0].nonzero()[:, 0].tolist() == [10, 11]
+    levels = attended_levels(torch.ones(1, 20), torch.arange(20)[None] >= 10)
+    assert (levels[0] <= SHARES.index(20)).nonzero()[:, 0].tolist() == [10, 11]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,19 @@ def test_cells_with_read_tokens_equal_a_loop(size: int, monkeypatch: pytest.Monk
     assert np.array_equal(read_cells(opened, closed_at, PAGES, size).numpy(), expected)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_shares_of_seen_pairs_equal_a_loop(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    evict_at = torch.arange(23) + torch.randint(1, 30, (23,), generator=generator)
+    shares = seen_shares(evict_at.int(), size)
+    for i, row in enumerate(shares.tolist()):
+        for j, share in enumerate(row):
+            queries = range(i * size, min((i + 1) * size, 23))
+            pairs = [(q, t) for q in queries for t in range(j * size, min((j + 1) * size, q + 1))]
+            seen = sum(q < int(evict_at[t]) for q, t in pairs)
+            assert share == pytest.approx(seen / len(pairs) if pairs else 0.0, abs=1e-6)
+
+
 def many(layers: int, heads: int) -> dict[str, dict[str, Any]]:
     """Return made numbers of every figure, for so large a model."""
     generator = torch.Generator().manual_seed(0)
@@ -194,10 +207,14 @@ def test_large_models_are_drawn(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("trace", [paged_trace(24, 5), EvictionTrace.dense(1, 1, 24)])
+EVICTED = EvictionTrace((torch.arange(24) + 12).masked_fill(torch.arange(24) > 10, NEVER).int().expand(1, 1, -1))
+
+
+@pytest.mark.parametrize("trace", [paged_trace(24, 5), EvictionTrace.dense(1, 1, 24), EVICTED])
 def test_maps_are_drawn_with_and_without_pages(trace: EvictionTrace, tmp_path: Path) -> None:
-    cells = torch.rand(23, 23).masked_fill(torch.ones(23, 23).triu(1) > 0, math.nan)
-    numbers = map_numbers(cells, trace, 0, [0, 1], 0, 1)
+    cells = torch.rand(12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, math.nan)
+    numbers = map_numbers(cells, trace, 0, [0, 1], 0, 2)
     assert (numbers["pages"] is None) == ("closed_at" not in trace.further)
+    assert (numbers["seen"] is None) == (trace is not EVICTED)
     draw_attention({**WORDS, **numbers, "note": ""}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
