@@ -103,6 +103,18 @@ def new_figure(title: str) -> tuple[Any, Any]:
         return figure, axes
 
 
+def new_grid(title: str, columns: int, widths: Sequence[float] | None = None) -> tuple[Any, Sequence[Any]]:
+    """Return a figure with a row of axes, and the axes. `widths` are relative; None means equal widths."""
+    matplotlib.use("Agg")
+    with plt.rc_context(STYLE):
+        wide, high = STYLE["figure.figsize"]
+        size = (wide if columns == 1 else 1.5 + 3.9 * columns, high)
+        figure, axes = plt.subplots(1, columns, layout="constrained", squeeze=False, figsize=size, width_ratios=widths)
+        lines = [textwrap.fill(line, round(TITLE_WIDTH * size[0] / wide)) for line in title.splitlines()]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
+        return figure, list(axes[0])
+
+
 def whole_steps(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

@@ -62,7 +62,7 @@ def oracle_trace(
     ids = torch.tensor([tokens[:fed]], device=device)
     fed_tensor = torch.tensor([fed], device=device)
     beside = WindowedView.unrecorded(view, teacher.config, fed_tensor, fed, device)
-    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=beside, use_cache=False)
+    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=beside, use_cache=False, logits_to_keep=1)
     evict_at = torch.full((len(view.found), view.found[0].shape[1], len(tokens)), NEVER, dtype=torch.int32)
     for layer, mass in view.found.items():
         decay = None if log_decay is None else log_decay[layer]
@@ -93,13 +93,10 @@ def oracle_recall(
     """
     fed, window, k = len(tokens) - 1, policy.window, policy.k
     best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]
-    query = torch.arange(max(prompt, policy.sinks + window + k), fed)[:, None]
     token = torch.arange(fed)
-    competes = (token >= policy.sinks) & (token <= query - window)
-    held_until = policy_part(trace.sections)["evict_at"]
-    shares = []
-    for layer in range(len(best)):
-        wanted = competes & (query < best[layer, :, None])  # [Hkv, queries, tokens]
-        held = wanted & (query < held_until[layer, :, None, :fed])
-        shares.append(held.sum((1, 2)) / wanted.sum((1, 2)).double())
-    return torch.stack(shares)
+    begin = (token + window).clamp(min=max(prompt, policy.sinks + window + k))  # the first query that counts
+    held_until = policy_part(trace.sections)["evict_at"][..., :fed]
+    # The queries that see a token end once, so numbers of queries suffice: no query needs to be visited.
+    wanted = (best.clamp(max=fed) - begin).clamp(min=0)[..., policy.sinks :]
+    held = (torch.minimum(best, held_until).clamp(max=fed) - begin).clamp(min=0)[..., policy.sinks :]
+    return held.sum(-1) / wanted.sum(-1).double()

@@ -26,7 +26,7 @@ BEGINS = '{"figure":'  # of every file of numbers
 class Choice:
     """Options of `sparse-rl plot` that choose what an analysis looks at; None means the analysis' default.
 
-    layer, head : index of a layer, and of a kv head in it
+    layer, head : index of a layer, and of a kv head in it (of a query head, for the figure `attention`)
     line : line of completions.jsonl, from 1
     last : number of tokens at the end of the sequence
     """
@@ -127,6 +127,54 @@ def _draw_kept_text(numbers: Numbers, out: Path) -> None:
     draw_kept_text(numbers, out)
 
 
+def _overlap(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.commands.attention_figures import overlap
+
+    return overlap(sources[0], choice.line, choice.last)
+
+
+def _draw_overlap(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.attention import draw_overlap
+
+    draw_overlap(numbers, out)
+
+
+def _sparsity(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.commands.attention_figures import sparsity
+
+    return sparsity(sources, choice.line, choice.last)
+
+
+def _draw_sparsity(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.attention import draw_sparsity
+
+    draw_sparsity(numbers, out)
+
+
+def _recall(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.commands.attention_figures import recall
+
+    return recall(sources[0], choice.line)
+
+
+def _draw_recall(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.attention import draw_recall
+
+    draw_recall(numbers, out)
+
+
+def _attention(sources: Sequence[Source], choice: Choice) -> Numbers:
+    from sparse_rl.commands.attention_figures import attention
+
+    return attention(sources[0], choice.line, choice.layer, choice.head)
+
+
+def _draw_attention(numbers: Numbers, out: Path) -> None:
+    from sparse_rl.analysis.attention_map import draw_attention
+
+    draw_attention(numbers, out)
+
+
 FIGURES: dict[str, Figure] = {
     "evict_ratio": Figure(
         "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
@@ -159,6 +207,34 @@ FIGURES: dict[str, Figure] = {
         _kept_text,
         _draw_kept_text,
         uses=("line", "layer", "head"),
+    "overlap": Figure(
+        "overlap of the tokens that the last of 4 windows attends to most with those of the earlier windows, against "
+        "the share of the tokens (G-KV figures 1, 16); the windows have the last 512 tokens together, or half of a "
+        "shorter sequence",
+        _overlap,
+        _draw_overlap,
+        uses=("line", "last"),
+    ),
+    "sparsity": Figure(
+        "share of the tokens whose attention from the last 16 queries is below p x the largest, by layer and source "
+        "(G-KV figure 9); of a full cache the last 512 tokens count, of others the entries held at the end",
+        _sparsity,
+        _draw_sparsity,
+        uses=("line", "last"),
+        several=True,
+    ),
+    "recall": Figure(
+        "share of the full-attention teacher's top k tokens that the cache held, by layer and kv head (KVpop figure 7)",
+        _recall,
+        _draw_recall,
+        uses=("line",),
+    ),
+    "attention": Figure(
+        "map of the attention of one sequence, with evicted tokens and pages (LuKA figure 1), by default of line 1, "
+        "the layer in the middle, and the mean of the query heads of kv head 0; --head is a query head",
+        _attention,
+        _draw_attention,
+        uses=("layer", "head", "line"),
     ),
 }
 

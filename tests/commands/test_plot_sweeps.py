@@ -183,8 +183,8 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
 def test_token_retention_is_drawn_against_the_budget(
     metric: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G-KV figures 6 and 19. A row without right answers has no point, and a full cache no line. No line has error bars,
-    although the rows have the standard error of their accuracy.
+    """G-KV figures 6 and 19. A row without right answers has no point, and a full cache no line. No line has error
+    bars, although the rows have the standard error of their accuracy.
     """
     rows = [
         {**row(policy, 0.5, budget=budget), "standard_error": 0.1, metric: share}

@@ -1,0 +1,157 @@
+"""Numbers of the figures of attention: they need the model, which runs once over each sequence under its trace."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.attended import LayerAttention, attention_cells, cell_size, hand_out, window_scores
+from rollout.engine import Rollout
+from rollout.verify import check_model
+from sparse_rl.analysis import attention as analysis
+from sparse_rl.analysis.attention_map import FINEST, map_numbers
+from sparse_rl.analysis.drawing import policy_words
+from sparse_rl.analysis.heads import protected
+from sparse_rl.attention.oracle import oracle_recall
+from sparse_rl.commands.sources import Source
+from sparse_rl.errors import UserError, one_line
+from sparse_rl.methods.config import KVpopPolicyConfig
+from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
+from sparse_rl.progress import stage
+
+Numbers = dict[str, Any]
+
+
+def _words(source: Source) -> Numbers:
+    """Return the model, the policy's name and the policy in words, for titles."""
+    method, policy = policy_words(source.fingerprint)
+    model = "/".join((source.model_name or source.origin.model).rstrip("/").split("/")[-2:])
+    return {"model": one_line(model, 60), "method": method, "policy": policy}
+
+
+def _chosen(source: Source, line: int | None) -> Sequence[Rollout]:
+    """Return the rollout of a line, or all rollouts if it is None. Raises UserError if they cannot be run again."""
+    chosen = source.rollouts if line is None else [source.rollout(line)]
+    check_model(source.origin, source.config, source.directory)
+    return chosen
+
+
+def _each(source: Source, rollouts: Sequence[Rollout], run: Callable[[Rollout], None]) -> None:
+    with stage("attention", source.path.name, total=len(rollouts), unit="sequence") as row:
+        for rollout in rollouts:
+            run(rollout)
+            row.advance()
+
+
+def overlap(source: Source, line: int | None, last: int | None) -> Numbers:
+    results: dict[int, list[Tensor]] = defaultdict(list)
+    widths: list[int] = []
+
+    def run(rollout: Rollout) -> None:
+        windows = analysis.observation_windows(len(rollout.prompt_ids), len(rollout.trace), last)
+
+        def take(layer: LayerAttention) -> None:
+            scores = [window_scores(layer, *window).cpu() for window in windows]
+            held = [layer.evict_at[:, :first].cpu() > first for first, _ in windows]
+            results[layer.index].append(analysis.overlaps(scores, held))
+
+        if windows:
+            hand_out(source.model, rollout, take)
+            widths.append(windows[0][1] - windows[0][0])
+
+    rollouts = _chosen(source, line)
+    _each(source, rollouts, run)
+    note = analysis.raw_note(rollouts[0].trace)
+    return {**_words(source), "note": note, **analysis.overlap_numbers(results, widths)}
+
+
+def sparsity(sources: Sequence[Source], line: int | None, last: int | None) -> Numbers:
+    return {"levels": list(analysis.LEVELS), "sources": [_sparsity(source, line, last) for source in sources]}
+
+
+def _sparsity(source: Source, line: int | None, last: int | None) -> Numbers:
+    results: dict[int, list[Tensor]] = defaultdict(list)
+    counts: list[float] = []
+
+    def run(rollout: Rollout) -> None:
+        fed, of_layers = len(rollout.trace) - 1, []
+        first = fed - analysis.OBSERVED
+
+        def take(layer: LayerAttention) -> None:
+            counted = analysis.counted_tokens(rollout.trace, layer.index, first, last)
+            results[layer.index].append(analysis.sparsity(window_scores(layer, first, fed).cpu(), counted))
+            of_layers.append(float(counted.sum(-1).double().mean()))
+
+        if first > analysis.OBSERVED:
+            hand_out(source.model, rollout, take)
+            counts.append(sum(of_layers) / len(of_layers))
+
+    rollouts = _chosen(source, line)
+    _each(source, rollouts, run)
+    note = analysis.raw_note(rollouts[0].trace)
+    return {**_words(source), "note": note, **analysis.sparsity_numbers(results, counts)}
+
+
+def recall(source: Source, line: int | None) -> Numbers:
+    policy = _teacher_policy(source)
+    rollouts, scorers = _chosen(source, line), None
+    if policy_words(source.fingerprint)[0] == "kvpop":
+        scorers = getattr(source.model, SCORERS, None)
+    decay = None if scorers is None else torch.stack([scorer.log_decay() for scorer in scorers])
+    recalls: list[Tensor] = []
+
+    def run(rollout: Rollout) -> None:
+        tokens = [*rollout.prompt_ids, *rollout.completion_ids]
+        prompt, trace = len(rollout.prompt_ids), rollout.trace
+        if len(tokens) - 1 > max(prompt, policy.sinks + policy.window + policy.k):
+            recalls.append(oracle_recall(source.model, tokens, prompt, trace, policy, decay))
+
+    _each(source, rollouts, run)
+    numbers = analysis.recall_numbers(recalls, rollouts[0].trace.global_layers)
+    return {**_words(source), "k": policy.k, "sinks": policy.sinks, "window": policy.window, **numbers}
+
+
+def _teacher_policy(source: Source) -> KVpopPolicyConfig:
+    """Return the settings of the best possible cache with the recorded policy's budget, sinks and window."""
+    name, words = policy_words(source.fingerprint)
+    block = {} if name is None else json.loads(source.fingerprint["policy"])
+    budget, (sinks, window) = block.get("budget"), protected(source.fingerprint)
+    if type(budget) is not int:
+        raise UserError(
+            f"{source.path} was sampled under {words}, which has no budget, so there is no top k to compare"
+        )
+    further = {key: block[key] for key in ("decay_every", "state_entries") if name == "kvpop" and key in block}
+    # a query always sees its own token, as with a window of 1
+    return KVpopPolicyConfig(budget=budget, sinks=sinks, window=max(window, 1), **further)
+
+
+def attention(source: Source, line: int | None, layer: int | None, head: int | None) -> Numbers:
+    (rollout,) = _chosen(source, line or 1)
+    layers, size = rollout.trace.global_layers, cell_size(len(rollout.trace) - 1, FINEST)
+    chosen = layers[len(layers) // 2] if layer is None else layer
+    if chosen not in layers:
+        lacks = "has a sliding window" if chosen < rollout.trace.layers else "does not exist"
+        raise UserError(f"layer {chosen} {lacks}; the layers to choose from are {_listed(layers)}", "--layer")
+    query_heads = source.config.num_attention_heads
+    if head is not None and head >= query_heads:
+        raise UserError(f"the model has {query_heads} query heads, numbered from 0", "--head")
+    group = query_heads // rollout.trace.kv_heads
+    heads = range(group) if head is None else [head]
+    cells: list[Tensor] = []
+
+    def take(given: LayerAttention) -> None:
+        if given.index == chosen:
+            cells.append(attention_cells(given, heads, FINEST))
+
+    _each(source, [rollout], lambda rollout: hand_out(source.model, rollout, take))
+    numbers = map_numbers(cells[0], rollout.trace, chosen, heads, heads[0] // group, size)
+    return {**_words(source), "line": line or 1, **numbers}
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return f"0 to {layers[-1]}" if list(layers) == list(range(len(layers))) else ", ".join(map(str, layers))
