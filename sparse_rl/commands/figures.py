@@ -45,6 +45,7 @@ class Figure:
     draw : function (numbers, file of the picture) -> None
     uses : the options of `Choice` that it reads
     several : True if it compares several sources in one picture
+    automatic : True if a report makes it for each folder of rollouts, because it is quick and needs no model
     """
 
     about: str
@@ -52,6 +53,7 @@ class Figure:
     draw: Callable[[Numbers, Path], None]
     uses: tuple[str, ...] = ()
     several: bool = False
+    automatic: bool = False
 
 
 def _evict_ratio(sources: Sequence[Source], choice: Choice) -> Numbers:
@@ -72,6 +74,7 @@ FIGURES: dict[str, Figure] = {
         "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
         _evict_ratio,
         _draw_evict_ratio,
+        automatic=True,
     ),
 }
 
