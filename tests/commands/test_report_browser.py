@@ -109,6 +109,7 @@ def test_colours_say_what_the_trace_says(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page("t", "a", [Section("s", "s", sample("line", data, True))]))
     classes = "[...document.querySelectorAll('.completion .text span')].map(span => span.className)"
     with browser() as tab:
+        tab.resize(1440, 1000)
         tab.open(tmp_path / "page.html")
         tab.run(SHOWN)
         tab.run(DRAWN)
