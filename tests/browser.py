@@ -76,7 +76,7 @@ class Tab:
 @contextmanager
 def browser() -> Iterator[Tab]:
     """Start Chromium, and yield an empty tab. Skips the test if there is no Chromium."""
-    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    program = next((match for name in PROGRAMS if (match := shutil.which(name))), None)
     if program is None:
         pytest.skip("there is no Chromium on this machine, so the page was not opened in a browser")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -85,7 +85,7 @@ def browser() -> Iterator[Tab]:
         assert process.stderr is not None
         try:
             lines = iter(process.stderr.readline, "")
-            address = next(found[0] for line in lines if (found := re.search(r"ws://\S+", line)))
+            address = next(match[0] for line in lines if (match := re.search(r"ws://\S+", line)))
             with connect(address, max_size=None) as socket:
                 yield Tab(socket, _attached(socket))
         finally:

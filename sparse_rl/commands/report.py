@@ -35,16 +35,17 @@ MOST_BYTES = 25_000_000  # larger pages are slow to open; the user is told
 
 
 @dataclass
-class Found:
+class Results:
     """The results below the named folders."""
 
     runs: list[Path] = field(default_factory=list)
     rollouts: list[Path] = field(default_factory=list)
-    results: dict[str, list[Path]] = field(default_factory=dict)  # name of a result file -> the files
+    files: dict[str, list[Path]] = field(default_factory=dict)  # name of a result file -> the files
     figures: list[Path] = field(default_factory=list)  # numbers that `sparse-rl plot --figure` wrote
 
-    def __bool__(self) -> bool:
-        return bool(self.runs or self.rollouts or self.figures or any(self.results.values()))
+    @property
+    def count(self) -> int:
+        return len(self.runs) + len(self.rollouts) + len(self.figures) + sum(map(len, self.files.values()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,31 +61,31 @@ def run(options: argparse.Namespace, session: Session) -> int:
     out = options.out or options.folders[0] / OUT
     if out.is_dir() or out.suffix not in (".html", ".htm"):
         raise UserError(f"{out} is not an HTML file; name one, for example {out / OUT}", "--out")
-    found = find(options.folders)
+    results = find(options.folders)
     quiet_loading(session.verbose)
-    text = write(found, out, ", ".join(map(str, options.folders)), options.completions)
+    text = write(results, out, ", ".join(map(str, options.folders)), options.completions)
     print(f"{out} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
 
 
-def find(folders: Sequence[Path]) -> Found:
+def find(folders: Sequence[Path]) -> Results:
     """Return all results below the folders. Raises UserError if a folder is missing or holds none."""
-    found = Found(results={name: [] for name in (eval.RESULTS, perplexity.RESULTS, bench.RESULTS, budgets.RESULTS)})
+    results = Results(files={name: [] for name in (eval.RESULTS, perplexity.RESULTS, bench.RESULTS, budgets.RESULTS)})
     for folder in folders:
         if not folder.is_dir():
             wrong = f"is a file; name its folder, {folder.parent}" if folder.exists() else "does not exist"
             raise UserError(f"{folder} {wrong}")
-        before = len(found.runs) + len(found.rollouts) + len(found.figures) + sum(map(len, found.results.values()))
-        found.runs += runs_below(folder)
-        found.rollouts += sorted(file.parent for file in folder.rglob(ORIGIN))
-        for name, files in found.results.items():
+        before = results.count
+        results.runs += runs_below(folder)
+        results.rollouts += sorted(file.parent for file in folder.rglob(ORIGIN))
+        for name, files in results.files.items():
             files += sorted(folder.rglob(name))
-        found.figures += sorted(file for name in FIGURES for file in folder.rglob(f"{name}*.json") if _is_figure(file))
-        after = len(found.runs) + len(found.rollouts) + len(found.figures) + sum(map(len, found.results.values()))
-        if after == before:
-            kinds = f"{METRICS_FILE}, {ORIGIN}, {', '.join(found.results)}"
+        written = (file for name in FIGURES for file in folder.rglob(f"{name}*.json"))
+        results.figures += sorted(file for file in written if _is_figure(file))
+        if results.count == before:
+            kinds = f"{METRICS_FILE}, {ORIGIN}, {', '.join(results.files)}"
             raise UserError(f"{folder} holds no results: there is none of {kinds} in it or below it")
-    return found
+    return results
 
 
 def _is_figure(file: Path) -> bool:
@@ -94,12 +95,12 @@ def _is_figure(file: Path) -> bool:
         return False
 
 
-def write(found: Found, out: Path, subject: str, completions: int = SHOWN) -> str:
+def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -> str:
     """Write the report to `out`, and return its text."""
     from sparse_rl.analysis.report.page import page
 
     with tempfile.TemporaryDirectory() as pictures:
-        sections = parts(found, Path(pictures), completions)
+        sections = parts(results, Path(pictures), completions)
         about = f"Written by sparse-rl report on {datetime.date.today().isoformat()}. Everything is in this file."
         text = page(f"Report of {subject}", about, sections)
     if len(text) > MOST_BYTES:
@@ -111,21 +112,21 @@ def write(found: Found, out: Path, subject: str, completions: int = SHOWN) -> st
     return text
 
 
-def parts(found: Found, folder: Path, completions: int) -> list[Section]:
+def parts(results: Results, folder: Path, completions: int) -> list[Section]:
     """Return the sections of the page. Pictures are written to `folder`. Sections without data are empty."""
     from sparse_rl.analysis.report import runs as of_runs
     from sparse_rl.analysis.report.page import Section
 
-    runs = described(found.runs)
+    runs = described(results.runs)
     return [
         Section("runs", "Runs", of_runs.settings(runs) if runs else ""),
-        Section("accuracy", "Accuracy", accuracy(found, runs, folder)),
+        Section("accuracy", "Accuracy", accuracy(results, runs, folder)),
         Section("learning", "Learning curves", of_runs.curves(runs, "learning", folder)),
         Section("replay", "Sampler and trainer", of_runs.gaps(runs, folder)),
         Section("lengths", "Retention and lengths", of_runs.curves(runs, "lengths", folder)),
-        Section("analyses", "Analyses", analyses(found, folder)),
-        Section("completions", "Completions and their cache", samples(found, completions)),
-        Section("timing", "Timing", timing(found, folder)),
+        Section("analyses", "Analyses", analyses(results, folder)),
+        Section("completions", "Completions and their cache", samples(results, completions)),
+        Section("timing", "Timing", timing(results, folder)),
     ]
 
 
@@ -145,19 +146,19 @@ def described(folders: Sequence[Path]) -> list[Any]:
     return runs
 
 
-def accuracy(found: Found, runs: Sequence[Run], folder: Path) -> str:
+def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
     """Return tables and pictures of evaluations and perplexities."""
     from sparse_rl.analysis.evaluation import accuracy_table
     from sparse_rl.analysis.report.page import heading, picture, pictures
     from sparse_rl.analysis.report.tables import from_terminal
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 
-    rows = [row for file in found.results[eval.RESULTS] for row in eval_rows(file)]
+    rows = [row for file in results.files[eval.RESULTS] for row in eval_rows(file)]
     drawn = trainings_picture(rows, runs, folder / "trainings.png")
     made = [pictures([drawn])] if drawn else []
     if rows:
         made.append(from_terminal(accuracy_table(rows)))
-    for number, file in enumerate([*found.results[eval.RESULTS], *found.results[perplexity.RESULTS]]):
+    for number, file in enumerate([*results.files[eval.RESULTS], *results.files[perplexity.RESULTS]]):
         try:
             sweep = read_sweep(file)
         except UserError as error:
@@ -212,7 +213,7 @@ def trainings_picture(rows: Sequence[Any], runs: Sequence[Run], out: Path) -> st
     return picture(plot_accuracy(methods, out, title, of_method), about)
 
 
-def analyses(found: Found, folder: Path) -> str:
+def analyses(results: Results, folder: Path) -> str:
     """Return the pictures of analyses: those that were written by `sparse-rl plot --figure`, and, for each folder of
     rollouts, those that need no model.
     """
@@ -225,12 +226,12 @@ def analyses(found: Found, folder: Path) -> str:
         FIGURES[name].draw(numbers, file)
         made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about}"))
 
-    for file in found.figures:
+    for file in results.figures:
         numbers = json.loads(read_text(file))
         add(numbers.pop("figure"), numbers, str(file.parent))
-    for place in found.rollouts:
+    for place in results.rollouts:
         source = Source(place)
-        written = {json.loads(read_text(file))["figure"] for file in found.figures if file.parent == place}
+        written = {json.loads(read_text(file))["figure"] for file in results.figures if file.parent == place}
         for name in (name for name, figure in FIGURES.items() if figure.automatic and name not in written):
             try:
                 add(name, FIGURES[name].compute([source], Choice()), str(place))
@@ -239,13 +240,13 @@ def analyses(found: Found, folder: Path) -> str:
     return "".join(heading(place) + pictures(drawn) for place, drawn in made.items())
 
 
-def samples(found: Found, count: int) -> str:
+def samples(results: Results, count: int) -> str:
     """Return the coloured completions of each folder of rollouts, the first one opened."""
     from sparse_rl.analysis.report.completion import packed
     from sparse_rl.analysis.report.page import heading, note, sample
 
     made = []
-    for place in found.rollouts:
+    for place in results.rollouts:
         source = Source(place)
         if not source.origin.evicts:
             continue
@@ -263,14 +264,14 @@ def samples(found: Found, count: int) -> str:
     return note(about) + "".join(made) if made else ""
 
 
-def timing(found: Found, folder: Path) -> str:
+def timing(results: Results, folder: Path) -> str:
     """Return the tables and pictures of `sparse-rl bench`."""
     from sparse_rl.analysis.report.page import heading, picture, pictures
     from sparse_rl.analysis.report.tables import from_terminal
     from sparse_rl.analysis.timing import plot_timing, timing_tables
 
     made = []
-    for number, file in enumerate(found.results[bench.RESULTS]):
+    for number, file in enumerate(results.files[bench.RESULTS]):
         content = json.loads(read_text(file))
         drawn = picture(plot_timing(content, folder / f"bench{number}.png"), f"Times of {file.parent}.")
         tables = [from_terminal(table, str(file)) for table in timing_tables(content)]
