@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -60,6 +61,44 @@ def plot_metric(
     whole_steps(axes)
     bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""
     axes.set(xlabel=f"training step{bold}", ylabel=one_line(label, 60))
+    return save_figure(figure, out)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed. method : its name in drawing.COLOURS, None if unknown"""
+
+    name: str
+    folders: Sequence[Path]
+    method: str | None
+
+
+def plot_groups(groups: Sequence[Group], out: str | Path, metric: str, title: str = "") -> Path:
+    """Draw a metric against the step, with one line for each group: the mean over its runs, as a moving average, and a
+    band from the smallest to the largest value of its runs. Only steps that all of its runs logged are drawn.
+
+    metric : name in METRICS, or key of metrics.jsonl
+    """
+    key, label = METRICS.get(metric, (metric, metric))
+    word = metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60)
+    figure, axes = new_figure(title or f"{word} during training")
+    ends = []
+    for colour, group in zip(method_colours([group.method for group in groups]), groups, strict=True):
+        series = [dict(points) for folder in group.folders if (points := _series(folder, key))]
+        steps = sorted(set.intersection(*map(set, series)))
+        span = max(1, round(SMOOTHING * len(steps)))
+        lines = [smooth([points[step] for step in steps], span) for points in series]
+        mean = [sum(values) / len(values) for values in zip(*lines, strict=True)]
+        axes.plot(steps, mean, color=colour, marker="o" if len(steps) == 1 else None)
+        if len(lines) > 1:
+            low, high = ([choose(values) for values in zip(*lines, strict=True)] for choose in (min, max))
+            axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        elif lines[0] != [series[0][step] for step in steps]:
+            axes.plot(steps, [series[0][step] for step in steps], color=colour, alpha=0.25, linewidth=1)
+        ends.append((steps[-1], mean[-1], group.name, colour))
+    label_ends(axes, ends)
+    whole_steps(axes)
+    axes.set(xlabel=f"training step (bold: mean over {SMOOTHING:.0%} of the run)", ylabel=one_line(label, 60))
     return save_figure(figure, out)
 
 

@@ -46,6 +46,7 @@ class Figure:
     draw : function (numbers, file of the picture) -> None
     uses : the options of `Choice` that it reads
     several : True if it compares several sources in one picture
+    automatic : True if a report makes it for each folder of rollouts, because it is quick and needs no model
     """
 
     about: str
@@ -53,6 +54,7 @@ class Figure:
     draw: Callable[[Numbers, Path], None]
     uses: tuple[str, ...] = ()
     several: bool = False
+    automatic: bool = False
 
 
 def _evict_ratio(sources: Sequence[Source], choice: Choice) -> Numbers:
@@ -180,6 +182,7 @@ FIGURES: dict[str, Figure] = {
         "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
         _evict_ratio,
         _draw_evict_ratio,
+        automatic=True,
     ),
     "positions": Figure(
         "density of the positions of the tokens held at the end, and their mean, for each source (G-KV figures 7, 17)",

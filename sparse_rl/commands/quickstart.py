@@ -6,7 +6,7 @@ It uses the same commands, kinds of recipe, engine and trainer as a run with a 7
    but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
 2. for each seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
 3. evaluate all models under eviction and with a full cache, on problems used neither in training nor in calibration;
-4. write results.json and three pictures, and print one table.
+4. write results.json, three pictures and a report, and print one table.
 
 With `--scratch`, a tiny model is first trained for each seed (recipes/quickstart/sft.yaml), and its budget is
 calibrated: the smallest budget that lowers the accuracy but leaves enough correct completions to learn from.
@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.config import ENGINES
+from sparse_rl.commands import report as html
 from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import StoppedError
@@ -60,6 +61,7 @@ DRAWN_AS = {  # name -> method in COLOURS that defines the colour (sparse_rl/ana
     "rl_mismatch": "mismatched",
 }
 SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> its label
+ROLLOUTS = "rollouts"  # folder of the completions that the report shows
 NEWS_SECONDS = 20  # seconds between two progress lines of a running stage
 console = Console(highlight=False, soft_wrap=True)
 
@@ -201,6 +203,13 @@ class Quickstart:
         self.train(f"seed {seed}: {LABELS[name]}", folder, recipe, seed, engine, f"model={start.model}", *budget)
         return self.row(name, seed, start, folder)
 
+    def sample(self, seed: int, budget: int) -> None:
+        """Sample some completions from the model of RL-Sparse, which the report shows with their cache."""
+        model, folder = self.out / f"seed{seed}" / METHODS["rl_sparse"], self.out / ROLLOUTS
+        overrides = [f"model={model}", f"cache.budget={budget}", f"rollout.engine={self.engine}", "num_generations=2"]
+        command = ["rollout", "quickstart/grpo", *overrides, "--problems", "8", "--out", str(folder)]
+        self.stages.run("sampling for the report", folder, command)
+
     def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
         """Return the rows of results.json. Without `scratch`, all seeds share one start, which is evaluated once."""
         with ThreadPoolExecutor(len(seeds) * (len(METHODS) + 1)) as pool:
@@ -214,6 +223,7 @@ class Quickstart:
             trained = [pool.submit(self.method, name, seed, starts[seed]) for seed in seeds for name in METHODS]
             before = [job.result() for job in begun]
             rows = [job.result() for job in trained]
+        self.sample(seeds[0], starts[seeds[0]].budget)
         return [*(before if scratch else ({**before[0], "seed": seed} for seed in seeds)), *rows]
 
 
@@ -345,10 +355,13 @@ def run(options: argparse.Namespace, session: Session) -> int:
     slots = f"{options.engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     seeds = list(dict.fromkeys(options.seeds))
-    for folder in [options.out / "eval_before_rl", *(options.out / f"seed{seed}" for seed in seeds)]:
-        shutil.rmtree(folder, ignore_errors=True)
-    stages = len(seeds) * 2 * len(METHODS) + (len(seeds) * 3 if options.scratch else 1)
+    for name in ["eval_before_rl", ROLLOUTS, *(f"seed{seed}" for seed in seeds)]:
+        shutil.rmtree(options.out / name, ignore_errors=True)
+    stages = len(seeds) * 2 * len(METHODS) + (len(seeds) * 3 if options.scratch else 1) + 1
     with stage("quickstart") as shown:
         rows = Quickstart(options.out, Stages(options.slots, shown, stages), options.engine).run(seeds, options.scratch)
     report(rows, options.out, time.monotonic() - start, options.engine)
+    page = options.out / html.OUT
+    html.write(html.find([options.out]), page, str(options.out))
+    console.print(f"Open {page} in a browser: all results in one page, and completions with the cache that they had.")
     return 0

@@ -48,6 +48,7 @@ OVERRIDES = {
     "sparse-rl train RECIPE --resume": [],
     "sparse-rl serve": None,  # tests/vllm_engine/test_serve.py
     "sparse-rl plot": [],
+    "sparse-rl report": [],
     "sparse-rl perplexity eval/pg19": [
         "model=quickstart/model", "dtype=float32", "rollout.engine=hf", "prompt_tokens=16", "completion_tokens=16",
         "sweep.cache.fraction=[0.5]",

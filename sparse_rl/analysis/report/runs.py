@@ -1,0 +1,170 @@
+"""The parts of a report about training runs: their settings, learning curves, gaps, and lengths."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.analysis.curves import Group, has_line, logged_metrics, plot_gap, plot_groups
+from sparse_rl.analysis.report.page import folded, note, picture, pictures, source, table
+from sparse_rl.metrics import read_metrics
+
+CURVES = {  # section -> metrics that it draws, with a sentence about each
+    "learning": {
+        "reward": "Mean reward of the sampled completions against the training step.",
+        "eval_reward": "Mean reward on held-out problems, under the cache of the run.",
+        "loss": "Loss against the training step.",
+        "kl": "KL divergence between teacher and student per token, in nats.",
+        "token_accuracy": "Share of the tokens that the model ranks first.",
+        "entropy": "Entropy of the next token, in nats.",
+    },
+    "lengths": {
+        "retention": "Share of a sequence's tokens that the cache holds at the end.",
+        "length": "Mean length of a completion, in tokens.",
+        "completions/clipped_ratio": "Share of completions that were cut off.",
+    },
+}
+FAR = 0.1  # nats; a larger gap is no rounding
+RATIOS = ("ratio/p5", "ratio/mean", "ratio/p95", "ratio/max", "ratio/clipped")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory. label : its name in the report;  method : its name in the table of colours, or None"""
+
+    label: str
+    folder: Path
+    recipe: Mapping[str, Any]
+    text: str
+    method: str | None
+
+    @property
+    def settings(self) -> str:
+        """The recipe as JSON, without the differences between seeds: seeds, and folders that are named after them."""
+        shared = {key: value for key, value in self.recipe.items() if key not in ("seed", "output_dir")}
+        text = json.dumps([self.folder.name, shared], sort_keys=True, default=str)
+        return re.sub(r'(?<="seed": )\d+|(?<=seed)[-_]?\d+', "", text)
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Group the runs that differ in nothing but their seed; a group is one line of a picture."""
+    of_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        of_settings.setdefault(run.settings, []).append(run)
+    made = []
+    for some in of_settings.values():
+        name = some[0].label
+        if len(some) > 1:
+            name = f"{some[0].folder.name} ({len(some)} seeds)"
+        made.append(Group(name, [run.folder for run in some], some[0].method))
+    names = [group.name for group in made]
+    return [
+        group if names.count(group.name) == 1 else Group(some[0].label, group.folders, group.method)
+        for group, some in zip(made, of_settings.values(), strict=True)
+    ]
+
+
+def settings(runs: Sequence[Run]) -> str:
+    """Return a table of the runs, and the recipe of each."""
+    costs = ["seconds a step", "cache held", "full cache"]
+    headings = ["run", "kind", "model", "cache", "engine", "seed", "steps", "last reward", *costs]
+    rows = []
+    for run in runs:
+        recipe, log = run.recipe, read_metrics(run.folder)
+        cache = dict(recipe.get("cache") or {})
+        policy = " ".join(str(cache[key]) for key in ("policy", "budget") if key in cache)
+        trained = f"{policy}; trained under full attention" if run.method == "mismatched" else policy
+        rewards = [line["reward"] for line in log if "reward" in line]
+        engine = (recipe.get("rollout") or {}).get("engine")
+        rows.append(
+            [
+                *(run.label, recipe.get("kind"), recipe.get("model"), trained or None, engine, recipe.get("seed")),
+                max((line["step"] for line in log), default=None),
+                f"{rewards[-1]:.3f}" if rewards else None,
+                *_costs(log),
+            ]
+        )
+    text = ["run", "kind", "model", "cache", "engine"]
+    return table(headings, rows, "runs", text) + "".join(
+        folded(f"recipe of {run.label}", source(run.text, f"recipe of {run.label}")) for run in runs
+    )
+
+
+def _costs(log: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Return the means over a log: seconds of a step, and bytes of keys and values at their peak, held and in full."""
+    seconds = [line["step_time"] for line in log if line.get("step_time") is not None]
+    cells = [f"{_mean(seconds):.2f}" if seconds else None]
+    for name in ("cache/bytes_held", "cache/bytes_full"):
+        sizes = [line[name] for line in log if line.get(name) is not None]
+        cells.append(f"{_mean(sizes) / 1e6:,.1f} MB" if sizes else None)
+    return cells
+
+
+def curves(runs: Sequence[Run], section: str, folder: Path) -> str:
+    """Return the pictures of a section of CURVES. Pictures are written to `folder`."""
+    parts = []
+    kinds = list(dict.fromkeys(run.recipe.get("kind") for run in runs))  # their steps and losses do not compare
+    for kind in kinds:
+        of_kind = [run for run in runs if run.recipe.get("kind") == kind]
+        rewarded = any(_has(run.folder, "reward") for run in of_kind)
+        for metric, about in CURVES[section].items():
+            drawn = {run.label: run.folder for run in of_kind if _has(run.folder, metric)}
+            if not drawn or not has_line(drawn, metric) or (metric == "loss" and rewarded):
+                continue
+            shown = [group for group in groups(of_kind) if any(_has(one, metric) for one in group.folders)]
+            if any(len(group.folders) > 1 for group in shown):
+                about += " A band spans the seeds of a line, from the smallest value to the largest."
+            if len(kinds) > 1:
+                about = f"Runs of kind {kind}. {about}"
+            file = folder / f"{kind}_{metric.replace('/', '_')}.png"
+            parts.append(picture(plot_groups(shown, file, metric), about))
+    return pictures(parts)
+
+
+def _has(folder: Path, metric: str) -> bool:
+    from sparse_rl.analysis.curves import METRICS
+
+    return METRICS.get(metric, (metric, ""))[0] in logged_metrics(folder)
+
+
+def gaps(runs: Sequence[Run], folder: Path) -> str:
+    """Return the gap between trainer and sampler, and the importance ratios."""
+    replayed = [run for run in runs if "replay/gap_max" in logged_metrics(run.folder)]
+    if not replayed:
+        return ""
+    rows = []
+    for run in replayed:
+        log = read_metrics(run.folder)
+        largest = max(line["replay/gap_max"] for line in log if line.get("replay/gap_max") is not None)
+        ends = [_mean([line[name] for line in log if line.get(name) is not None]) for name in RATIOS[:-1]]
+        clipped = _mean([line[RATIOS[-1]] for line in log if line.get(RATIOS[-1]) is not None])
+        rows.append([run.label, f"{largest:.1e}", *(f"{x:.4g}" for x in ends), f"{clipped:.2%}"])
+    headings = ["run", "largest gap (nats)", "ratio: 5th percentile", "mean", "95th percentile", "largest", "clipped"]
+    about = (
+        "The gap is |log p(trainer) − log p(sampler)| of a sampled token. Under replay it is rounding alone. The ratio "
+        "is p(trainer) / p(sampler) before clipping; its numbers are means over the run."
+    )
+    lines = groups(replayed)
+    of_method = {group.name: group.method for group in lines}
+    drawn = {group.name: group.folders[0] for group in lines}
+    shown = ""
+    if has_line(drawn, "replay/gap_mean"):
+        file = plot_gap(drawn, folder / "gap.png", method_of=of_method)
+        shown = pictures(
+            [picture(file, "Gap against the training step, of the first seed: mean (solid) and largest (dotted).")]
+        )
+    far = [run.label for run, row in zip(replayed, rows, strict=True) if float(row[1]) > FAR]
+    if far:
+        about += (
+            f" {', '.join(far)}: the trainer computed other probabilities than the sampler, because it trained under "
+            "an attention that the sampler did not have."
+        )
+    return note(about) + table(headings, rows, "gaps and ratios", ["run"]) + shown
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,147 @@
+"""`sparse-rl report`: one page about results, without network. Sections without data are absent; wrong use is
+one line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_rl.analysis.report.completion import packed
+from sparse_rl.analysis.report.page import Section, page, sample, table
+from sparse_rl.commands.main import main
+from sparse_rl.trace import NEVER, EvictionTrace
+
+SECTIONS = ("runs", "accuracy", "learning", "replay", "lengths", "analyses", "completions", "timing")
+
+
+class Outline(HTMLParser):
+    """The ids of a page's sections, and everything that the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sections: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "section":
+            self.sections.append(str(values["id"]))
+        self.loaded += [str(values[name]) for name in ("src", "href") if values.get(name)]
+
+
+def write_run(folder: Path, seed: int, gap: float, reward: float) -> None:
+    folder.mkdir(parents=True)
+    mismatched = "full" if gap > 1 else "replay"
+    lines = [
+        {"step": step, "reward": reward * step / 4, "replay/gap_mean": gap / 9, "replay/gap_max": gap, "step_time": 2.0,
+         "ratio/p5": 0.9, "ratio/mean": 1.0, "ratio/p95": 1.1, "ratio/max": 3.0, "ratio/clipped": 0.25,
+         "cache/retention": 0.5, "cache/bytes_held": 2e6, "cache/bytes_full": 8e6, "completions/mean_length": 90.0}
+        for step in range(1, 5)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text(
+        f"kind: grpo\nmodel: m\nseed: {seed}\noutput_dir: {folder}\ntrain_attention: {mismatched}\n"
+        "cache: {policy: streaming, budget: 40}\n"
+    )
+
+
+def test_a_page_has_the_sections_that_have_data_and_loads_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sections follow from the files. Two seeds of one training are one line. Every picture is part of the file."""
+    for seed in (0, 1):
+        write_run(tmp_path / f"seed{seed}" / "sparse", seed, 1e-6, 0.9)
+        write_run(tmp_path / f"seed{seed}" / "mismatched", seed, 21.0, 0.5)
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    outline = Outline(text)
+    assert outline.sections == ["runs", "learning", "replay", "lengths"]
+    assert all(link.startswith(("data:", "#")) for link in outline.loaded)
+    assert "seed0/mismatched, seed1/mismatched: the trainer computed other probabilities than the sampler" in text
+    assert "sparse, " not in re.search(r"<p class=\"note\">The gap is.*?</p>", text)[0]
+    assert "2.0 MB" in text
+    assert "A band spans the seeds of a line" in text
+
+
+def test_codes_of_a_completion_give_back_its_evictions() -> None:
+    """A plain decoder, which follows the comment in completion.py, finds each token's eviction time."""
+    generator = torch.Generator().manual_seed(0)
+    for length, layers in ((12, 2), (700, 3)):
+        later = torch.randint(1, length, (layers, 2, length), generator=generator)
+        never = torch.rand(layers, 2, length, generator=generator) < 0.4
+        trace = EvictionTrace.recorded((torch.arange(length) + later).masked_fill(never, NEVER))
+        data = packed(trace, ["a"] * length, 3)
+        planes = np.frombuffer(zlib.decompress(base64.b64decode(data["codes"])), dtype=np.uint8).astype(np.int64)
+        count = layers * 2 * length
+        assert len(planes) == count * (2 if data["wide"] else 1)
+        codes = planes[:count] + (planes[count:] << 8 if data["wide"] else 0)
+        times = [NEVER, *data["times"]]
+        assert [times[code] for code in codes] == trace.evict_at.flatten().tolist()
+    assert data["wide"], "more than 255 eviction times need two bytes"
+
+
+def test_layers_with_a_sliding_window_are_left_out() -> None:
+    trace = EvictionTrace.dense(2, 2, 9).beside_windows([0, 4, 0])
+    assert packed(trace, ["a"] * 9, 3)["layers"] == [0, 2]
+
+
+def test_text_is_escaped() -> None:
+    """Tokens, titles and cells may hold any text, also the end of a script."""
+    nasty = "</script><script>alert(1)</script>&\"'"
+    data = packed(EvictionTrace.dense(1, 1, 3), [nasty] * 3, 1)
+    text = page(nasty, nasty, [Section("a", nasty, table([nasty], [[nasty]], nasty) + sample(nasty, data, True))])
+    assert "<script>alert" not in text
+    (content,) = re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
+    assert json.loads(content)["tokens"] == [nasty] * 3
+
+
+def test_completions_and_analyses_come_from_rollouts(tmp_path: Path) -> None:
+    cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
+    command = ["rollout", "quickstart/grpo", "model=quickstart/model", cache, "max_completion_length=40"]
+    assert main([*command, "num_generations=2", "--problems", "2", "--out", str(tmp_path / "rollouts")]) == 0
+    assert main(["report", str(tmp_path), "--completions", "2", "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert Outline(text).sections == ["analyses", "completions"]
+    assert text.count('<details class="sample"') == 2
+    assert text.count('<details class="sample" open') == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["."], ". holds no results: there is none of metrics.jsonl, rollouts.json"),
+        (["file.txt"], "file.txt is a file; name its folder, ."),
+        ([".", "--out", "page.pdf"], "--out: page.pdf is not an HTML file"),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").touch()
+    assert main(["report", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_damaged_results_are_left_out_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", 0, 1e-6, 0.9)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.json").write_text('{"rows": [{"model": 1}]}')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "eval.json is left out" in capsys.readouterr().err
+    assert Outline((tmp_path / "report.html").read_text()).sections == ["runs", "learning", "replay", "lengths"]
