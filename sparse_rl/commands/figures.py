@@ -189,6 +189,7 @@ FIGURES: dict[str, Figure] = {
         _positions,
         _draw_positions,
         several=True,
+        automatic=True,
     ),
     "kept_heads": Figure(
         "number of kv heads of each layer that hold each of the last evictable tokens of a sequence (KVpop figures 6, "
@@ -196,6 +197,7 @@ FIGURES: dict[str, Figure] = {
         _kept_heads,
         _draw_kept_heads,
         uses=("line", "last"),
+        automatic=True,
     ),
     "cloud": Figure(
         "word cloud of the tokens that one kv head holds at the end, by default head 0 of the last layer (G-KV figure "
@@ -203,6 +205,7 @@ FIGURES: dict[str, Figure] = {
         _cloud,
         _draw_cloud,
         uses=("layer", "head"),
+        automatic=True,
     ),
     "kept_text": Figure(
         "text of a sequence in which the tokens that one kv head holds at the end are marked, by default line 1, and "
@@ -210,6 +213,7 @@ FIGURES: dict[str, Figure] = {
         _kept_text,
         _draw_kept_text,
         uses=("line", "layer", "head"),
+    ),
     "overlap": Figure(
         "overlap of the tokens that the last of 4 windows attends to most with those of the earlier windows, against "
         "the share of the tokens (G-KV figures 1, 16); the windows have the last 512 tokens together, or half of a "
