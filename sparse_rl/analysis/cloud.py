@@ -136,8 +136,8 @@ def draw_cloud(numbers: Mapping[str, Any], out: Path) -> None:
     title = f"{numbers['subject']}: tokens held at the end"
     title += f"\nlayer {numbers['layer']}, kv head {numbers['head']}; {sequences:,} sequence{'s' * (sequences > 1)}"
     title += f"; size by count (largest {largest:,})"
-    remarks = [f"the {len(words)} most frequent of {kinds:,} kinds"] if kinds > len(words) else []
-    remarks += [f"{left_out:,} tokens without whole characters are left out"] if left_out else []
+    remarks = [f"{len(words)} most frequent of {kinds:,} kinds"] if kinds > len(words) else []
+    remarks += [f"{left_out:,} without text left out"] if left_out else []
     title += f"\n{'; '.join(remarks)}" if remarks else ""
     figure, axes = new_figure(title)
     shares = [word["kept"] / word["total"] for word in words]

@@ -18,7 +18,8 @@ from sparse_rl.trace import EvictionTrace
 LAST = 112  # tokens, as in the paper
 MOST_COLUMNS = 160  # with more tokens, a column of the map covers several
 LONGEST = 14  # characters of a token that are shown
-CELL, CHARACTER = 0.115, 0.056  # width of a column, and of a character below it, in inches
+CELL = 0.115  # width of a column in inches
+FEW = 36  # columns, which have space for larger texts
 
 
 def evictable(trace: EvictionTrace, fingerprint: Mapping[str, str]) -> tuple[int, int]:
@@ -91,7 +92,8 @@ def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
     title += f"; a column is the mean over {group} tokens" if group > 1 else ""
     figure, axes = new_figure(title)
     rows = min(max(0.15 * len(layers), 1.2), 9.0)
-    labels = CHARACTER * max(map(len, texts), default=2) + 0.1
+    points = 9.0 if len(texts) <= FEW else 6.5
+    labels = points / 115 * max(map(len, texts), default=2) + 0.1  # inches
     figure.set_size_inches(max(7.2, 1.9 + CELL * values.shape[1]), 1.4 + rows + labels)
     edges = (first - 0.5, first + group * values.shape[1] - 0.5, len(layers) - 0.5, -0.5)
     style: Any = {"cmap": "viridis_r", "vmin": 0, "vmax": heads, "aspect": "auto", "interpolation": "nearest"}
@@ -101,7 +103,7 @@ def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
     stride = -(-len(layers) // (2 * MOST_TICKS))
     axes.set_yticks(range(0, len(layers), stride), [str(layer) for layer in layers[::stride]], fontsize=8)
     if texts:
-        style = {"rotation": 90, "fontsize": 6.5, "family": FONT, "parse_math": False}
+        style = {"rotation": 90, "fontsize": points, "family": FONT, "parse_math": False}
         axes.set_xticks(range(first, end), texts, **style)
         axes.tick_params(axis="x", length=1.5, pad=1)
     else:

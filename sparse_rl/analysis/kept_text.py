@@ -92,8 +92,9 @@ def draw_kept_text(numbers: Mapping[str, Any], out: Path) -> None:
     """Draw the text with a colour behind each token that is held. Of a long text, the middle is left out."""
     token_states = states(numbers)
     rows = shortened(rows_of_text(numbers["tokens"], token_states, COLUMNS), MOST_ROWS)
-    title = f"{numbers['subject']}: tokens held at the end, by layer {numbers['layer']}, kv head {numbers['head']}"
-    title += f"\nline {numbers['line']} of completions.jsonl, with its prompt; {BREAK}: line break"
+    title = f"{numbers['subject']}: tokens held at the end"
+    title += f"\nlayer {numbers['layer']}, kv head {numbers['head']}; line {numbers['line']}, with its prompt"
+    title += f" ({BREAK}: line break)"
     figure, axes = new_figure(title)
     figure.set_layout_engine("none")
     lines, margin, bottom = axes.get_title(loc="left").count("\n") + 1, 0.15, 0.45
@@ -115,8 +116,9 @@ def draw_kept_text(numbers: Mapping[str, Any], out: Path) -> None:
         axes.text(0, place + 0.5, text, **style)
     names = {"evicted": "evicted", "held": "held", "newer": "held, after the last eviction"}
     handles = [
-        Patch(facecolor=colour, edgecolor="#999999", label=f"{names[state]}: {token_states.count(state):,} tokens")
+        Patch(facecolor=colour, edgecolor="#999999", label=f"{names[state]}: {count:,} token{'s' * (count != 1)}")
         for state, colour in COLOURS.items()
+        for count in [token_states.count(state)]
     ]
     figure.legend(handles=handles, loc="lower left", ncols=3, frameon=False, fontsize=8.5)
     save_figure(figure, out)

@@ -88,7 +88,7 @@ def source_labels(sources: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]
 def draw_positions(numbers: Mapping[str, Any], out: Path) -> None:
     curves, models = numbers["sources"], numbers["models"]
     title = f"{one_line(models[0], 50)}: " if len(models) == 1 and models[0] else ""
-    title += "positions of the tokens held at the end"
+    title += f"{'positions' if title else 'Positions'} of the tokens held at the end"
     lengths = sorted({curve["sequences"] for curve in curves})
     counts = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     title += f"\npooled over layers, kv heads and {counts} sequence{'s' * (lengths[-1] > 1)}"

@@ -31,7 +31,7 @@ MEASURES = {  # key of a row -> axis label
     "log_perplexity": "log-perplexity of the full cache's answers (nats a token)",
     "nll": "log of the perplexity (nats a token)",
     "retention": "share of the tokens held at the end",
-    "retention_correct": "share of the tokens held at the end, correct answers",
+    "retention_correct": "share of the tokens held at the end",
 }
 ERRORS = {  # key of a row -> key of its standard error, if it has one
     "accuracy": "standard_error", "nll": "standard_error", "log_perplexity": "log_perplexity_error"
@@ -43,6 +43,7 @@ TITLES = {
     "retention": "Token retention on",
     "retention_correct": "Token retention of correct answers on",
 }
+RETENTION = ("retention", "retention_correct")
 WHY_MISSING = {  # key of a row -> reason why no row may have it
     "log_perplexity": "; add policy: full to the recipe's prompt_cache",
     "retention_correct": "; no answer is correct",
@@ -100,6 +101,8 @@ def read_sweep(file: Path, metric: str | None = None) -> Sweep:
         measure = metric if metric in choices else choices[0]
         several = len({row.get("model") for row in rows}) > 1
         points = [_point(row, measure, several) for row in rows if _value(row, measure) is not None]
+        if measure in RETENTION:  # a full cache holds all tokens, so its line would only shrink the others
+            points = [point for point in points if point.policy != "full"] or points
         recipe = content.get("recipe") or {}
         model, text = str(recipe.get("model") or ""), str(recipe.get("text") or "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -183,8 +183,8 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
 def test_token_retention_is_drawn_against_the_budget(
     metric: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G-KV figures 6 and 19. A row without right answers has no point. No line has error bars, although the rows have
-    the standard error of their accuracy.
+    """G-KV figures 6 and 19. A row without right answers has no point, a full cache no line. No line has error bars,
+    although the rows have the standard error of their accuracy.
     """
     rows = [
         {**row(policy, 0.5, budget=budget), "standard_error": 0.1, metric: share}
@@ -193,7 +193,7 @@ def test_token_retention_is_drawn_against_the_budget(
         ]
     ]  # fmt: skip
     file = tmp_path / "eval.json"
-    file.write_text(json.dumps({"rows": [*rows, row("full", 1.0)]}))
+    file.write_text(json.dumps({"rows": [*rows, {**row("full", 1.0), metric: 1.0}]}))
     assert plot(capsys, file, "--metric", metric).strip() == str(tmp_path / f"eval_{metric}.png")
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
     sweep = read_sweep(file, metric)
@@ -202,6 +202,7 @@ def test_token_retention_is_drawn_against_the_budget(
     (axes,) = figure.axes
     assert [(8.0, 0.25), (16.0, 0.5)] in lines(axes)
     assert [(16.0, 0.75), (32.0, 0.875)] in lines(axes)
+    assert {text.get_text() for text in axes.texts} == {"gkv", "rkv"}
     assert axes.get_title(loc="left").startswith("Token retention")
     assert axes.get_ylabel().startswith("share of the tokens held at the end")
     file.write_text(json.dumps({"rows": rows[:1]}))
