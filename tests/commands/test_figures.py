@@ -96,3 +96,11 @@ def test_a_line_is_found_as_in_the_list_of_rollouts(sampled: Path) -> None:
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path), "--figure", "evict_ratio"]) == 2
     assert "holds no rollouts with their log-probs" in capsys.readouterr().err
+
+
+def test_the_numbers_never_replace_another_file(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of rollouts.png would be rollouts.json, a file of the folder."""
+    before = (sampled / "rollouts.json").read_bytes()
+    assert main(["plot", str(sampled), "--figure", "evict_ratio", "--out", str(sampled / "rollouts.png")]) == 2
+    assert "exists and holds something else; name another --out" in capsys.readouterr().err
+    assert (sampled / "rollouts.json").read_bytes() == before
