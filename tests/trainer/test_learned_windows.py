@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sparse_rl.policies import Policy, make_policy
 from sparse_rl.recipe import make_recipe
 from trainer.batches import Batch, trace_of
 from trainer.examples import Example
+from trainer.grpo.panel import held_entries
 from trainer.kvpop.config import KVpopConfig
 from trainer.kvpop.gates import GateTrainer
 from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
@@ -119,6 +121,21 @@ def test_scorers_learn_beside_the_recorded_windows(sampled: Callable) -> None:
     assert not wrong_decisions(model, policy, rollouts)[0]
     model.cache_scorers = torch.nn.ModuleList(reversed(model.cache_scorers))
     assert decisions_agree(model, policy.config, rollouts) < 0.9
+
+
+def test_peaks_of_varying_counts_are_those_of_the_global_layers(sampled: Callable) -> None:
+    """Under dms, whose counts vary, the peak is the mean over the heads of the global layers, counted here for each
+    query.
+    """
+    policy = POLICIES["dms"]
+    _, rollouts = sampled(policy)
+    expected = []
+    for rollout in rollouts:
+        prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
+        heads = [head for layer in (1, 3) for head in rollout.trace.evict_at[layer].tolist()]
+        peaks = [max(sum(at > q for at in head[: q + 1]) for q in range(prompt, fed)) for head in heads]
+        expected.append(max(prompt, math.ceil(sum(peaks) / len(peaks))))
+    assert held_entries(rollouts, policy) == expected
 
 
 def test_oracle_recall_is_that_of_the_global_layers(sampled: Callable) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager import eager_copy
 from transformers import AutoModelForCausalLM
 
 from sparse_rl.attention.interface import adopt
@@ -82,3 +83,22 @@ def test_wrapped_documents_see_each_other(packed: Callable) -> None:
     mask, ends = batch["attention_mask"].long(), batch["input_ids"] == EOS_ID
     assert int((ends & (mask > 0)).sum(1).max()) >= 3
     assert bool((mask.diff(dim=1) <= 0).all())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_padded_rows_keep_their_sliding_windows(family: str, new_model: Callable) -> None:
+    """Under our attention, rows that are padded on the right have the logits of transformers' eager attention for each
+    row alone. Control: the longest row differs if all layers see all tokens.
+    """
+    model = new_model(family)
+    eager, ids = eager_copy(model), torch.randint(3, 64, (3, 40), generator=torch.Generator().manual_seed(0))
+    lengths = (40, 9, 23)
+    mask = torch.stack([torch.arange(40) < length for length in lengths]).long()
+    with torch.no_grad():
+        logits = adopt(model)(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for row, length in enumerate(lengths):
+            alone = eager(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, :length], alone, rtol=1e-5, atol=1e-5)
+        eager.config.sliding_window = 99
+        wider = eager(input_ids=ids[:1], use_cache=False).logits[0]
+    assert float((wider - logits[0]).abs().max()) > 1e-2  # control
