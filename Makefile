@@ -12,13 +12,16 @@ TORCH := torch==2.13.0+cpu
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart test test-all lint docs clean
+.PHONY: install quickstart papers test test-all lint docs clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
 
 quickstart: $(READY)
 	@$(BIN)/python -m sparse_rl.cli quickstart --seeds $(SEEDS) --engine $(ENGINE) $(if $(filter 1,$(SCRATCH)),--scratch)
+
+papers: $(READY)
+	@$(BIN)/python benchmarks/papers.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --durations 10

@@ -20,7 +20,7 @@ from sparse_rl.commands.figures import FIGURES, Choice
 from sparse_rl.commands.plot import run_method
 from sparse_rl.commands.sources import Source
 from sparse_rl.errors import NotWrittenError, UserError, reason
-from sparse_rl.files import read_text, replace_text
+from sparse_rl.files import MOST_TEXT, read_text, replace_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
 
@@ -226,6 +226,11 @@ def analyses(results: Results, folder: Path) -> str:
         FIGURES[name].draw(numbers, file)
         made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about}"))
 
+    for file in results.files[budgets.RESULTS]:
+        for name, (compute, draw, about) in budget_pictures().items():
+            picture_file = folder / f"{name}{len(made)}.png"
+            draw(compute(json.loads(read_text(file, MOST_TEXT))), picture_file)
+            made.setdefault(str(file.parent), []).append(picture(picture_file, about))
     for file in results.figures:
         numbers = json.loads(read_text(file))
         add(numbers.pop("figure"), numbers, str(file.parent))
@@ -238,6 +243,20 @@ def analyses(results: Results, folder: Path) -> str:
             except UserError as error:
                 say("left out", f"{name} of {place}: {error.message}")
     return "".join(heading(place) + pictures(drawn) for place, drawn in made.items())
+
+
+def budget_pictures() -> dict[str, tuple[Any, Any, str]]:
+    """Return name -> (function from the content of head_budgets.json to numbers, function that draws them, caption)."""
+    from sparse_rl.analysis.budgets import draw_proportions, draw_sensitivity, proportions, sensitivity
+
+    curves = "Change of the loss if a single kv head keeps another ratio (Attention Matching, figures 2 and 7)."
+    shares = (
+        "Head budgets, and shares of the kept entries under global selection (Attention Matching, figures 6 and 8)."
+    )
+    return {
+        "sensitivity": (sensitivity, draw_sensitivity, curves),
+        "proportions": (proportions, draw_proportions, shares),
+    }
 
 
 def samples(results: Results, count: int) -> str:
