@@ -155,7 +155,7 @@ def draw_overlap(numbers: Mapping[str, Any], out: Path) -> None:
         ("union_of_common", "all 3, tokens before window 1", ":"),
     ):
         lines.plot(shares, torch.tensor([_nan(row) for row in numbers[name]]).nanmean(0), style, color=RED, label=label)
-    lines.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.legend(frameon=False, fontsize=9, loc="outside lower left", ncols=WINDOWS + 1)
     lines.set(xlabel="most attended tokens of each window (%)", ylabel="overlap (share)", ylim=(0, 1.02))
     lines.set_title("mean over layers", fontsize=10)
     maps = (

@@ -23,15 +23,16 @@ from sparse_rl.trace import NEVER, EvictionTrace
 FINEST = 500  # maximum number of cells in a row or column
 CHUNK = 512  # queries at a time
 BORDERS = 4  # minimum number of cells of a page whose borders are drawn
-PALEST = 0.15  # opacity of a cell of which almost all pairs are evicted
+PALEST = 0.3  # opacity of a cell of which almost all pairs are evicted
 LOWEST = -7  # smallest power of ten on the scale
 GREYS = ListedColormap(plt.get_cmap("Greys")(torch.linspace(0.25, 0.9, 256).numpy()))  # without white
 
 
-def read_cells(opened: Tensor, closed_at: Tensor, pages: Pages, size: int) -> Tensor:
-    """Return the cells with a token that one of the cell's queries reads itself, not through a summary: bool [R, R].
+def read_shares(opened: Tensor, closed_at: Tensor, pages: Pages, size: int) -> Tensor:
+    """Return the share of pairs in which a query reads a token itself, not through a summary: float32 [R, R].
 
-    The tokens after the query count too. A cell covers `size` queries (rows) and tokens (columns).
+    The share is of the pairs of a query and a token up to it; it is 0 in cells without such pairs. A cell covers `size`
+    queries (rows) and tokens (columns).
 
     opened : the pages that each query opened in one kv head, -1 for unused places: int16 [S, K]
     closed_at : the first query for which each page is closed: int32 [P]
@@ -47,8 +48,12 @@ def read_cells(opened: Tensor, closed_at: Tensor, pages: Pages, size: int) -> Te
         is_open = torch.zeros(len(part), count + 1, dtype=torch.bool)
         is_open.scatter_(1, torch.where(part < 0, count, part), True)
         read[:, inside] |= is_open[:, :count].repeat_interleave(pages.size, 1)
-        padded = F.pad(read, (0, pad, 0, -len(part) % size))
-        rows.append(padded.unflatten(0, (-1, size)).any(1).unflatten(1, (-1, size)).any(2))
+        causal = torch.arange(fed) <= torch.arange(start, start + len(part))[:, None]
+        seen, possible = (
+            F.pad(pairs.float(), (0, pad, 0, -len(part) % size)).unflatten(0, (-1, size)).sum(1)
+            for pairs in (read & causal, causal)
+        )
+        rows.append(seen.unflatten(1, (-1, size)).sum(2) / possible.unflatten(1, (-1, size)).sum(2).clamp(min=1))
     return torch.cat(rows)
 
 
@@ -80,8 +85,8 @@ def map_numbers(
     heads, kv_head : the query heads whose mean the cells show, and their kv head
 
     Returns, besides these, the number of `tokens`; and if pages close in the layer, `pages`: the size of a page, the
-    number of sinks and of closed pages, and `read`, the cells of `read_cells` as strings of 0 and 1. If a cell has
-    several tokens, and some are evicted, `seen` has the percentages of `seen_shares`.
+    number of sinks and of closed pages, and `read`, the percentages of `read_shares`. If a cell has several tokens, and
+    some are evicted, `seen` has the percentages of `seen_shares`.
     """
     numbers: dict[str, Any] = {
         "layer": layer,
@@ -96,17 +101,27 @@ def map_numbers(
     }
     evict_at = trace.evict_at[layer, kv_head, : len(trace) - 1]
     if size > 1 and bool((evict_at < len(trace) - 1).any()):
-        numbers["seen"] = (100 * seen_shares(evict_at, size)).round().int().tolist()
+        numbers["seen"] = _percentages(seen_shares(evict_at, size))
     place, part = trace.global_layers.index(layer), trace.policy_part()
     if "closed_at" not in part.further:
         return numbers | {"note": raw_note(part)}
     if place not in paged_layers(part.sections).tolist():
         return numbers
     pages, closed_at = Pages.read(part.further["paged_with"]), part.further["closed_at"]
-    read = read_cells(part.further["opened"][place, kv_head, : len(trace) - 1], closed_at, pages, size)
-    rows = ["".join(map(str, row)) for row in read.int().tolist()]
+    read = read_shares(part.further["opened"][place, kv_head, : len(trace) - 1], closed_at, pages, size)
     counts = {"size": pages.size, "sinks": pages.sinks, "closed": len(closed_at)}
-    return numbers | {"note": raw_note(part), "pages": counts | {"read": rows}}
+    return numbers | {"note": raw_note(part), "pages": counts | {"read": _percentages(read)}}
+
+
+def _percentages(shares: Tensor) -> list[list[int]]:
+    """Return shares as whole percentages, rounded up so that only 0 becomes 0."""
+    return (100 * shares).ceil().int().tolist()
+
+
+def _opacity(percentages: list[list[int]]) -> Tensor:
+    """Return the opacity of each cell: 0 for 0 %, else between PALEST and 1."""
+    shares = torch.tensor(percentages) / 100
+    return (PALEST + (1 - PALEST) * shares).masked_fill(shares == 0, 0.0)
 
 
 def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
@@ -117,7 +132,7 @@ def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
     title = [f"{numbers['model']}, {numbers['policy']}", f"attention in layer {numbers['layer']}, {which}"]
     title += [f"a cell shows the maximum of {size} × {size} queries × tokens"] if size > 1 else []
     if numbers["seen"] is not None:
-        title += ["the paler below the diagonal, the more of a cell's pairs are evicted"]
+        title += ["paler: more of the cell's pairs are evicted; white: all"]
     elif bool(cells.isnan().tril().any()):
         title += ["white below the diagonal: evicted"]
     title += [numbers["note"]] if numbers["note"] else []
@@ -125,15 +140,15 @@ def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
     figure.set_size_inches(7.2, 6.6)
     norm = LogNorm(10.0 ** max(LOWEST, math.floor(math.log10(_common(cells)))), 1, clip=True)
     end = len(cells) * size - 0.5
-    drawn = {"norm": norm, "extent": (-0.5, end, end, -0.5), "interpolation": "nearest"}
+    drawn = {"norm": norm, "extent": (-0.5, end, end, -0.5), "interpolation": "nearest", "aspect": "auto"}
+    colours = {"cmap": "viridis_r", **drawn}
     if pages is None:
-        seen = None if numbers["seen"] is None else torch.tensor(numbers["seen"]) / 100
-        axes.imshow(cells, cmap="viridis_r", alpha=None if seen is None else PALEST + (1 - PALEST) * seen, **drawn)
+        axes.imshow(cells, alpha=None if numbers["seen"] is None else _opacity(numbers["seen"]), **colours)
     else:
-        read = torch.tensor([[mark == "1" for mark in row] for row in pages["read"]])
-        axes.imshow(cells.where(~read, torch.nan), cmap=GREYS, **drawn)
-        axes.imshow(cells.where(read, torch.nan), cmap="viridis_r", **drawn)
-        legend = f"grey: read only through the summary of a page of {pages['size']} tokens; in colour: read itself"
+        axes.imshow(cells, cmap=GREYS, **drawn)
+        axes.imshow(cells, alpha=_opacity(pages["read"]), **colours)
+        legend = f"grey: read only through the summary of a page of {pages['size']} tokens; in colour: read directly"
+        legend += "\nthe stronger the colour, the more of the cell's pairs are read directly" if size > 1 else ""
         if pages["size"] >= BORDERS * size:
             ends = [pages["sinks"] + page * pages["size"] - 0.5 for page in range(pages["closed"] + 1)]
             axes.vlines(ends, ends, fed - 0.5, color="#444444", linewidth=0.4)

@@ -24,7 +24,7 @@ from sparse_rl.analysis.attention import (
     sparsity,
     sparsity_numbers,
 )
-from sparse_rl.analysis.attention_map import draw_attention, map_numbers, read_cells, seen_shares
+from sparse_rl.analysis.attention_map import draw_attention, map_numbers, read_shares, seen_shares
 from sparse_rl.errors import UserError
 from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.trace import NEVER, EvictionTrace
@@ -161,17 +161,19 @@ def paged_trace(length: int, prompt: int) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_cells_with_read_tokens_equal_a_loop(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_read_pairs_equal_a_loop(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparse_rl.analysis.attention_map.CHUNK", 4)
     trace = paged_trace(24, 5)
     opened, closed_at = trace.further["opened"][0, 0, :23], trace.further["closed_at"]
-    expected = np.zeros((-(-23 // size), -(-23 // size)), dtype=bool)
+    read, possible = np.zeros((2, -(-23 // size), -(-23 // size)))
     for query in range(23):
-        for token in range(23):
+        for token in range(query + 1):
             page = (token - PAGES.sinks) // PAGES.size
             closed = token >= PAGES.sinks and page < len(closed_at) and query >= int(closed_at[page])
-            expected[query // size, token // size] |= not closed or page in opened[query].tolist()
-    assert np.array_equal(read_cells(opened, closed_at, PAGES, size).numpy(), expected)
+            read[query // size, token // size] += not closed or page in opened[query].tolist()
+            possible[query // size, token // size] += 1
+    shares = read_shares(opened, closed_at, PAGES, size)
+    assert shares.numpy() == pytest.approx(read / np.maximum(possible, 1), abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
