@@ -71,7 +71,7 @@ class PolicyConfig(NamedConfiguration):
     def remark(self, group: int, layers: int) -> str | None:
         """Return a remark for the user about these settings on a model, or None if there is nothing to say.
 
-        The model has `layers` layers, and `group` query heads per kv head.
+        The model has `layers` layers without a sliding window, and `group` query heads per kv head.
         """
         return None
 

@@ -23,6 +23,7 @@ from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.gather import gathered_bytes, held_bytes, make_chunks
 from sparse_rl.attention.windows.view import WindowedView
 from sparse_rl.commands.bench_points import prepare_benches
+from sparse_rl.commands.prepared import resolve
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import make_policy
@@ -207,7 +208,7 @@ def test_scorers_are_those_of_the_global_layers(windowed: Callable[..., PreTrain
 
 
 def test_a_mixed_policy_counts_its_ranges_in_global_layers(windowed: Callable[..., PreTrainedModel]) -> None:
-    """Two of four layers are global, and each has a policy of its own. The remark counts the layers that it names."""
+    """Two of four layers are global, and each has a policy of its own. The remark for other parts counts the same."""
     model = windowed(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
     parts = [{"layers": 1, "cache": {"policy": "lined", "window": 8}}, {"layers": 1, "cache": "full"}]
     items = items_of(model, cache={"policy": "layered", "parts": parts})
@@ -215,6 +216,9 @@ def test_a_mixed_policy_counts_its_ranges_in_global_layers(windowed: Callable[..
     notes = [item.note for name, item in items.items() if name.startswith("KV cache")]
     assert any("full in 1 layers: 117 entries, 15.0 kB per sequence; a full cache: 15.0 kB" in note for note in notes)
     assert not any("with sliding windows" in note for note in notes)
+    for share, remarks in ((1, []), (2, ["layered: the 2 layers under the policy are: 1 lined, 1 full"])):
+        recipe = make_recipe({**GRPO, "cache": {"policy": "layered", "parts": [{**p, "layers": share} for p in parts]}})
+        assert resolve(recipe, model.config, cuda=False).remarks == remarks
 
 
 # ---- contexts --------------------------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ class ClusteredConfig(PolicyConfig):
 class PartConfig(Configuration):
     """The policy of a range of layers.
 
-    layers : number of layers of the range; if these numbers do not sum to the model's number of layers, they are taken
-        as proportions
+    layers : number of layers of the range, not counting those with a sliding window; if these numbers do not sum to the
+        model's number of layers without a window, they are taken as proportions
     cache : policy of these layers, {policy: a name, its parameters}, or the name alone
     """
 
@@ -166,7 +166,7 @@ class LayeredConfig(PolicyConfig):
         layers_by_part = ", ".join(
             f"{n} {part.cache.name}" for n, part in zip(self.spans(layers), self.ranges, strict=True)
         )
-        return f"the model's {layers} layers are: {layers_by_part}"
+        return f"the {layers} layers under the policy are: {layers_by_part}"
 
 
 def spans(shares: Sequence[int], whole: int) -> list[int]:

@@ -213,7 +213,7 @@ def test_layers_are_divided_in_proportion_to_the_parts(shares: list[int], layers
 def test_a_remark_gives_the_layers_of_a_model_that_differs_from_the_recipe() -> None:
     config = make_policy("layered").config
     assert config.remark(2, 36) is None
-    assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
+    assert config.remark(2, 5) == "the 5 layers under the policy are: 1 lined, 3 clustered, 1 lined"
 
 
 def test_the_default_parts_have_the_papers_layers_and_our_default_parameters() -> None:
