@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from windowed import WINDOWS, plain_gap, windowed_model
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.windows import cache as windows
 from sparse_rl.attention.windows.cache import WindowCache
@@ -156,6 +158,38 @@ def test_a_cache_has_no_more_slots_than_its_window(monkeypatch: pytest.MonkeyPat
     assert long.cache.nbytes == (10 + 11) * 2 * 2 * KV_HEADS * DIM * 4
 
 
+@pytest.mark.parametrize(("window", "most"), [(5, 4000), (200, 30000), (3, 1)])
+def test_groups_of_queries_bound_the_memory(window: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of 300 tokens attends in groups of queries. No group has more than MOST_LOGITS logits, or it has one
+    query. No group has keys that none of its queries sees, except slots of the cache.
+    """
+    sizes: list[int] = []
+
+    def counting(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        sizes.append(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+        assert sizes[-1] <= most or query.shape[2] == 1
+        assert key.shape[2] <= 2 * window + query.shape[2]  # the larger window is window + 1
+        return sdpa(query, key, *more, **options)
+
+    rows = Rows(window, 0)
+    rows.feed([9, 400], 400)
+    monkeypatch.setattr(windows, "MOST_LOGITS", most)
+    monkeypatch.setattr(windows, "sdpa", counting)
+    rows.feed([300, 2], 300)
+    assert len(sizes) > 4
+    assert rows.largest <= 1e-5
+
+
+def test_keys_have_the_dtype_of_values() -> None:
+    """Under autocast, RoPE leaves keys in float32, while values are in bfloat16."""
+    cache = WindowCache([3])
+    for width in (5, 4, 1):
+        cache.begin([width], CPU)
+        query, key, value = (torch.randn(1, heads, width, DIM) for heads in (4, 2, 2))
+        assert cache.attend(0, query, key, value.bfloat16(), SCALING).dtype == torch.bfloat16
+        assert [x.dtype for x in cache.layers[0]] == [torch.bfloat16] * 2
+
+
 # ---- sampling -------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +211,7 @@ def test_sampling_equals_one_plain_pass(
     model, prompts = windowed_model(new_model, family, sliding_window=window), prompts_of(family, LENGTHS)
     engine = make_engine("hf", model=model, policy="full")
     sampled = engine.generate(prompts, SamplingConfig(30, seed=1, ignore_eos=True))
-    lengths = [4 + 3 * place for place in range(len(prompts))]
+    lengths = [4] * 6 + [19, 30]  # the last two rows remain, and move to the first places
     completions = [r.completion_ids[:n] for r, n in zip(sampled, lengths, strict=True)]
     cut = engine.simulate(prompts, completions)
     assert plain_gap(model, sampled, [window, 0] * 2) <= 1e-5

@@ -20,6 +20,7 @@ from windowed import GLOBAL, WINDOW, WINDOWS, plain_logprobs_after, plain_pass, 
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, load_context, save_context
+from rollout.context.budgets import sensitivity
 from rollout.context.cartridge import Cartridge, beginning, divergence, logprobs
 from rollout.context.compact import Studied
 from rollout.context.config import CartridgeConfig
@@ -158,7 +159,7 @@ def test_a_text_of_more_tokens_than_a_piece(model: PreTrainedModel, engine: HFEn
     assert gap([plain_logprobs_after(model, compact, r)], [r]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["olmo3", "qwen3"])
+@pytest.mark.parametrize("name", ["olmo3", "qwen3", "qwen2_moe"])
 def test_other_families_with_windows(name: str, new_model: Callable, prompts_of: Callable) -> None:
     """Windows may be in the last layers alone, and be longer than the context."""
     for window in (WINDOW, 65):
@@ -170,8 +171,7 @@ def test_other_families_with_windows(name: str, new_model: Callable, prompts_of:
         rollouts = engine.generate(texts[1:], SAMPLING, context)
         sizes = [0, 0, window, window]
         assert gap([plain_logprobs_after(model, context, r, sizes) for r in rollouts], rollouts) <= 1e-5
-        sizes[2] += 1
-        assert gap([plain_logprobs_after(model, context, r, sizes) for r in rollouts], rollouts) >= 0.1
+        assert gap([plain_logprobs_after(model, context, r, [0, 0, 10**6, 10**6]) for r in rollouts], rollouts) >= 0.1
 
 
 # ---- the compaction -------------------------------------------------------------------------------------------------
@@ -305,6 +305,8 @@ def test_a_prefilled_prompt_after_a_context_forks(engine: HFEngine, texts: list[
     assert torch.equal(fork.hidden, whole.hidden[[2, 0, 2]])
     assert fork.cache.seen == [TOKENS + 25, TOKENS + 1, TOKENS + 25]
     assert fork.cache.of_windows.seen == fork.cache.seen
+    fork.cache.begin_decode([True, False, True], torch.device("cpu"))
+    assert fork.cache.of_windows.seen == fork.cache.seen == [TOKENS + 26, TOKENS + 1, TOKENS + 26]
     for place, text in enumerate(texts[1:]):
         torch.testing.assert_close(engine.prefill([text], context).hidden[0], whole.hidden[place], atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="the cache of a compacted context keeps no last queries"):
@@ -320,6 +322,23 @@ def test_last_queries_are_those_of_the_global_layers(
     for place, layer in enumerate(GLOBAL):
         torch.testing.assert_close(prefilled.queries(place), plain.captured[layer][0][:, :, -4:], atol=1e-5, rtol=1e-5)
     assert prefilled.fork([0, 0]).queries(1).shape[0] == 2
+
+
+def test_head_budgets_count_global_layers(
+    engine: HFEngine, model: PreTrainedModel, texts: list[list[int]], tmp_path: Path
+) -> None:
+    """A file of head budgets has the shares of 2 layers, not of 4, and `sensitivity` measures as many curves."""
+    (tmp_path / "b.json").write_text(json.dumps({"shares": [[0.1, 0.2], [0.4, 0.1]]}))
+    config = replace(BASE, budgets=str(tmp_path / "b.json"))
+    context = engine.compact(texts[0], config)
+    assert ((context.evict_at() > TOKENS).sum(-1) - 5).tolist() == [[8, 16], [33, 8]]
+    (r,) = engine.generate(texts[2:3], SAMPLING, context)
+    assert gap([plain_logprobs_after(model, context, r)], [r]) <= 1e-5
+    (tmp_path / "b.json").write_text(json.dumps({"shares": [[0.1, 0.2]] * 4}))
+    with pytest.raises(UserError, match=r"\[4, 2\], but the model"):
+        engine.compact(texts[0], config)
+    curves = sensitivity([engine.study(texts[0], BASE)], BASE, lambda number, kept: float(kept.entries), ratios=(0, 1))
+    assert curves.shape == (2, 2, 2)
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class WindowCache:
         if key.shape[2] == 1:
             keys, values = self._append(layer, keys, values, key, value)
             held = torch.arange(keys.shape[2], device=key.device) < self._ends[:, None]
-            mask = None if bool(held.all()) else held[:, None, None]
+            mask = None if min(self.seen) >= keys.shape[2] else held[:, None, None]
             grouped = query.reshape(*key.shape[:2], -1, key.shape[3])  # so that no key is repeated for a group's heads
             return sdpa(grouped, keys, values, scaling, mask).reshape(query.shape)
         out = self.after(layer, query, key, value, scaling, self._starts)
@@ -130,10 +130,10 @@ class WindowCache:
     def _store(self, layer: int, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
         """Put the last tokens of each row into their slots. `keys` and `values` are those of the slots until now."""
         window = self.sizes[layer]
-        slots = max(keys.shape[2], min(window, max(self.seen)))
+        slots = min(window, max(self.seen))  # all others are empty
         positions = _positions(slots, window, self._ends)
         offsets = positions - self._starts[:, None]
-        arrived = ((offsets >= 0) & (positions >= 0))[:, None, :, None]
+        arrived = (offsets >= 0)[:, None, :, None]
         index = offsets.clamp(0, key.shape[2] - 1)[:, None, :, None]
         stored = []
         for old, new in ((keys, key), (values, value)):
