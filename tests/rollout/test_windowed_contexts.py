@@ -16,7 +16,7 @@ import torch
 from judging import gap, gradients, weighted_sum, wrong_windows
 from safetensors import safe_open
 from transformers import PreTrainedModel
-from windowed import GLOBAL, WINDOW, WINDOWS, plain_logprobs_after, plain_pass, windowed_model
+from windowed import GLOBAL, KINDS, WINDOW, WINDOWS, plain_logprobs_after, plain_pass, windowed_model
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, load_context, save_context
@@ -274,8 +274,13 @@ def test_training_brings_a_cartridge_closer_to_the_full_cache(engine: HFEngine, 
     assert float(after) < float(loss.detach()) / 2
 
 
-def test_parts_are_not_read_alone(engine: HFEngine, texts: list[list[int]]) -> None:
-    """Keys of layers with other RoPE settings cannot be moved; the windows of parts would not be those of the text."""
+@pytest.mark.parametrize(("family", "kinds"), [("qwen3", KINDS), ("gemma3_text", ["full_attention"] * 4)])
+def test_parts_are_not_read_alone(family: str, kinds: list[str], new_model: Callable, texts: list[list[int]]) -> None:
+    """The windows of parts would not be those of the text, and keys of several kinds of RoPE cannot be moved. The
+    first model has windows and one kind of RoPE, the second has no windows and two kinds of RoPE.
+    """
+    model = windowed_model(new_model, family, layer_types=kinds, use_sliding_window=True)
+    engine = make_engine("hf", model=model, policy="full")
     with pytest.raises(UserError, match="sliding windows or several kinds of RoPE, so keys cannot be moved") as caught:
         engine.compact(texts[0], replace(BASE, chunk=17, chunking="text"))
     assert caught.value.key == "chunking"
