@@ -172,7 +172,7 @@ def test_inspect_shows_pages_of_clustered_traces(workdir: Path, capsys: pytest.C
     assert f"unpaged    {report['unpaged']['mean']:.1%} at the end" in text
     assert "so read token by token" in text
     assert f"{report['pages']['median_back']} tokens back (median)" in text
-    assert f"2 layers × 2 kv heads × {shape['token']} tokens × 2 open pages of int16" in text
+    assert f"2 global layers × 2 kv heads × {shape['token']} tokens × 2 open pages of int16" in text
     assert output_of(capsys, "plot", file).strip() == str(file.with_suffix(".png"))
     assert file.with_suffix(".png").stat().st_size > 5000
 

@@ -91,6 +91,8 @@ def test_an_evaluation_after_contexts_counts_global_layers(
         if row["policy"] != "evict":  # whose heads keep different numbers
             kept = [1 + round(ratio * (n - 1)) for n in lengths]
             assert row["contexts"]["bytes"] == mean(kept) * per_entry
+        if row["policy"] == "full":
+            assert row["mean_peak_entries"] == row["peak_entries"] - (lengths[0] - lengths[1]) / 2
         assert row["retention"] == 1 if row["policy"] == "full" else row["retention"] < 0.8
 
 
