@@ -23,6 +23,7 @@ from sparse_rl.errors import NotWrittenError, UserError, reason
 from sparse_rl.files import MOST_TEXT, read_text, replace_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
+from sparse_rl.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from sparse_rl.analysis.report.page import Section
@@ -99,7 +100,7 @@ def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -
     """Write the report to `out`, and return its text."""
     from sparse_rl.analysis.report.page import page
 
-    with tempfile.TemporaryDirectory() as pictures:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as pictures:
         sections = parts(results, Path(pictures), completions)
         about = f"Written by sparse-rl report on {datetime.date.today().isoformat()}. Everything is in this file."
         text = page(f"Report of {subject}", about, sections)

@@ -118,9 +118,9 @@ def small(config_class: type, **settings: object) -> object:
         ),
         (
             lambda: Qwen2ForCausalLM(
-                small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+                small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=0)
             ),
-            "it has sliding-window layers, which evict by themselves",
+            "all its layers have a sliding window, so no layer is left for a cache policy",
         ),
         (
             lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)),
