@@ -149,7 +149,7 @@ def write_facts(file: Path) -> None:
         document, first = row["prompt"].split(f" {ASKED} ")
         words = (first + row["completion"]).split()
         for name, answer in zip(words[:16:2], words[1:17:2], strict=True):
-            lines.append(json.dumps({"context": document, "prompt": name, "answer": answer}) + "\n")
+            lines.append(json.dumps({"context": document, "prompt": name, "answers": [answer]}) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(lines))
 

@@ -157,8 +157,9 @@ def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
     rows = [row for file in results.files[eval.RESULTS] for row in eval_rows(file)]
     drawn = trainings_picture(rows, runs, folder / "trainings.png")
     made = [pictures([drawn])] if drawn else []
-    if rows:
-        made.append(from_terminal(accuracy_table(rows)))
+    for compacted in (False, True):  # rows of compacted contexts have further columns
+        if some := [row for row in rows if (row.contexts is not None) is compacted]:
+            made.append(from_terminal(accuracy_table(some), "of compacted contexts" if compacted else ""))
     for number, file in enumerate([*results.files[eval.RESULTS], *results.files[perplexity.RESULTS]]):
         try:
             sweep = read_sweep(file)
