@@ -1,7 +1,8 @@
-"""Count the bytes that operators allocate."""
+"""Count the bytes that operators allocate, and those that the backward pass keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,3 +31,18 @@ class Peak(TorchDispatchMode):
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
         return out
+
+
+def kept_for_backward(model: torch.nn.Module, forward: Callable[[], object]) -> int:
+    """Return the bytes that `forward` keeps for the backward pass, besides the model's parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -133,7 +133,7 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
         resolve(on_vllm, config(32))
     (remark,) = resolve(on_hf, config(32)).remarks  # control
-    assert remark.startswith("layered: the model's 2 layers")
+    assert remark.startswith("layered: the 2 layers under the policy")
 
 
 def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from sparse_rl.analysis.drawing import COLOURS, GREY, MOST_TICKS, new_figure, new_grid, save_figure
+from sparse_rl.analysis.drawing import COLOURS, GREY, layer_ticks, new_figure, new_grid, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.trace import EvictionTrace
 
@@ -168,7 +168,7 @@ def draw_overlap(numbers: Mapping[str, Any], out: Path) -> None:
             values, cmap="viridis_r", vmin=0, vmax=1, aspect="auto", extent=edges, interpolation="nearest"
         )
         axes.grid(visible=False)
-        _layer_ticks(axes.yaxis, layers)
+        layer_ticks(axes.yaxis, layers)
         axes.set(xlabel="most attended tokens (%)", ylabel="layer")
         axes.set_title(f"{label}, by layer", fontsize=10)
     figure.colorbar(mesh, ax=[single, union], label="overlap (share)")
@@ -298,7 +298,7 @@ def draw_recall(numbers: Mapping[str, Any], out: Path) -> None:
         fontsize=10,
         annotation_clip=False,
     )
-    _layer_ticks(axes.xaxis, layers)
+    layer_ticks(axes.xaxis, layers)
     axes.grid(visible=False, axis="x")
     lowest = min(min(row) for row in recall)
     axes.set(xlabel="layer", ylabel="recall (share of the top k)", ylim=(max(0.0, lowest - 0.1) // 0.1 * 0.1, 1.02))
@@ -306,11 +306,6 @@ def draw_recall(numbers: Mapping[str, Any], out: Path) -> None:
 
 
 # ---- shared --------------------------------------------------------------------------------------------------------
-
-
-def _layer_ticks(axis: Any, layers: Sequence[int]) -> None:
-    stride = -(-len(layers) // MOST_TICKS)
-    axis.set_ticks(range(0, len(layers), stride), [str(layer) for layer in layers[::stride]])
 
 
 def _nan(row: Sequence[Any]) -> list[float]:

@@ -29,6 +29,15 @@ METRICS = {  # short name -> (key of the metric, axis label with unit)
 }
 
 
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed. method : its name in drawing.COLOURS, None if unknown"""
+
+    name: str
+    folders: Sequence[Path]
+    method: str | None
+
+
 def plot_metric(
     runs: Mapping[str, Path],
     out: str | Path,
@@ -43,62 +52,40 @@ def plot_metric(
     metric : name in METRICS, or key of metrics.jsonl
     method_of : run -> name of its method in drawing.COLOURS
     """
-    label = METRICS.get(metric, (metric, metric))[1]
-    drawn = logged_series(runs, metric)
-    word = TITLES.get(metric, metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60))
-    figure, axes = new_figure(title or f"{word} during training")
-    ends = []
-    averaged = False
-    for colour, (run, points) in zip(method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True):
-        steps, values = zip(*points, strict=True)
-        mean = smooth(values, max(1, round(SMOOTHING * len(values))))
-        if mean != list(values):
-            averaged = True
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-        axes.plot(steps, mean, color=colour, marker="o" if len(values) == 1 else None)
-        ends.append((steps[-1], mean[-1], run, colour))
-    label_ends(axes, ends)
-    whole_steps(axes)
-    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""
-    axes.set(xlabel=f"training step{bold}", ylabel=one_line(label, 60))
-    return save_figure(figure, out)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ in nothing but their seed. method : its name in drawing.COLOURS, None if unknown"""
-
-    name: str
-    folders: Sequence[Path]
-    method: str | None
+    groups = [Group(run, [runs[run]], method_of.get(run)) for run in logged_series(runs, metric)]
+    return plot_groups(groups, out, metric, title)
 
 
 def plot_groups(groups: Sequence[Group], out: str | Path, metric: str, title: str = "") -> Path:
     """Draw a metric against the step, with one line for each group: the mean over its runs, as a moving average, and a
-    band from the smallest to the largest value of its runs. Only steps that all of its runs logged are drawn.
+    band from the smallest to the largest value of its runs. Only steps that all of its runs logged are drawn. A group
+    of one run has a faint line of the logged values in place of the band.
 
     metric : name in METRICS, or key of metrics.jsonl
     """
     key, label = METRICS.get(metric, (metric, metric))
-    word = metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60)
+    word = TITLES.get(metric, metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60))
     figure, axes = new_figure(title or f"{word} during training")
     ends = []
+    averaged = False
     for colour, group in zip(method_colours([group.method for group in groups]), groups, strict=True):
         series = [dict(points) for folder in group.folders if (points := _series(folder, key))]
         steps = sorted(set.intersection(*map(set, series)))
-        span = max(1, round(SMOOTHING * len(steps)))
-        lines = [smooth([points[step] for step in steps], span) for points in series]
+        logged = [[points[step] for step in steps] for points in series]
+        lines = [smooth(values, max(1, round(SMOOTHING * len(steps)))) for values in logged]
+        averaged |= lines != logged
         mean = [sum(values) / len(values) for values in zip(*lines, strict=True)]
-        axes.plot(steps, mean, color=colour, marker="o" if len(steps) == 1 else None)
         if len(lines) > 1:
             low, high = ([choose(values) for values in zip(*lines, strict=True)] for choose in (min, max))
             axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        elif lines[0] != [series[0][step] for step in steps]:
-            axes.plot(steps, [series[0][step] for step in steps], color=colour, alpha=0.25, linewidth=1)
+        elif lines != logged:
+            axes.plot(steps, logged[0], color=colour, alpha=0.25, linewidth=1)
+        axes.plot(steps, mean, color=colour, marker="o" if len(steps) == 1 else None)
         ends.append((steps[-1], mean[-1], group.name, colour))
     label_ends(axes, ends)
     whole_steps(axes)
-    axes.set(xlabel=f"training step (bold: mean over {SMOOTHING:.0%} of the run)", ylabel=one_line(label, 60))
+    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""
+    axes.set(xlabel=f"training step{bold}", ylabel=one_line(label, 60))
     return save_figure(figure, out)
 
 

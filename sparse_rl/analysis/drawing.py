@@ -80,13 +80,21 @@ def shade(colour: str, weight: float) -> str:
     return "#" + "".join(f"{round(part + (end - part) * abs(weight)):02X}" for part in parts)
 
 
-def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the name of the policy in a fingerprint (None means unknown), and a description with the budget."""
+def policy_settings(fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of the policy in a fingerprint; empty if they are unknown."""
     try:
         block = json.loads(fingerprint.get("policy", "{}"))
-        name, budget = str(block["policy"]), block.get("budget")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file from another program
+    except (ValueError, RecursionError):  # a file from another program
+        return {}
+    return block if isinstance(block, dict) else {}
+
+
+def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the name of the policy in a fingerprint (None means unknown), and a description with the budget."""
+    settings = policy_settings(fingerprint)
+    if "policy" not in settings:
         return None, "unnamed policy"
+    name, budget = str(settings["policy"]), settings.get("budget")
     return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
 
 
@@ -117,6 +125,12 @@ def new_grid(title: str, columns: int, widths: Sequence[float] | None = None) ->
 
 def whole_steps(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def layer_ticks(axis: Any, layers: Sequence[int], most: int = MOST_TICKS) -> None:
+    """Label the places 0, 1, ... on an axis by the indices of layers, at most `most` of them."""
+    stride = -(-len(layers) // most)
+    axis.set_ticks(range(0, len(layers), stride), [str(layer) for layer in layers[::stride]])
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
@@ -164,8 +178,7 @@ def draw_map(
     mesh = axes.imshow(values, cmap="viridis_r", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
     figure.colorbar(mesh, label=label)
     axes.grid(visible=False)
-    stride = -(-len(rows) // MOST_TICKS)
-    axes.set_yticks(range(0, len(rows), stride), [str(row) for row in rows[::stride]])
+    layer_ticks(axes.yaxis, rows)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="kv head", ylabel="layer")
     return save_figure(figure, out)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparse_rl.analysis.drawing import draw_map, policy_words
+from sparse_rl.analysis.drawing import draw_map, policy_settings, subject
 from sparse_rl.errors import UserError
 from sparse_rl.trace import EvictionTrace
 
 
 def protected(fingerprint: Mapping[str, str]) -> tuple[int, int]:
     """Return the numbers of first and of last tokens that the policy of a fingerprint never evicts: sinks, window."""
-    try:
-        block = json.loads(fingerprint.get("policy", "{}"))
-        return tuple(size if type(size := block.get(name)) is int else 0 for name in ("sinks", "window"))  # type: ignore[return-value]
-    except (ValueError, AttributeError, RecursionError):  # a file from another program
-        return 0, 0
+    settings = policy_settings(fingerprint)
+    sinks, window = (size if type(size := settings.get(name)) is int else 0 for name in ("sinks", "window"))
+    return sinks, window
 
 
 def evict_ratios(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
@@ -31,7 +28,7 @@ def evict_ratios(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]
     window are left out.
 
     Returns ratios [layers][kv heads]; `layers`, their indices in the model; the number of `traces` that count; and
-    `policy`, in words.
+    the model and the policy in words, `subject`.
     """
     sinks, window = protected(fingerprint)
     ratios = []
@@ -44,7 +41,7 @@ def evict_ratios(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]
         raise UserError(f"no trace has a token between {sinks} sinks and a window of {window}, so none can be evicted")
     medians = torch.stack(ratios).quantile(0.5, dim=0)
     return {
-        "policy": policy_words(fingerprint)[1],
+        "subject": subject(fingerprint),
         "traces": len(ratios),
         "layers": traces[0].global_layers,
         "ratios": [[round(ratio, 6) for ratio in row] for row in medians.tolist()],
@@ -52,5 +49,7 @@ def evict_ratios(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]
 
 
 def draw_evict_ratios(numbers: Mapping[str, Any], out: Path) -> None:
-    title = f"{numbers['policy']}: share of evictable tokens that were evicted\nmedian of {numbers['traces']} sequences"
+    title = (
+        f"{numbers['subject']}: share of evictable tokens that were evicted\nmedian of {numbers['traces']} sequences"
+    )
     draw_map(numbers["ratios"], out, title, rows=numbers["layers"], label="share evicted", most=1.0)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import matplotlib
 from matplotlib import font_manager
@@ -46,15 +43,6 @@ def chosen_head(trace: EvictionTrace, layer: int | None, head: int | None) -> tu
     if head >= trace.kv_heads:
         raise UserError(f"a layer of the model has the kv heads 0 to {trace.kv_heads - 1}", "--head")
     return layer, head
-
-
-def policy_settings(fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of the policy in a fingerprint; empty if they are unknown."""
-    try:
-        block = json.loads(fingerprint.get("policy", "{}"))
-    except (ValueError, RecursionError):  # a file from another program
-        return {}
-    return block if isinstance(block, dict) else {}
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 import numpy
 from matplotlib.ticker import MaxNLocator
 
-from sparse_rl.analysis.drawing import MOST_TICKS, new_figure, save_figure, subject
+from sparse_rl.analysis.drawing import MOST_TICKS, layer_ticks, new_figure, policy_settings, save_figure, subject
 from sparse_rl.analysis.heads import protected
-from sparse_rl.analysis.held import FONT, cut, held, last_eviction, policy_settings, visible
+from sparse_rl.analysis.held import FONT, cut, held, last_eviction, visible
 from sparse_rl.errors import UserError
 from sparse_rl.trace import EvictionTrace
 
@@ -100,8 +100,8 @@ def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
     mesh = axes.imshow(values, extent=edges, **style)
     figure.colorbar(mesh, label=f"kv heads, of {heads}", ticks=MaxNLocator(8, integer=True), pad=0.01, aspect=15)
     axes.grid(visible=False)
-    stride = -(-len(layers) // (2 * MOST_TICKS))
-    axes.set_yticks(range(0, len(layers), stride), [str(layer) for layer in layers[::stride]], fontsize=8)
+    layer_ticks(axes.yaxis, layers, 2 * MOST_TICKS)
+    axes.tick_params(axis="y", labelsize=8)
     if texts:
         style = {"rotation": 90, "fontsize": points, "family": FONT, "parse_math": False}
         axes.set_xticks(range(first, end), texts, **style)

@@ -8,8 +8,15 @@ from typing import Any
 
 import numpy
 
-from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, policy_words, save_figure
-from sparse_rl.analysis.held import held, policy_settings
+from sparse_rl.analysis.drawing import (
+    label_ends,
+    method_colours,
+    new_figure,
+    policy_settings,
+    policy_words,
+    save_figure,
+)
+from sparse_rl.analysis.held import held
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.trace import EvictionTrace
 

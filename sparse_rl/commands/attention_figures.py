@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +13,21 @@ from rollout.engine import Rollout
 from rollout.verify import check_model
 from sparse_rl.analysis import attention as analysis
 from sparse_rl.analysis.attention_map import FINEST, map_numbers
-from sparse_rl.analysis.drawing import policy_words
+from sparse_rl.analysis.drawing import policy_settings, policy_words
 from sparse_rl.analysis.heads import protected
 from sparse_rl.attention.oracle import oracle_recall
+from sparse_rl.commands.figures import Choice, Numbers
 from sparse_rl.commands.sources import Source
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
 from sparse_rl.progress import stage
 
-Numbers = dict[str, Any]
-
 
 def _words(source: Source) -> Numbers:
     """Return the model, the policy's name and the policy in words, for titles."""
     method, policy = policy_words(source.fingerprint)
-    model = "/".join((source.model_name or source.origin.model).rstrip("/").split("/")[-2:])
-    return {"model": one_line(model, 60), "method": method, "policy": policy}
+    return {"model": one_line(source.named["model"], 60), "method": method, "policy": policy}
 
 
 def _chosen(source: Source, line: int | None) -> Sequence[Rollout]:
@@ -48,12 +44,13 @@ def _each(source: Source, rollouts: Sequence[Rollout], run: Callable[[Rollout], 
             row.advance()
 
 
-def overlap(source: Source, line: int | None, last: int | None) -> Numbers:
+def overlap(sources: Sequence[Source], choice: Choice) -> Numbers:
+    (source,) = sources
     results: dict[int, list[Tensor]] = defaultdict(list)
     widths: list[int] = []
 
     def run(rollout: Rollout) -> None:
-        windows = analysis.observation_windows(len(rollout.prompt_ids), len(rollout.trace), last)
+        windows = analysis.observation_windows(len(rollout.prompt_ids), len(rollout.trace), choice.last)
 
         def take(layer: LayerAttention) -> None:
             scores = [window_scores(layer, *window).cpu() for window in windows]
@@ -64,17 +61,17 @@ def overlap(source: Source, line: int | None, last: int | None) -> Numbers:
             hand_out(source.model, rollout, take)
             widths.append(windows[0][1] - windows[0][0])
 
-    rollouts = _chosen(source, line)
+    rollouts = _chosen(source, choice.line)
     _each(source, rollouts, run)
     note = analysis.raw_note(rollouts[0].trace)
     return {**_words(source), "note": note, **analysis.overlap_numbers(results, widths)}
 
 
-def sparsity(sources: Sequence[Source], line: int | None, last: int | None) -> Numbers:
-    return {"levels": list(analysis.LEVELS), "sources": [_sparsity(source, line, last) for source in sources]}
+def sparsity(sources: Sequence[Source], choice: Choice) -> Numbers:
+    return {"levels": list(analysis.LEVELS), "sources": [_sparsity(source, choice) for source in sources]}
 
 
-def _sparsity(source: Source, line: int | None, last: int | None) -> Numbers:
+def _sparsity(source: Source, choice: Choice) -> Numbers:
     results: dict[int, list[Tensor]] = defaultdict(list)
     counts: list[float] = []
 
@@ -83,7 +80,7 @@ def _sparsity(source: Source, line: int | None, last: int | None) -> Numbers:
         first = fed - analysis.OBSERVED
 
         def take(layer: LayerAttention) -> None:
-            counted = analysis.counted_tokens(rollout.trace, layer.index, first, last)
+            counted = analysis.counted_tokens(rollout.trace, layer.index, first, choice.last)
             results[layer.index].append(analysis.sparsity(window_scores(layer, first, fed).cpu(), counted))
             of_layers.append(float(counted.sum(-1).double().mean()))
 
@@ -91,15 +88,16 @@ def _sparsity(source: Source, line: int | None, last: int | None) -> Numbers:
             hand_out(source.model, rollout, take)
             counts.append(sum(of_layers) / len(of_layers))
 
-    rollouts = _chosen(source, line)
+    rollouts = _chosen(source, choice.line)
     _each(source, rollouts, run)
     note = analysis.raw_note(rollouts[0].trace)
     return {**_words(source), "note": note, **analysis.sparsity_numbers(results, counts)}
 
 
-def recall(source: Source, line: int | None) -> Numbers:
+def recall(sources: Sequence[Source], choice: Choice) -> Numbers:
+    (source,) = sources
     policy = _teacher_policy(source)
-    rollouts, scorers = _chosen(source, line), None
+    rollouts, scorers = _chosen(source, choice.line), None
     if policy_words(source.fingerprint)[0] == "kvpop":
         scorers = getattr(source.model, SCORERS, None)
     decay = None if scorers is None else torch.stack([scorer.log_decay() for scorer in scorers])
@@ -119,7 +117,7 @@ def recall(source: Source, line: int | None) -> Numbers:
 def _teacher_policy(source: Source) -> KVpopPolicyConfig:
     """Return the settings of the best possible cache with the recorded policy's budget, sinks and window."""
     name, words = policy_words(source.fingerprint)
-    block = {} if name is None else json.loads(source.fingerprint["policy"])
+    block = policy_settings(source.fingerprint)
     budget, (sinks, window) = block.get("budget"), protected(source.fingerprint)
     if type(budget) is not int:
         raise UserError(
@@ -130,8 +128,9 @@ def _teacher_policy(source: Source) -> KVpopPolicyConfig:
     return KVpopPolicyConfig(budget=budget, sinks=sinks, window=max(window, 1), **further)
 
 
-def attention(source: Source, line: int | None, layer: int | None, head: int | None) -> Numbers:
-    (rollout,) = _chosen(source, line or 1)
+def attention(sources: Sequence[Source], choice: Choice) -> Numbers:
+    (source,), line, layer, head = sources, choice.line or 1, choice.layer, choice.head
+    (rollout,) = _chosen(source, line)
     layers, size = rollout.trace.global_layers, cell_size(len(rollout.trace) - 1, FINEST)
     chosen = layers[len(layers) // 2] if layer is None else layer
     if chosen not in layers:
@@ -150,7 +149,7 @@ def attention(source: Source, line: int | None, layer: int | None, head: int | N
 
     _each(source, [rollout], lambda rollout: hand_out(source.model, rollout, take))
     numbers = map_numbers(cells[0], rollout.trace, chosen, heads, heads[0] // group, size)
-    return {**_words(source), "line": line or 1, **numbers}
+    return {**_words(source), "line": line, **numbers}
 
 
 def _listed(layers: Sequence[int]) -> str:

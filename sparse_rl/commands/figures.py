@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,208 +43,101 @@ class Figure:
     """An analysis.
 
     about : what the picture shows, and the figure of a paper, for the help
-    compute : function (sources, choice) -> the numbers, plain values for JSON
-    draw : function (numbers, file of the picture) -> None
+    computed_in : module of sparse_rl.commands that has a function of the figure's name, (sources, choice) -> the
+        numbers, plain values for JSON
+    drawn_by : "module:function" of sparse_rl.analysis, (numbers, file of the picture) -> None
     uses : the options of `Choice` that it reads
     several : True if it compares several sources in one picture
     automatic : True if a report makes it for each folder of rollouts, because it is quick and needs no model
     """
 
     about: str
-    compute: Callable[[Sequence[Source], Choice], Numbers]
-    draw: Callable[[Numbers, Path], None]
+    computed_in: str
+    drawn_by: str
     uses: tuple[str, ...] = ()
     several: bool = False
     automatic: bool = False
 
-
-def _evict_ratio(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.analysis.heads import evict_ratios
-
-    (source,) = sources
-    return evict_ratios(source.traces, source.fingerprint)
-
-
-def _draw_evict_ratio(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.heads import draw_evict_ratios
-
-    draw_evict_ratios(numbers, out)
-
-
-def _positions(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.analysis.positions import compared_positions
-
-    return compared_positions(
-        [("/".join(source.path.absolute().parts[-2:]), source.named, source.each_trace()) for source in sources]
-    )
-
-
-def _draw_positions(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.positions import draw_positions
-
-    draw_positions(numbers, out)
-
-
-def _kept_heads(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.analysis.kept_heads import kept_heads
-
-    (source,) = sources
-    line, rollout = source.longest() if choice.line is None else (choice.line, source.rollout(choice.line))
-    ids = rollout.prompt_ids + rollout.completion_ids
-    return kept_heads(rollout.trace, ids, source.named, source.strings, line, choice.last)
-
-
-def _draw_kept_heads(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.kept_heads import draw_kept_heads
-
-    draw_kept_heads(numbers, out)
-
-
-def _cloud(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.analysis.cloud import cloud
-
-    (source,) = sources
-    sequences = ((r.prompt_ids + r.completion_ids, r.trace) for r in source.each())
-    return cloud(sequences, source.strings, source.named, choice.layer, choice.head)
-
-
-def _draw_cloud(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.cloud import draw_cloud
-
-    draw_cloud(numbers, out)
-
-
-def _kept_text(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.analysis.kept_text import kept_text
-
-    (source,) = sources
-    line = choice.line or 1
-    rollout = source.rollout(line)
-    ids = rollout.prompt_ids + rollout.completion_ids
-    return kept_text(rollout.trace, ids, source.named, source.strings, line, choice.layer, choice.head)
-
-
-def _draw_kept_text(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.kept_text import draw_kept_text
-
-    draw_kept_text(numbers, out)
-
-
-def _overlap(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.commands.attention_figures import overlap
-
-    return overlap(sources[0], choice.line, choice.last)
-
-
-def _draw_overlap(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.attention import draw_overlap
-
-    draw_overlap(numbers, out)
-
-
-def _sparsity(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.commands.attention_figures import sparsity
-
-    return sparsity(sources, choice.line, choice.last)
-
-
-def _draw_sparsity(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.attention import draw_sparsity
-
-    draw_sparsity(numbers, out)
-
-
-def _recall(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.commands.attention_figures import recall
-
-    return recall(sources[0], choice.line)
-
-
-def _draw_recall(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.attention import draw_recall
-
-    draw_recall(numbers, out)
-
-
-def _attention(sources: Sequence[Source], choice: Choice) -> Numbers:
-    from sparse_rl.commands.attention_figures import attention
-
-    return attention(sources[0], choice.line, choice.layer, choice.head)
-
-
-def _draw_attention(numbers: Numbers, out: Path) -> None:
-    from sparse_rl.analysis.attention_map import draw_attention
-
-    draw_attention(numbers, out)
+    def draw(self, numbers: Numbers, out: Path) -> None:
+        """Draw the picture. The modules of an analysis are imported only now, because they need torch."""
+        module, function = self.drawn_by.split(":")
+        getattr(import_module(f"sparse_rl.analysis.{module}"), function)(numbers, out)
 
 
 FIGURES: dict[str, Figure] = {
     "evict_ratio": Figure(
         "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
-        _evict_ratio,
-        _draw_evict_ratio,
+        "trace_figures",
+        "heads:draw_evict_ratios",
         automatic=True,
     ),
     "positions": Figure(
         "density of the positions of the tokens held at the end, and their mean, for each source (G-KV figures 7, 17)",
-        _positions,
-        _draw_positions,
+        "trace_figures",
+        "positions:draw_positions",
         several=True,
         automatic=True,
     ),
     "kept_heads": Figure(
         "number of kv heads of each layer that hold each of the last evictable tokens of a sequence (KVpop figures 6, "
         "9); by default of the longest sequence, and 112 tokens",
-        _kept_heads,
-        _draw_kept_heads,
+        "trace_figures",
+        "kept_heads:draw_kept_heads",
         uses=("line", "last"),
         automatic=True,
     ),
     "cloud": Figure(
         "word cloud of the tokens that one kv head holds at the end, by default head 0 of the last layer (G-KV figure "
         "20)",
-        _cloud,
-        _draw_cloud,
+        "trace_figures",
+        "cloud:draw_cloud",
         uses=("layer", "head"),
         automatic=True,
     ),
     "kept_text": Figure(
         "text of a sequence in which the tokens that one kv head holds at the end are marked, by default line 1, and "
         "head 0 of the last layer (G-KV figures 21 to 24)",
-        _kept_text,
-        _draw_kept_text,
+        "trace_figures",
+        "kept_text:draw_kept_text",
         uses=("line", "layer", "head"),
     ),
     "overlap": Figure(
         "overlap of the tokens that the last of 4 windows attends to most with those of the earlier windows, against "
         "the share of the tokens (G-KV figures 1, 16); the windows have the last 512 tokens together, or half of a "
         "shorter sequence",
-        _overlap,
-        _draw_overlap,
+        "attention_figures",
+        "attention:draw_overlap",
         uses=("line", "last"),
     ),
     "sparsity": Figure(
         "share of the tokens whose attention from the last 16 queries is below p x the largest, by layer and source "
         "(G-KV figure 9); of a full cache the last 512 tokens count, of others the entries held at the end",
-        _sparsity,
-        _draw_sparsity,
+        "attention_figures",
+        "attention:draw_sparsity",
         uses=("line", "last"),
         several=True,
     ),
     "recall": Figure(
         "share of the full-attention teacher's top k tokens that the cache held, by layer and kv head (KVpop figure 7)",
-        _recall,
-        _draw_recall,
+        "attention_figures",
+        "attention:draw_recall",
         uses=("line",),
     ),
     "attention": Figure(
         "map of the attention of one sequence, with evicted tokens and pages (LuKA figure 1), by default of line 1, "
         "the layer in the middle, and the mean of the query heads of kv head 0; --head is a query head",
-        _attention,
-        _draw_attention,
+        "attention_figures",
+        "attention_map:draw_attention",
         uses=("layer", "head", "line"),
     ),
 }
+
+
+def compute(name: str, sources: Sequence[Source], choice: Choice) -> Numbers:
+    """Return the numbers of the figure with this name."""
+    module = import_module(f"sparse_rl.commands.{FIGURES[name].computed_in}")
+    numbers: Numbers = getattr(module, name)(sources, choice)
+    return numbers
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
@@ -289,7 +183,7 @@ def draw_figure(options: argparse.Namespace) -> int:
         raise UserError(
             f"the figure {options.figure} shows a single folder of rollouts; name one", str(sources[1].path)
         )
-    numbers = figure.compute(sources, Choice(options.layer, options.head, options.line, options.last))
+    numbers = compute(options.figure, sources, Choice(options.layer, options.head, options.line, options.last))
     first = sources[0].path
     out: Path = options.out or (first if first.is_dir() else first.parent) / f"{options.figure}.png"
     write_figure(options.figure, figure.draw, numbers, out)

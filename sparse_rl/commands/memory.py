@@ -58,9 +58,7 @@ class _Process:
     def __init__(self, prepared: Prepared, cuda: bool) -> None:
         self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
         self.policies, self.cuda = prepared.policies, cuda
-        self.windows = [
-            window for window in windows_of(self.config) if window
-        ]  # of the layers that have one, in tokens
+        self.windows = list(filter(None, windows_of(self.config)))  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
         self.parameters = count_parameters(self.skeleton)

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from rollout.origin import ORIGIN
 from sparse_rl.commands import bench, budgets, eval, perplexity
 from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session, quiet_loading, say, warn
-from sparse_rl.commands.figures import FIGURES, Choice
+from sparse_rl.commands.figures import FIGURES, Choice, compute
 from sparse_rl.commands.plot import run_method
 from sparse_rl.commands.sources import Source
 from sparse_rl.errors import NotWrittenError, UserError, reason
@@ -229,9 +230,9 @@ def analyses(results: Results, folder: Path) -> str:
         made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about}"))
 
     for file in results.files[budgets.RESULTS]:
-        for name, (compute, draw, about) in budget_pictures().items():
+        for name, (numbers_of, draw, about) in budget_pictures().items():
             picture_file = folder / f"{name}{len(made)}.png"
-            draw(compute(json.loads(read_text(file, MOST_TEXT))), picture_file)
+            draw(numbers_of(json.loads(read_text(file, MOST_TEXT))), picture_file)
             made.setdefault(str(file.parent), []).append(picture(picture_file, about))
     for file in results.figures:
         numbers = json.loads(read_text(file))
@@ -241,7 +242,7 @@ def analyses(results: Results, folder: Path) -> str:
         written = {json.loads(read_text(file))["figure"] for file in results.figures if file.parent == place}
         for name in (name for name, figure in FIGURES.items() if figure.automatic and name not in written):
             try:
-                add(name, FIGURES[name].compute([source], Choice()), str(place))
+                add(name, compute(name, [source], Choice()), str(place))
             except UserError as error:
                 say("left out", f"{name} of {place}: {error.message}")
     return "".join(heading(place) + pictures(drawn) for place, drawn in made.items())
@@ -272,7 +273,7 @@ def samples(results: Results, count: int) -> str:
         if not source.origin.evicts:
             continue
         made.append(heading(str(place)))
-        for number, rollout in enumerate(source.rollouts[:count]):
+        for number, rollout in enumerate(islice(source.each(), count)):
             ids = [*rollout.prompt_ids, *rollout.completion_ids]
             title = f"line {number + 1}: {len(rollout.completion_ids):,} tokens, ended by {rollout.finish_reason}"
             data = packed(rollout.trace, source.strings(ids), len(rollout.prompt_ids))

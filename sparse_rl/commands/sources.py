@@ -44,7 +44,7 @@ class Source:
         """The fingerprint, with a short name of the model, for titles."""
         from sparse_rl.analysis.evaluation import model_label
 
-        label = model_label(self.origin.model) if self.path.is_dir() else ""
+        label = model_label(self.model_name or self.origin.model) if self.path.is_dir() else ""
         return {**self.fingerprint, "model": label} if label else self.fingerprint
 
     @cached_property

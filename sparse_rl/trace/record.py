@@ -157,8 +157,9 @@ class EvictionTrace:
         """
         if not self.windows:
             return self
-        evict_at, *further = policy_part(self.sections).items()
-        return EvictionTrace(evict_at[1], {name: values for name, values in further if name != "routed"})
+        part = policy_part(self.sections)
+        further = {name: values for name, values in part.items() if name not in (EVICT_AT.name, "routed")}
+        return EvictionTrace(part[EVICT_AT.name], further, self.validate)
 
     @property
     def windows(self) -> list[int]:

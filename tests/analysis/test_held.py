@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_heads import random_trace
 
-from sparse_rl.analysis.held import chosen_head, cut, held, last_eviction, policy_settings, visible
+from sparse_rl.analysis.drawing import policy_settings
+from sparse_rl.analysis.held import chosen_head, cut, held, last_eviction, visible
 from sparse_rl.errors import UserError
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peaks import kept_for_backward
 from planned import plan
 from transformers import PreTrainedModel
 
@@ -73,17 +74,8 @@ def test_measured_activations_of_experts_are_near_the_counted_ones(
     more at a size at which these do not dominate."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_expert_intermediate_size": 256}
     model = new_model(family, **sizes, moe_intermediate_size=256)
-    layer, weights = model.model.layers[-1], {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer.mlp(torch.randn(1, 500, 256, requires_grad=True))
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / 500
+    layer, hidden = model.model.layers[-1], torch.randn(1, 500, 256, requires_grad=True)
+    measured = kept_for_backward(model, lambda: layer.mlp(hidden)) / 4 / 500
     counted = mlp_values(layer, model.config)
     assert counted <= measured <= 1.2 * counted
 

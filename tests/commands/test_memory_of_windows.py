@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peaks import Peak
+from peaks import Peak, kept_for_backward
 from planned import plan
 from transformers import PreTrainedModel
 
@@ -81,17 +81,8 @@ def test_measured_activations_of_a_layer_are_near_the_counted_ones(windowed: Cal
     model = windowed(**sizes)
     hidden, positions = torch.randn(1, 500, 256, requires_grad=True), torch.arange(500)[None]
     rotation = model.model.rotary_emb(hidden, positions, "full_attention")
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model.layers[2](hidden, position_embeddings=rotation, attention_mask=None, position_ids=positions)
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    where = {"position_embeddings": rotation, "attention_mask": None, "position_ids": positions}
+    measured = kept_for_backward(model, lambda: model.model.layers[2](hidden, **where))
     counted = activation_bytes(meta_model(model.config), 500, 4, checkpointing=False, logits=False) / 3
     assert counted <= measured <= 1.1 * counted
 

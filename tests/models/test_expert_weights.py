@@ -4,21 +4,18 @@ tensor. A file that lacks an expert, or has a wrong one, is refused; a complete 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from judging import in_one_line
+from damaging import refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparse_rl.models.directory import WEIGHTS
 from sparse_rl.models.identity import identify
-from sparse_rl.models.load import load_config
-from sparse_rl.models.weights import check_weights
 
 # family -> name of a layer's experts on the hub, and the names of an expert's gate, up and down projection
 ON_HUB = {
@@ -29,7 +26,6 @@ ON_HUB = {
     "glm4_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
 }
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(params=ON_HUB)
@@ -46,18 +42,6 @@ def model(family: str, new_model: Callable[..., PreTrainedModel]) -> PreTrainedM
 def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def refusal(folder: Path, change: Change) -> str | None:
-    """Return the one-line error of a copy of the directory with changed weights. None means that it is accepted."""
-    copy = folder.with_name("changed")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    weights = load_file(folder / WEIGHTS)
-    change(weights)
-    save_file(weights, copy / WEIGHTS, {"format": "pt"})
-    result = in_one_line(lambda: check_weights(load_config(str(copy)), str(copy)))
-    return result if isinstance(result, str) else None
 
 
 def as_on_the_hub(model: PreTrainedModel, family: str) -> dict[str, Tensor]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damaging import refusal
 from judging import in_one_line
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from rollout import SamplingConfig, make_engine
@@ -147,20 +146,6 @@ def difference(model: Any, other: Any) -> float:
     ids = torch.randint(3, VOCABULARY - 1, (3, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return float((model(input_ids=ids).logits - other(input_ids=ids).logits).abs().max())
-
-
-def refusal(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> str | None:
-    """Return the one-line error of a copy of the directory with changed weights. None means that it is accepted."""
-    copy = folder.with_name("changed")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    weights = load_file(folder / WEIGHTS)
-    change(weights)
-    save_file(weights, copy / WEIGHTS, {"format": "pt"})
-    result = in_one_line(lambda: check_weights(load_config(str(copy)), str(copy)))
-    if not isinstance(result, str):
-        load_model(copy)
-    return result if isinstance(result, str) else None
 
 
 def edit(folder: Path, **settings: Any) -> Path:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from continued import slow_logprobs
 from judging import gap
+from studying import recorded_queries
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rollout import SamplingConfig, make_engine
@@ -32,22 +33,11 @@ def engine_of(model_of: Callable) -> Callable:
     return lambda name: make_engine("hf", model=model_of(name), policy="full")
 
 
-@pytest.fixture
-def queries_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
-    """queries_of(function, *arguments) -> the reference queries of each layer that a compaction uses."""
-
-    def record(function: Callable, *arguments: Any) -> list[torch.Tensor]:
-        recorded: list[torch.Tensor] = []
-        layer = Studied.layer
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Studied, "layer", lambda self, config, place, *rest: recorded.append(self.queries[place])
-                or layer(self, config, place, *rest)
-            )  # fmt: skip
-            function(*arguments)
-        return recorded
-
-    return record
+def queries_of(compact: Callable[..., Context], *arguments: Any) -> list[torch.Tensor]:
+    """Return the reference queries of each layer that a compaction uses."""
+    with recorded_queries() as queries:
+        compact(*arguments)
+    return queries
 
 
 def by_the_paper(
@@ -111,7 +101,7 @@ def by_the_paper(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_pass_equals_the_paper_layer_by_layer(
-    name: str, engine_of: Callable, prompts_of: Callable, model_of: Callable, queries_of: Callable
+    name: str, engine_of: Callable, prompts_of: Callable, model_of: Callable
 ) -> None:
     """With `repeat` and `self_study`, the queries of each layer equal those of the reference up to 1e-6 of the largest,
     and the same entries are kept, with the same biases and values. Controls: the queries of the first layer equal those
@@ -120,8 +110,8 @@ def test_one_pass_equals_the_paper_layer_by_layer(
     engine, (tokens, question) = engine_of(name), prompts_of(name, [60, 5])
     config = PromptCacheConfig(ratio=0.2, first=2, last=3, on_policy=True, **BOTH)
     studied = engine.study(tokens, config, ContextPrompts(requests=[question]))
-    contexts: list[Context] = []
-    queries = queries_of(lambda: contexts.append(studied.compacted(config)))
+    with recorded_queries() as queries:
+        context = studied.compacted(config)
     plain = engine.study(tokens, replace(config, on_policy=False), ContextPrompts(requests=[question]))
     with torch.no_grad():
         assert studied.texts[0] == [tokens[2:57]]
@@ -129,14 +119,14 @@ def test_one_pass_equals_the_paper_layer_by_layer(
         assert all(text[:5] == question and len(text) > 5 for text in studied.texts[1])
         expected, fits = by_the_paper(model_of(name), studied, studied.texts, 11)
     assert len(queries) == len(expected)
-    for ours, theirs, layer, (index, bias, values) in zip(queries, expected, contexts[0].layers, fits, strict=True):
+    for ours, theirs, layer, (index, bias, values) in zip(queries, expected, context.layers, fits, strict=True):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-6
         assert torch.equal(layer.positions[:, :, 5:], index)
         torch.testing.assert_close(layer.bias[:, :, 5:], bias, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(layer.values[:, :, 5:], values, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(queries[0], plain.queries[0], atol=1e-5, rtol=1e-5)
     assert float((queries[-1] - plain.queries[-1]).abs().max() / plain.queries[-1].abs().max()) > 1e-2
-    assert not torch.equal(contexts[0].layers[-1].values, plain.compacted(config).layers[-1].values)
+    assert not torch.equal(context.layers[-1].values, plain.compacted(config).layers[-1].values)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +146,7 @@ def test_continuations_attend_to_the_entries_of_the_pass(
 
 
 def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache(
-    engine_of: Callable, prompts_of: Callable, queries_of: Callable
+    engine_of: Callable, prompts_of: Callable
 ) -> None:
     """If nothing is evicted, on-policy queries equal those of the full cache, in every layer. Heads may keep different
     numbers of entries; queries of other kinds do not change, and `most_queries` draws the same of all queries.
@@ -178,7 +168,7 @@ def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache(
     assert ((context.evict_at() > 60).sum(-1) - 1).tolist() == sizes
 
 
-def test_each_compaction_makes_its_own_queries(engine_of: Callable, prompts_of: Callable, queries_of: Callable) -> None:
+def test_each_compaction_makes_its_own_queries(engine_of: Callable, prompts_of: Callable) -> None:
     """From one reading of a context, compactions to two ratios have different queries, and a repeated compaction has
     the same. A baseline (`none`) needs no pass.
     """

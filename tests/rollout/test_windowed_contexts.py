@@ -15,6 +15,7 @@ import pytest
 import torch
 from judging import gap, gradients, weighted_sum, wrong_windows
 from safetensors import safe_open
+from studying import recorded_queries
 from transformers import PreTrainedModel
 from windowed import GLOBAL, KINDS, WINDOW, WINDOWS, plain_logprobs_after, plain_pass, windowed_model
 
@@ -22,7 +23,6 @@ from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, load_context, save_context
 from rollout.context.budgets import sensitivity
 from rollout.context.cartridge import Cartridge, beginning, divergence, logprobs
-from rollout.context.compact import Studied
 from rollout.context.config import CartridgeConfig
 from rollout.context.conversations import Conversation
 from rollout.context.prompts import ContextPrompts
@@ -180,18 +180,6 @@ def test_other_families_with_windows(name: str, new_model: Callable, prompts_of:
 # ---- the compaction -------------------------------------------------------------------------------------------------
 
 
-def queries_used(monkeypatch: pytest.MonkeyPatch, compact: Callable[[], Context]) -> tuple[Context, list[torch.Tensor]]:
-    """Return the context, and the reference queries with which each of its layers was compacted."""
-    used: list[torch.Tensor] = []
-    layer = Studied.layer
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Studied, "layer", lambda self, config, place, *rest: used.append(self.queries[place])
-            or layer(self, config, place, *rest)
-        )  # fmt: skip
-        return compact(), used
-
-
 def by_kv_head(query: torch.Tensor, places: slice) -> torch.Tensor:
     """Return the queries of some tokens, grouped by kv head: [1, Hq, S, D] -> [1, Hkv, G x tokens, D]."""
     return query[:, :, places].reshape(1, 2, -1, query.shape[3])
@@ -200,19 +188,15 @@ def by_kv_head(query: torch.Tensor, places: slice) -> torch.Tensor:
 @pytest.mark.parametrize("policy", ["am", "evict"])
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_reference_queries_are_those_of_a_plain_pass(
-    policy: str,
-    on_policy: bool,
-    model: PreTrainedModel,
-    engine: HFEngine,
-    texts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    policy: str, on_policy: bool, model: PreTrainedModel, engine: HFEngine, texts: list[list[int]]
 ) -> None:
     """The reference queries of the repetition equal those of a plain pass over the context and the repeated tokens, in
     which layers below are compacted if queries are on-policy. The entries with the most attention are kept. Control:
     queries of a pass without windows differ.
     """
     config = replace(BASE, policy=policy, on_policy=on_policy, queries=["repeat"])
-    context, used = queries_used(monkeypatch, lambda: engine.compact(texts[0], config))
+    with recorded_queries() as used:
+        context = engine.compact(texts[0], config)
     tokens, own = [*texts[0], *texts[0][2:-3]], slice(TOKENS, None)
     for place, layer in enumerate(GLOBAL):
         below = [context.layers[n] if n < place and on_policy else None for n in range(len(GLOBAL))]

@@ -47,9 +47,8 @@ class WindowedView(Beside):
         """
         if replayed.length <= window:
             return []
-        visible = SimpleNamespace(
-            schedule=Schedule(window - 1)
-        )  # a query sees its own token, and window - 1 earlier ones
+        # a query sees its own token, and window - 1 earlier ones
+        visible = SimpleNamespace(schedule=Schedule(window - 1))
         held = ReplayView.holds(visible, replace(replayed, prompt=0))
         return [(f"{name}, sliding windows", size, note) for name, size, note in held]
 

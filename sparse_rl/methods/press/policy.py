@@ -35,9 +35,8 @@ class Press(Policy):
         super().__init__(config)
         self.press = make_press(config)
         self._modules: dict[int, Any] = {}  # place of a layer among those without a sliding window -> its attention
-        self._inputs: dict[
-            int, dict[str, Any]
-        ] = {}  # index of a layer -> keywords of its attention in the last prefill
+        # index of a layer -> keywords of its attention in the last prefill
+        self._inputs: dict[int, dict[str, Any]] = {}
 
     def bound_to(self, model: Any) -> Press:
         bound = Press(self.config)
