@@ -1,7 +1,7 @@
 """Every analysis of the papers once, on tiny models: `make papers` ends with a report that holds an example of each.
 
-The quickstart's model samples under several policies; short trainings give learned policies and curves; the retrieval
-model (recipes/retrieval), which is trained first if it is absent, has contexts to compact. What is finished is kept:
+The quickstart's model samples under several policies; short trainings give learned policies and curves; a model that
+looks up facts, trained by recipes/retrieval into FOLDER/retrieval, has contexts to compact. What is finished is kept:
 a second call makes only what is missing.
 
     python benchmarks/papers.py [FOLDER]       # default: runs/papers
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HOUSE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 MODEL = "model=quickstart/model"
 SLOTS = 2  # commands that run at a time
 CACHES = {  # folder of rollouts -> the cache that they are sampled under
@@ -155,7 +155,7 @@ def write_facts(file: Path) -> None:
 
 
 def perform(step: Step, say: Callable[[str], None]) -> None:
-    """Run one command, unless its file exists. Raises SystemExit with its last line if it fails."""
+    """Run one command, unless its file exists. Raises SystemExit with the last line of its output if it fails."""
     if step.made.exists():
         return
     start = time.monotonic()
@@ -169,7 +169,7 @@ def perform(step: Step, say: Callable[[str], None]) -> None:
 
 
 def main(folder: Path) -> None:
-    sys.path[0] = str(HOUSE)
+    sys.path[0] = str(ROOT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
     write_facts(folder / "facts.jsonl")

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 ABOUT = "Write one HTML page, which needs no network, about runs, evaluations, rollouts and timings."
 OUT = "report.html"
 SHOWN = 3  # default number of coloured completions of each folder of rollouts
+SWEEPS = (  # (metric, axis, caption) of the pictures of an evaluation; None is the default of `sparse-rl plot`
+    (None, None, "one line for each method."),
+    ("retention_correct", None, "share of the tokens held at the end of right answers (G-KV figures 6, 19)."),
+    ("log_perplexity", "seconds", "log-perplexity against seconds (Attention Matching figure 10, left)."),
+    ("accuracy", "log_perplexity", "accuracy against log-perplexity (Attention Matching figure 10, right)."),
+)
 MOST_BYTES = 25_000_000  # larger pages are slow to open; the user is told
 
 
@@ -151,9 +157,10 @@ def described(folders: Sequence[Path]) -> list[Any]:
 def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
     """Return tables and pictures of evaluations and perplexities."""
     from sparse_rl.analysis.evaluation import accuracy_table
-    from sparse_rl.analysis.report.page import heading, picture, pictures
+    from sparse_rl.analysis.report.page import heading, pictures
+    from sparse_rl.analysis.report.published import beside_published
     from sparse_rl.analysis.report.tables import from_terminal
-    from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
+    from sparse_rl.analysis.sweeps import points_table, read_sweep
 
     rows = [row for file in results.files[eval.RESULTS] for row in eval_rows(file)]
     drawn = trainings_picture(rows, runs, folder / "trainings.png")
@@ -161,6 +168,7 @@ def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
     for compacted in (False, True):  # rows of compacted contexts have further columns
         if some := [row for row in rows if (row.contexts is not None) is compacted]:
             made.append(from_terminal(accuracy_table(some), "of compacted contexts" if compacted else ""))
+    made.append(beside_published(rows))
     for number, file in enumerate([*results.files[eval.RESULTS], *results.files[perplexity.RESULTS]]):
         try:
             sweep = read_sweep(file)
@@ -169,10 +177,30 @@ def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
             continue
         if file.name == perplexity.RESULTS:
             made += [heading(str(file.parent)), from_terminal(points_table(sweep), str(file))]
-        if varied(sweep):
-            lines = plot_sweep(sweep, folder / f"sweep{number}.png", None)
-            made.append(pictures([picture(lines, f"{file.parent}, {sweep.subject}: one line for each method.")]))
+        made.append(sweep_pictures(file, folder, f"sweep{number}"))
     return "".join(made)
+
+
+def sweep_pictures(file: Path, folder: Path, name: str) -> str:
+    """Return the pictures of SWEEPS that the rows of an eval.json or perplexity.json have numbers for."""
+    from sparse_rl.analysis.report.page import picture, pictures
+    from sparse_rl.analysis.sweeps import plot_sweep, read_sweep, varied
+
+    drawn = []
+    for number, (metric, axis, about) in enumerate(SWEEPS):
+        try:
+            sweep = read_sweep(file, metric)
+        except UserError:  # no row has this metric
+            continue
+        if axis is None and not varied(sweep):
+            continue
+        if axis is not None and not any(axis in point.measured for point in sweep.points):
+            continue
+        if metric == "retention_correct" and any("seconds" in point.measured for point in sweep.points):
+            continue  # compacted contexts, whose answers hold all of their own tokens
+        lines = plot_sweep(sweep, folder / f"{name}_{number}.png", axis)
+        drawn.append(picture(lines, f"{file.parent}, {sweep.subject}: {about}"))
+    return pictures(drawn)
 
 
 def eval_rows(file: Path) -> list[Any]:
@@ -212,7 +240,7 @@ def trainings_picture(rows: Sequence[Any], runs: Sequence[Run], out: Path) -> st
         return ""
     budgets_used = sorted({str(row.parameters.get("budget", row.policy)) for row in rows if row.policy != "full"})
     title = f"Accuracy after each training; the small cache has a budget of {' or '.join(budgets_used)}"
-    about = "Accuracy of the model of each training under the caches that evict, and with a full cache. Dots: one seed."
+    about = "Accuracy after each training, under caches that evict and with a full cache. Dots: single evaluations."
     return picture(plot_accuracy(methods, out, title, of_method), about)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout.config import SAMPLE_LIVE
 from rollout.make import make_engine
+from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.commands.examples import recipe_data, taught_examples
 from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
@@ -78,7 +79,11 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
         carry_scorers(live, policy, recipe.model)
         return make_engine(kind, model=live if kind in SAMPLE_LIVE else recipe.model, **engine)
 
-    completions = rundir.CompletionLog(folder)
+    watchers: list[Any] = [rundir.CompletionLog(folder)]
+    if {"wandb", "tensorboard"} & set(recipe.training.report_to):
+        from trainer.grpo.last_rollouts import LastRollouts
+
+        watchers.append(LastRollouts(model_label(recipe.model)))
     trainer = SparseGRPOTrainer(
         model=recipe.model,
         reward_funcs=functions,
@@ -87,12 +92,13 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
         eval_dataset=prepared.held_out,
         processing_class=prepared.tokenizer,
         peft_config=adapters(recipe.lora, prepared.skeleton),
-        callbacks=[rundir.RunLog(folder), completions],
+        callbacks=[rundir.RunLog(folder), *watchers],
         make_engine=engine_of,
         sleep=recipe.rollout.sleep,
         thinking=recipe.data.thinking,
     )
-    completions.trainer = trainer
+    for watcher in watchers:
+        watcher.trainer = trainer
     return trainer
 
 

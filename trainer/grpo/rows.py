@@ -50,6 +50,19 @@ class Rows:
         return torch.tensor([r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in self.rollouts])
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """The newest generation of this process in training.
+
+    rewards : of each rollout, float [rollouts][reward functions]
+    advantages : of each rollout
+    """
+
+    rollouts: Sequence[Rollout]
+    rewards: Sequence[Sequence[float]]
+    advantages: Sequence[float]
+
+
 def packed(batch: dict[str, Any]) -> dict[str, Any]:
     """Convert a batch to plain data and tensors for a checkpoint."""
     return {**batch, "traces": [trace.to_state() for trace in batch["traces"]]}

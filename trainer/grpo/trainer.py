@@ -40,7 +40,7 @@ from trainer.grpo.clock import StepClock
 from trainer.grpo.forward import ReplayedForward
 from trainer.grpo.measures import Measures
 from trainer.grpo.probe import ProbedEngine
-from trainer.grpo.rows import Learned, Rows, packed, unpacked
+from trainer.grpo.rows import Learned, Rows, Sampled, packed, unpacked
 from trainer.grpo.table import load_table, plain_values, show_advantages, table_state
 from trainer.loading import text_parts
 from trainer.resumable import EpochSampler, Resumable
@@ -92,6 +92,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
         self.measures, self.rows = Measures(self), Rows([])
+        self.sampled: Sampled | None = None  # the newest generation in training
         self._generations = 0  # number of generations so far, for the sampling seed
 
     @property
@@ -158,6 +159,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         width = out["completion_ids"].shape[1]
         out["model_per_token_logps"] = rows.model_logprobs(width).to(self.accelerator.device)
         out["traces"] = rows.traces
+        if self.mode == "train":
+            first = self.accelerator.process_index * len(rows.rollouts)  # rewards are of all processes
+            rewards = rows.rewards[first : first + len(rows.rollouts)]
+            self.sampled = Sampled(rows.rollouts, rewards.tolist(), out["advantages"].tolist())
         if "old_per_token_logps" in out:
             self.measures.batch(out, out["old_per_token_logps"])
         return out

@@ -18,7 +18,7 @@ CURVES = {  # section -> metrics that it draws, with a sentence about each
         "reward": "Mean reward of the sampled completions against the training step.",
         "eval_reward": "Mean reward on held-out problems, under the cache of the run.",
         "loss": "Loss against the training step.",
-        "kl": "KL divergence between teacher and student per token, in nats.",
+        "kl": "KL divergence per token, in nats: from the teacher, or from GRPO's reference model.",
         "token_accuracy": "Share of the tokens that the model ranks first.",
         "entropy": "Entropy of the next token, in nats.",
     },
@@ -28,7 +28,7 @@ CURVES = {  # section -> metrics that it draws, with a sentence about each
         "completions/clipped_ratio": "Share of completions that were cut off.",
     },
 }
-FAR = 0.1  # nats; a larger gap is no rounding
+FAR = 0.1  # nats; in float32 a larger gap is no rounding
 RATIOS = ("ratio/p5", "ratio/mean", "ratio/p95", "ratio/max", "ratio/clipped")
 
 
@@ -157,12 +157,19 @@ def gaps(runs: Sequence[Run], folder: Path) -> str:
         shown = pictures(
             [picture(file, "Gap against the training step, of the first seed: mean (solid) and largest (dotted).")]
         )
-    far = [run.label for run, row in zip(replayed, rows, strict=True) if float(row[1]) > FAR]
-    if far:
+    mismatched = [run.label for run in replayed if run.method == "mismatched"]
+    if mismatched:
         about += (
-            f" {', '.join(far)}: the trainer computed other probabilities than the sampler, because it trained under "
-            "an attention that the sampler did not have."
+            f" {', '.join(mismatched)}: the trainer computed other probabilities than the sampler, because it also "
+            "attended to evicted tokens, which the sampler did not see."
         )
+    far = [
+        run.label
+        for run, row in zip(replayed, rows, strict=True)
+        if float(row[1]) > FAR and run.method != "mismatched" and run.recipe.get("dtype") == "float32"
+    ]
+    if far:
+        about += f" {', '.join(far)}: the gap is larger than rounding in float32; docs/numerics.md lists causes."
     return note(about) + table(headings, rows, "gaps and ratios", ["run"]) + shown
 
 

@@ -1,4 +1,4 @@
-"""The caches of layers with a sliding window, and WindowedCache, which has them beside any other cache.
+"""WindowCache, the cache of layers with a sliding window, and WindowedCache, which joins it and the policy's cache.
 
 Sizes in shapes: B rows (sequences), Hkv kv heads, Hq query heads, C slots, T tokens of a forward pass, D head_dim.
 """
@@ -24,7 +24,7 @@ MOST_LOGITS = 2**26  # with more logits, the queries of a forward pass attend in
 class WindowCache:
     """Keys and values of the last W tokens of each row, in the layers that have the window W.
 
-    The token at position p is in slot p % W. A layer has fewer than W slots until one of its rows has W tokens.
+    The token at position p is in slot p % W. A layer gets its slots as its rows grow: at most W.
 
     sizes : the window of each layer of the model in tokens, 0 for layers that are not in this cache
     layers : layer -> keys and values, [B, Hkv, C, D] each
@@ -128,7 +128,7 @@ class WindowCache:
         return keys, values
 
     def _store(self, layer: int, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put the last tokens of each row into their slots. `keys` and `values` are those of the slots until now."""
+        """Put the last tokens of each row into their slots. `keys` and `values` : the slots' old contents"""
         window = self.sizes[layer]
         slots = min(window, max(self.seen))  # all others are empty
         positions = _positions(slots, window, self._ends)

@@ -18,7 +18,7 @@ from sparse_rl.policies.schedule import Schedule
 
 
 class WindowedView(Beside):
-    """A `kv_view` that leaves each kind of layer to its own view, which counts the layers of its kind from 0.
+    """A `kv_view` that sends each layer to one of two views. Each of the two numbers its own layers from 0.
 
     inner : the view of the global layers
     of_windows : the view of the layers with a sliding window
