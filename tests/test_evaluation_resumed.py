@@ -167,6 +167,7 @@ def test_only_one_process_at_a_time_works_on_a_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 3, 6])
+@pytest.mark.few(2)
 def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int):
     """After an interrupt, only the unfinished problems are sampled. Results and completions equal those of a run
     without an interrupt.
@@ -256,6 +257,7 @@ def test_a_point_that_another_process_holds_is_left_out(
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
+@pytest.mark.few(2)
 def test_an_interrupted_evaluation_with_compacted_contexts_continues(
     recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int
 ) -> None:

@@ -139,6 +139,7 @@ def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: 
 
 
 @pytest.mark.parametrize("policy", SAMPLED)
+@pytest.mark.few(5)
 def test_tiles_are_right_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:

@@ -35,6 +35,7 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
+@pytest.mark.few(10)
 def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:

@@ -48,6 +48,7 @@ def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.slow
 def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> None:
     """The share of open gates rises from below 0.2 to at least 0.45; compression 2 requires one half. The trained model
     samples with evictions, and replays with a gap of at most 1e-5. Control: with a loss weight near 0 the share stays

@@ -154,6 +154,7 @@ def test_a_floor_raises_the_limit(grpo: Callable) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.few(1)
 def test_in_bfloat16_only_a_late_trace_stops_the_run(shared: bool, grpo: Callable, tiny: Callable) -> None:
     """In bfloat16, a correct run continues, though its gap is far larger than in float32. A trace whose evictions are
     one period late stops the run.

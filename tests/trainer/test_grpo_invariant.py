@@ -54,6 +54,7 @@ def test_the_gap_is_at_most_1e_5_under_every_policy(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.few(3)
 def test_the_gap_is_at_most_1e_5_under_every_schedule(schedule: str, metrics_of: Callable) -> None:
     """A schedule (SCHEDULES) changes when completions are sampled, and how often they are used. The gap is measured
     once for each sampling, and is at most 1e-5.

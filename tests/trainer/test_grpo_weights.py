@@ -111,6 +111,7 @@ def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> Non
     ],
     ids=["plain", "buffered", "two iterations", "validated"],
 )
+@pytest.mark.few(2)
 def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], with_own_engine: Callable) -> None:
     """`at` lists the steps before which the engine gets new weights. It gets them before it samples, and not again
     until the next update.

@@ -279,6 +279,7 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["mlp", "packed", "mlstm", "streaming+", "masked prefill", "frozen"],
 )
+@pytest.mark.few(3)
 def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable
 ) -> None:
@@ -322,6 +323,7 @@ def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     [{}, {"cache": {**CACHE, "scorer": "mlstm"}, "packing": True, "max_length": 90, "gradient_checkpointing": True}],
     ids=["mlp", "mlstm"],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
     weights, its scorers and its logged lines.

@@ -97,6 +97,7 @@ def same(trainer: Any, other: Any) -> bool:
         pytest.param(10, 9, id="in the second epoch"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Callable) -> None:
     whole = sft("whole")
     whole.train()

@@ -111,6 +111,7 @@ def test_another_version_of_vllm_is_refused(
 
 
 @pytest.mark.parametrize(("first", "second"), [("gkv", "full"), ("full", "gkv")])
+@pytest.mark.few(1)
 def test_a_second_engine_is_refused(
     first: str,
     second: str,
@@ -355,6 +356,7 @@ def test_weights_that_are_not_finite_raise_an_error(
 
 
 @pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_an_engine_does_not_change_its_process(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:

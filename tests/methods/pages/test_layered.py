@@ -65,6 +65,7 @@ def with_sections(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", ["quickstart", "stories260K", "qwen3", "llama"])
+@pytest.mark.few(6)
 def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable) -> None:
     """The gap between sampler and replay is at most 1e-5, with either attention kernel."""
     model, rollouts = sampled(name, block(mix))
@@ -142,6 +143,7 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
 
 
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
+@pytest.mark.few(1)
 def test_a_single_part_equals_its_policy_alone(cache: dict, sampled: Callable) -> None:
     """`layered` with one part for all layers gives the same rollouts and traces as the part's own policy."""
     _, alone = sampled("quickstart", cache)

@@ -136,6 +136,7 @@ def clustered_by_loop(
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
+@pytest.mark.few(6)
 def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable) -> None:
     """Random queries, keys and values go through the engine's cache and through the trainer's view. Outputs, opened
     pages, closing times and weights equal those of the loop over the equations."""
@@ -249,6 +250,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
+@pytest.mark.few(6)
 def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
     """The gap between sampler and replay is at most 1e-5, in one batch and in batches of 3."""
     model, rollouts = sampled(name, **changed)
