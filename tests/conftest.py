@@ -274,8 +274,8 @@ def tally(record_property: Callable) -> Callable[..., None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but `n` of the cases of a test with the mark few(n). The others are evenly spread over its cases,
-    the first and the last among them.
+    """Mark as slow all but n cases of a test with the mark few(n). These n are evenly spread over its cases, the first
+    and the last among them.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

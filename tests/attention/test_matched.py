@@ -105,7 +105,7 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
         *(pytest.param("attention", equations, marks=pytest.mark.slow) for equations in (16, 22, 32)),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:

@@ -118,6 +118,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(2)
 def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
     """For random evictions, the lists equal torch's; with sorted keys they list all visible pairs (`check_sorted`)."""
     for seed in range(SEEDS):

@@ -463,7 +463,7 @@ def test_accelerate_configurations_start_8_processes_and_set_no_zero_stage() -> 
 
 
 @pytest.mark.parametrize("name", TRAINING_RECIPES)
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 def test_each_recipe_trains_at_a_small_size(
     name: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +510,7 @@ def test_each_recipe_trains_at_a_small_size(
 
 
 @pytest.mark.parametrize("name", EVALUATION_RECIPES)
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_each_evaluation_runs_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
         *("windows, padded", "windows, packed, checkpointed"),
     ],
 )
+@pytest.mark.few(4)
 def test_loss_and_gradients_equal_the_dense_reference(
     settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
 ) -> None:
@@ -243,7 +244,7 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["data", "refreshed", "on-policy", "lora"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     small_recipe = recipe(
         validation=validation(every=2),

@@ -98,6 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(recipe: Callable, tmp_path: P
     assert kl[0] == pytest.approx(kl[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_grpo_trains_the_model_with_frozen_gates(recipe: Callable, tmp_path: Path) -> None:
     """GRPO trains the retrofitted model with frozen gates. A recipe with learning scorers or with LoRA is refused."""
     final = train(recipe(max_steps=20))

@@ -103,6 +103,7 @@ CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
 
 
 @pytest.mark.parametrize(("fault", "schedule"), CASES)
+@pytest.mark.few(4)
 def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
     """With a fault, the guard stops the run before any update, with one line that names the possible causes."""
     trainer = grpo(**SCHEDULES[schedule])

@@ -77,7 +77,7 @@ def test_a_trained_model_samples_without_flags_and_replays_exactly(kind: str, re
     ],
     ids=lambda value: value if isinstance(value, str) else value["policy"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 @pytest.mark.parametrize("cache", [PAGED, LAYERED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", SAMPLED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_model_trained_under_pages_replays_exactly(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:

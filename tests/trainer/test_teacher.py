@@ -96,6 +96,7 @@ def test_losses_equal_those_of_a_teacher_in_memory(
     assert dtype == "float32" or error > 1e-7  # in 16 bits the error is that of rounding, and not 0
 
 
+@pytest.mark.slow
 def test_with_the_cache_the_teacher_is_not_run(
     teacher: Any, rows: list[Example], losses: Callable, tmp_path: Path
 ) -> None:

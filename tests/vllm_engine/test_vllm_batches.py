@@ -28,7 +28,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("am", 16), ("full", 1)])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_prompts_in_chunks_give_the_same_results(
     policy_name: str,
     period: int,
@@ -49,7 +49,7 @@ def test_prompts_in_chunks_give_the_same_results(
 @pytest.mark.parametrize(
     "policy_name", [pytest.param(p, marks=[pytest.mark.slow] if p == "am" else []) for p in ON_VLLM]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_freed_blocks_and_rows_are_reused(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
@@ -66,6 +66,7 @@ def test_freed_blocks_and_rows_are_reused(
     agrees_with_hf(policy, prompts, stopping, {"backwards": backwards}, "qwen3")
 
 
+@pytest.mark.slow
 def test_a_seed_reproduces_the_samples_in_any_batch(
     policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:

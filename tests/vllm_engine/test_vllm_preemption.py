@@ -158,6 +158,7 @@ def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, 
     assert same(engine.generate(prompts, SAMPLING), expected)
 
 
+@pytest.mark.slow
 def test_preemption_of_all_requests_does_not_change_results(
     policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:

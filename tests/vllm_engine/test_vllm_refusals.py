@@ -172,6 +172,7 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
         assert same(engine.generate(prompts, SAMPLING), expected)
 
 
+@pytest.mark.slow
 def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_an_error_while_adding_requests_frees_them(
         assert same(engine.generate(prompts, sampling), expected), (owner, name, number, after)
 
 
+@pytest.mark.slow
 def test_calls_from_several_threads_wait_for_one_another(
     policy: Policy, open_engine: Callable, random_prompts: Callable
 ) -> None:

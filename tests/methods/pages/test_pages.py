@@ -250,7 +250,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
     """The gap between sampler and replay is at most 1e-5, in one batch and in batches of 3."""
     model, rollouts = sampled(name, **changed)
@@ -410,6 +410,7 @@ def fed_whole(
 
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.few(7)
 def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of all queries, keys and values equal the equations' in float64: they pass through the summaries,
     but not through the choice of pages."""
@@ -576,6 +577,7 @@ def test_settings_for_evaluation_are_refused_in_training(key: str, value: object
 
 
 @pytest.mark.parametrize("compressor", ["mean", "attention"])
+@pytest.mark.few(1)
 def test_gradients_equal_finite_differences(compressor: str) -> None:
     policy, generator = make_policy({**CACHE, "compressor": compressor}), torch.Generator().manual_seed(2)
     prompt, total, dim = 5, 26, 4
