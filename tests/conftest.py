@@ -272,6 +272,26 @@ def tally(record_property: Callable) -> Callable[..., None]:
     return add
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but n cases of a test with the mark few(n). These n are evenly spread over its cases, the first
+    and the last among them.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        mark = of_test[0].get_closest_marker("few")
+        assert mark is not None
+        (count,) = mark.args
+        last = len(of_test) - 1
+        run = {round(i * last / max(count - 1, 1)) for i in range(count)}
+        for place, item in enumerate(of_test):
+            if place not in run:
+                item.add_marker("slow")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table: policy, comparisons, ties and the largest gap, over all tests that passed."""
     totals: dict[str, list[float]] = {}

@@ -168,6 +168,7 @@ def test_without_a_full_cache_no_answer_is_scored(recipe_of: Callable, tmp_path:
 
 
 @pytest.mark.parametrize("writes", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 5, 11))])
+@pytest.mark.few(1)
 def test_an_interrupted_evaluation_has_the_same_rows(
     recipe_of: Callable, tmp_path: Path, work: dict, writes: int
 ) -> None:

@@ -167,6 +167,7 @@ def test_only_one_process_at_a_time_works_on_a_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 3, 6])
+@pytest.mark.few(1)
 def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int):
     """After an interrupt, only the unfinished problems are sampled. Results and completions equal those of a run
     without an interrupt.
@@ -188,6 +189,7 @@ def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_resuming_samples_only_new_points(recipe_of: Callable, sampled: list[int]) -> None:
     """A sweep gets a new cache and is resumed; only the points of the new cache are sampled (8 prompts). If a setting
     that determines the completions changes (seed, temperature, accuracy, samples), all points are sampled again (16
@@ -230,6 +232,7 @@ def test_a_sweep_over_models_gives_the_rows_of_each_model(recipe_of: Callable, t
     assert results(tmp_path / "both")["rows"][:4] != results(tmp_path / "one")["rows"]
 
 
+@pytest.mark.slow
 def test_a_point_that_another_process_holds_is_left_out(
     recipe_of: Callable, tmp_path: Path, sampled: list[int]
 ) -> None:
@@ -256,6 +259,7 @@ def test_a_point_that_another_process_holds_is_left_out(
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
+@pytest.mark.few(1)
 def test_an_interrupted_evaluation_with_compacted_contexts_continues(
     recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int
 ) -> None:
@@ -283,6 +287,7 @@ def test_an_interrupted_evaluation_with_compacted_contexts_continues(
 
 
 @pytest.mark.parametrize("writes", [0, 1, 4])
+@pytest.mark.few(1)
 def test_an_interrupted_measurement_of_perplexity_continues(
     model: str, tmp_path: Path, sampled: list[int], monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:

@@ -92,6 +92,7 @@ def is_slow(model: str, policy: str, period: int) -> bool:
         for model in (*FAMILIES, *TRAINED)
     ],
 )
+@pytest.mark.few(31)
 def test_replay_equals_sampling(
     policy_name: str,
     period: int,
@@ -112,6 +113,7 @@ def test_replay_equals_sampling(
 
 @pytest.mark.parametrize("model_name", [*FIRST, *TRAINED])
 @pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.few(4)
 def test_replay_equals_sampling_under_a_budget_that_grows(
     period: int,
     model_name: str,

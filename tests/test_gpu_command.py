@@ -301,6 +301,7 @@ def test_a_stage_that_is_done_runs_again_only_if_it_is_named(command: Command) -
     assert [row["call"] for row in command.stages["second"]["rows"]] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_runs_last_when_the_command_resumes(command: Command) -> None:
     names = ["hangs", "fine"]
     command.new(names, stages={"hangs": {"limit": 0.02}})

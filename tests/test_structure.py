@@ -155,6 +155,7 @@ def test_no_file_is_longer_than_400_lines_unless_its_docstring_says_why() -> Non
 @pytest.mark.parametrize(
     "module", [name for name in sources() if part_of(name) in ("configurations", "recipe", "base")]
 )
+@pytest.mark.few(19)
 def test_configurations_and_recipes_import_no_heavy_library(module: str) -> None:
     heavy = ("torch", "transformers", "trl", "vllm", "datasets", "numpy")
     code = f"import sys, {module}; sys.exit([name for name in {heavy} if name in sys.modules] or None)"

@@ -346,6 +346,7 @@ def with_one_change(sections: Sections, rng: random.Random) -> Sections:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(2)
 def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind: str) -> None:
     """A record with one random change, or with a prompt of another length, is accepted if and only if it is still
     possible. In every section, at least 20 changes must make it impossible.

@@ -116,6 +116,7 @@ def test_heads_are_named_by_the_layers_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3), (9, 2, 1), (36, 8, 2)])
+@pytest.mark.few(1)
 def test_pictures_of_few_and_of_many_heads_are_drawn(shape: tuple[int, int, int], tmp_path: Path) -> None:
     """The pictures are drawn from the numbers alone, as JSON has them."""
     content = budgets_of(*shape)

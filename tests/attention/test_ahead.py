@@ -17,6 +17,7 @@ from sparse_rl.attention.views.factory import make_view
 
 
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.few(1)
 def test_steps_compile_no_graph_after_compile_ahead(
     autocast: bool,
     flex_trains: list[bool],

@@ -87,6 +87,7 @@ ALL = [(name, setting) for name in MODELS for setting in SETTINGS]
     ("name", "setting"),  # each setting with two models by default
     [pytest.param(*pair, marks=[] if (i + i // 13) % 2 else pytest.mark.slow) for i, pair in enumerate(ALL)],
 )
+@pytest.mark.few(8)
 def test_trainer_recomputes_the_entries_of_a_compacted_context(
     name: str, setting: str, sampled: Callable, tally: Callable
 ) -> None:
@@ -219,6 +220,7 @@ WRONG: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", ["qwen3", "stories260K"])
+@pytest.mark.few(6)
 def test_control_wrong_traces_give_a_large_gap(name: str, wrong: str, sampled: Callable) -> None:
     """Each change of the recorded traces moves some log-prob by more than 1e-3."""
     model, rollouts = sampled(name, chunk=30)

@@ -45,6 +45,7 @@ WINDOW = {  # sliding windows of 12 tokens in layers 0 and 2, shorter than most 
     [*((family, {}) for family in FAMILIES), *((family, WINDOW) for family in WINDOWED)],
     ids=lambda value: value if isinstance(value, str) else "windows" if value else "",
 )
+@pytest.mark.few(13)
 def test_a_full_cache_computes_what_transformers_computes(
     family: str, window: dict, new_model: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:

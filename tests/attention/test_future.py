@@ -53,6 +53,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("where", ENDS)
 @pytest.mark.parametrize("window", [1, 5, 40])
 @pytest.mark.parametrize("option", [{}, {"lookahead": 0}, {"lookahead": 6}, {"normalise": False}, {"log_sum_exp": 1}])
+@pytest.mark.few(20)
 def test_future_attention_mass_equals_the_loop(where: str, window: int, option: dict, tensors: Any) -> None:
     """The log-mass equals that of the loop `brute` for any layout, window and option, whether it is computed in chunks
     of 512, in chunks of 7 or by FlexAttention. The same holds for the maximum and the mean of the mass over the query

@@ -70,6 +70,7 @@ def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout
     ids=lambda changed: "-".join(map(str, changed)) or "as it is",
 )
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("quickstart", marks=pytest.mark.slow), "llama", "stories260K"])
+@pytest.mark.few(6)
 def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
     name: str, changed: dict, sampled: Callable, tally: Callable
 ) -> None:
@@ -104,6 +105,7 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
         *(pytest.param("attention", equations, marks=pytest.mark.slow) for equations in (16, 22, 32)),
     ],
 )
+@pytest.mark.few(1)
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:

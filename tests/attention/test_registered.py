@@ -51,6 +51,7 @@ def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(6)
 def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple) -> None:
     """For a left-padded batch, `generate` gives the tokens that it gives for each prompt alone, and those that
     transformers' eager attention gives. Control: without the mask, padding changes the tokens.

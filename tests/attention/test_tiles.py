@@ -118,6 +118,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(2)
 def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
     """For random evictions, the lists equal torch's; with sorted keys they list all visible pairs (`check_sorted`)."""
     for seed in range(SEEDS):
@@ -139,6 +140,7 @@ def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: 
 
 
 @pytest.mark.parametrize("policy", SAMPLED)
+@pytest.mark.few(5)
 def test_tiles_are_right_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:

@@ -59,6 +59,7 @@ def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(2)
 def test_transposed_flex_equals_the_loop(layout: str) -> None:
     """Log-sum-exp and mass by FlexAttention equal those of the loop, normalised over all keys or, with evictions, over
     the visible keys. In the second case some log-mass exceeds 0, since evicted tokens may have the largest logits.

@@ -274,6 +274,7 @@ def test_a_bench_writes_rows_tables_and_a_picture(bench: Any, workdir: Path, cap
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_an_interrupted_bench_continues(
     bench: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

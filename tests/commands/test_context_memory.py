@@ -68,6 +68,7 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy: str, new_mo
         {"chunking": "text", "chunk": 150, "policy": "evict"},
     ],
 )
+@pytest.mark.few(4)
 def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
     changed: dict[str, Any], new_model: Callable
 ) -> None:

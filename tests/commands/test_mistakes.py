@@ -107,6 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
     """With TRL blocked, a dry run of every kind of training succeeds, even if the recipe names TRL's own rewards, which
     are not called. Control: importing TRL in such a process fails."""

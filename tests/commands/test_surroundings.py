@@ -66,6 +66,7 @@ def test_a_reward_class_that_exits_when_it_is_created_is_an_error(
 
 
 @pytest.mark.parametrize("end", ENDS)
+@pytest.mark.few(2)
 def test_a_reward_that_exits_while_scoring_is_an_error(end: str, workdir: Path, capsys: pytest.CaptureFixture) -> None:
     (workdir / "judge.py").write_text(REWARD.format(end, "pass"))
     assert "accuracy: reward raised " in error_of(capsys, "eval", "eval.yaml", "accuracy=judge.py:reward", "samples=1")
@@ -135,6 +136,7 @@ def test_a_deleted_working_directory_gives_one_line_and_status_2(tmp_path: Path)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.few(1)
 def test_characters_that_the_terminal_lacks_are_escaped(encoding: str, workdir: Path) -> None:
     """A name in Japanese is printed as escapes if the output's encoding is ASCII or Latin-1."""
     words = ["train", "grpo.yaml", "--dry-run", "output_dir=日本"]

@@ -130,6 +130,7 @@ def with_heads_swapped(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(6)
 def test_rollouts_of_every_policy_replay_exactly(
     name: str, rollouts: Run, verified: Callable, workdir: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
@@ -169,6 +170,7 @@ def test_rollouts_of_every_policy_replay_exactly(
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("cache", [GKV, "cache=full"])
+@pytest.mark.few(4)
 def test_log_probs_are_compared_as_they_were_sampled(
     cache: str, settings: str, rollouts: Run, verified: Callable
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BLOCKED = """
 import sys
 
@@ -26,6 +28,7 @@ def without_vllm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_doctor_works_without_vllm(tmp_path: Path) -> None:
     process = without_vllm(tmp_path, "doctor", "quickstart/grpo")
     assert process.returncode == 0, process.stderr

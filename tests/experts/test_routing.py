@@ -86,6 +86,7 @@ def test_a_near_tie_in_a_router_needs_the_record(
     assert alone > 0.1
 
 
+@pytest.mark.slow
 def test_a_trained_model_needs_products_that_do_not_depend_on_the_rows(
     policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:

@@ -361,6 +361,7 @@ def test_the_user_reads_that_the_text_part_is_used(
 
 
 @pytest.mark.parametrize("recipe", ["grpo.yaml", "sft.yaml"])
+@pytest.mark.few(1)
 def test_a_trained_model_is_a_text_model(recipe: str, workdir: Path) -> None:
     """TRL loads the model, and the reference model of GRPO. A run that is resumed ends with the same weights."""
     assert main(["train", recipe]) == 0

@@ -150,6 +150,7 @@ def test_every_default_in_the_schema_matches_its_own_type() -> None:
 
 
 @pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.few(33)
 def test_the_schema_accepts_each_shipped_recipe(name: str) -> None:
     """Both the recipe as written and the recipe with all keys resolved are accepted."""
     mapping = parse_yaml(_shipped()[name].read_text(encoding="utf-8"), name)
@@ -330,6 +331,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(4)
 def test_the_schema_agrees_with_the_loader_for_each_key(kind: str) -> None:
     """Each key gets several values, and each block an unknown key. The schema accepts all recipes that the loader
     accepts, and refuses those that the loader refuses for their shape."""

@@ -173,6 +173,7 @@ DRY = ("train", "eval", "rollout", "perplexity", "budgets", "bench")  # the comm
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "sparse-rl"])
+@pytest.mark.few(49)
 def test_a_command_passes_its_dry_run(
     command: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

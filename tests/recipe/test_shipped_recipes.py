@@ -463,6 +463,7 @@ def test_accelerate_configurations_start_8_processes_and_set_no_zero_stage() -> 
 
 
 @pytest.mark.parametrize("name", TRAINING_RECIPES)
+@pytest.mark.few(6)
 def test_each_recipe_trains_at_a_small_size(
     name: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +510,7 @@ def test_each_recipe_trains_at_a_small_size(
 
 
 @pytest.mark.parametrize("name", EVALUATION_RECIPES)
+@pytest.mark.few(5)
 def test_each_evaluation_runs_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
 ) -> None:
@@ -556,6 +558,7 @@ def test_each_evaluation_runs_at_a_small_size(
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).kind == "perplexity"])
+@pytest.mark.few(1)
 def test_each_perplexity_recipe_runs_at_a_small_size(name: str, tiny_model: Callable, tmp_path: Path) -> None:
     """The perplexity recipes run on a tiny model: on few tokens under a sweep that a recipe's comment names, and on 200
     tokens, so that pages close, under their own caches, with one fraction."""

@@ -91,6 +91,7 @@ def passes_in_plain_python(row: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_verdicts_equal_those_of_livecodebenchs_checker() -> None:
     assert wrong_scores(ROWS) == []
 

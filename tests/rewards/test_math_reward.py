@@ -125,6 +125,7 @@ def test_an_answer_that_hangs_does_not_affect_other_rewards():
     assert metrics["rewards/math_timeout"] == 0.0  # control: a wrong answer is not a timeout
 
 
+@pytest.mark.slow
 def test_the_processor_time_of_a_call_is_bounded():
     """Ten hostile answers, each of which alone would take the limit of 2 seconds, are cut off after QUICK seconds each.
     Processor time is measured, which does not depend on the machine's load."""
@@ -209,6 +210,7 @@ def score_in_child(reward, connection):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.slow
 def test_a_daemonic_subprocess_gets_the_same_rewards(method):
     reward = MathReward(timeout=2, workers=1)
     assert reward([boxed(42)], answer=["42"]) == [1.0]  # starts a worker, which must not be shared
@@ -223,6 +225,7 @@ def test_a_daemonic_subprocess_gets_the_same_rewards(method):
     assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker still works
 
 
+@pytest.mark.slow
 def test_a_fork_during_another_threads_call_does_not_block():
     """A child process that is forked while another thread uses the only worker still gets its rewards."""
     reward = MathReward(timeout=3, workers=1)

@@ -29,6 +29,7 @@ def math_reward() -> MathReward:
 
 
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
+@pytest.mark.few(1)
 def test_every_line_of_the_table_has_its_reward(math_reward: MathReward, table: str, reward: float) -> None:
     golds, completions = zip(*rows(table), strict=True)
     rewards = math_reward(list(completions), answer=list(golds))

@@ -36,6 +36,7 @@ def engine_of(model_of: Callable) -> Callable:
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"policy": "evict"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(4)
 def test_continuations_attend_only_to_kept_entries(
     name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:

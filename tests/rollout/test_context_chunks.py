@@ -125,6 +125,7 @@ def test_parts_are_read_alone_and_their_keys_are_moved(
     [{}, {"select": "omp"}, {"policy": "evict"}, {"pool": 3}, {"heads": "pyramid"}, {"first": 0, "last": 0}],
     ids=str,
 )
+@pytest.mark.few(3)
 def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_of: Callable) -> None:
     """Each part keeps its share of the entries: those that its text keeps if it is a context of its own, with the same
     biases and values, at positions of the whole context.

@@ -123,6 +123,7 @@ def part_of(tokens: list[int], whole: Context, start: int, end: int) -> Context:
 
 
 @pytest.mark.parametrize("kind", ["repeat", "self_study", "question", "context", "window"])
+@pytest.mark.few(2)
 def test_each_part_has_queries_of_its_own(kind: str, stories: tuple) -> None:
     """The texts of a part's queries see the entries of the first tokens, the part and the last tokens, at the positions
     of the whole context, and continue at the position after it. Control: they differ from the queries that see all

@@ -38,6 +38,7 @@ def gated(scorer: str, **parameters: Any) -> Any:
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart"])
+@pytest.mark.few(4)
 def test_decoding_gates_equal_training_gates(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:

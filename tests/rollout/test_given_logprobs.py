@@ -32,6 +32,7 @@ def engine_of(model_of: Callable) -> Callable[..., HFEngine]:
 @pytest.mark.parametrize(("piece", "max_batch"), [(8, 64), (1024, 2)])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(8)
 def test_log_probs_equal_those_of_simulate(
     name: str,
     settings: dict,

@@ -42,6 +42,7 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
+@pytest.mark.few(5)
 def test_a_stopped_row_equals_the_beginning_of_an_endless_row(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:

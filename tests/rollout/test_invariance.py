@@ -35,6 +35,7 @@ BUDGET = 16
     ],
 )
 @pytest.mark.parametrize("policy_name", SAMPLED)
+@pytest.mark.few(8)
 def test_rows_do_not_depend_on_the_batch(
     policy_name: str,
     model_name: str,

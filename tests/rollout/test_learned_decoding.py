@@ -35,6 +35,7 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
+@pytest.mark.few(6)
 def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
@@ -114,6 +115,7 @@ def test_decoding_breaks_ties_as_training_does(scorer: str, model_of: Callable, 
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
+@pytest.mark.few(1)
 def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
     """A prompt is sampled three times, alone and in a batch whose rows end at different times. The samples are
     equal.

@@ -48,6 +48,7 @@ def outcome(rollouts: list[Rollout]) -> list[Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("spoilt_weight", WEIGHTS)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
+@pytest.mark.few(8)
 def test_a_weight_that_is_not_finite_is_an_error_in_the_first_step(
     policy: Any, spoilt_weight: str, dtype: str, new_model: Callable
 ) -> None:

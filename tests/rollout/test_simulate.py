@@ -22,6 +22,7 @@ def sampled(engine: object, prompts: list[list[int]], tokens: int = 40) -> list[
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.few(8)
 def test_simulated_evictions_equal_the_sampled_ones(
     name: str, period: int, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:

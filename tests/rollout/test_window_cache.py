@@ -221,6 +221,7 @@ def test_sampling_equals_one_plain_pass(
 
 
 @pytest.mark.parametrize("policy", ["full", "gkv", "streaming", "h2o"])
+@pytest.mark.few(1)
 def test_rows_do_not_depend_on_the_batch(
     policy: str, model: PreTrainedModel, policy_of: Callable, prompts_of: Callable
 ) -> None:

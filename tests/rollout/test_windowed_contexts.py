@@ -98,6 +98,7 @@ def compacted(engine: HFEngine, texts: list[list[int]], setting: str, **changed:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.few(10)
 def test_continuations_equal_one_plain_pass(
     setting: str, model: PreTrainedModel, engine: HFEngine, texts: list[list[int]], record_property: Callable
 ) -> None:

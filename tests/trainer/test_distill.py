@@ -130,6 +130,7 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
         *("windows, padded", "windows, packed, checkpointed"),
     ],
 )
+@pytest.mark.few(4)
 def test_loss_and_gradients_equal_the_dense_reference(
     settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
 ) -> None:
@@ -243,6 +244,7 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["data", "refreshed", "on-policy", "lora"],
 )
+@pytest.mark.few(1)
 def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     small_recipe = recipe(
         validation=validation(every=2),
@@ -268,6 +270,7 @@ def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable,
 
 
 @pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.few(1)
 def test_evictions_come_from_the_starting_model_or_the_student(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +314,7 @@ def test_evictions_come_from_the_starting_model_or_the_student(
     ],
     ids=["data", "on-policy", "refreshed"],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
     weights and its logged lines."""

@@ -88,6 +88,7 @@ def test_nan_weights_stop_the_run_and_are_not_saved(
 
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
 def test_a_far_too_large_learning_rate_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
     """At a learning rate of 1e30 a run stops without a final model. It is stopped by the loss (if it is logged), by the
     check of the weights, or by GRPO's guard. The error has one line.
@@ -111,6 +112,7 @@ def spoilt(folder: str, place: Path, name: str) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.few(1)
 def test_a_damaged_model_is_refused_before_the_first_step(
     kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

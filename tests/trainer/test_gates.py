@@ -48,6 +48,7 @@ def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.slow
 def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> None:
     """The share of open gates rises from below 0.2 to at least 0.45; compression 2 requires one half. The trained model
     samples with evictions, and replays with a gap of at most 1e-5. Control: with a loss weight near 0 the share stays
@@ -97,6 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(recipe: Callable, tmp_path: P
     assert kl[0] == pytest.approx(kl[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_grpo_trains_the_model_with_frozen_gates(recipe: Callable, tmp_path: Path) -> None:
     """GRPO trains the retrofitted model with frozen gates. A recipe with learning scorers or with LoRA is refused."""
     final = train(recipe(max_steps=20))

@@ -97,6 +97,7 @@ def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_z
 
 # In float32 the mean of six values 0.9 is not 0.9.
 @pytest.mark.parametrize(("constant", "accumulation"), [(0.0, 1), (0.9, 1), (1.0, 2)])
+@pytest.mark.few(1)
 def test_drop_leaves_groups_without_variance_out_of_the_gradient(
     constant: float, accumulation: int, grpo: Callable
 ) -> None:

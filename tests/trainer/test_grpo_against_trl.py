@@ -198,6 +198,7 @@ OUR_RUNS: dict[str, Watch] = {}  # our runs by name of the options, each run onc
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.few(6)
 def test_losses_gradients_and_metrics_equal_trls(name: str, run_ours: Callable, run_trl: Callable) -> None:
     """Under every combination of options, our trainer's losses, gradients and metrics equal TRL's. Control: the options
     change the result, compared with the run without them."""

@@ -61,6 +61,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
     ids=["plain", "checkpointed, two steps per generation", "fitted"],
 )
+@pytest.mark.few(1)
 def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(
     settings: dict, grpo: Callable, losses: list[float]
 ) -> None:
@@ -78,6 +79,7 @@ def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(
     assert lines[0]["replay/gap_max"] > 1e-3
 
 
+@pytest.mark.slow
 def test_the_balancing_loss_has_gradients(grpo: Callable) -> None:
     """The weight of the balancing loss changes the trained routers. A weight of 0 switches the loss off."""
 

@@ -103,6 +103,7 @@ CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
 
 
 @pytest.mark.parametrize(("fault", "schedule"), CASES)
+@pytest.mark.few(4)
 def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
     """With a fault, the guard stops the run before any update, with one line that names the possible causes."""
     trainer = grpo(**SCHEDULES[schedule])
@@ -154,6 +155,7 @@ def test_a_floor_raises_the_limit(grpo: Callable) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.few(1)
 def test_in_bfloat16_only_a_late_trace_stops_the_run(shared: bool, grpo: Callable, tiny: Callable) -> None:
     """In bfloat16, a correct run continues, though its gap is far larger than in float32. A trace whose evictions are
     one period late stops the run.

@@ -54,6 +54,7 @@ def test_the_gap_is_at_most_1e_5_under_every_policy(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.few(3)
 def test_the_gap_is_at_most_1e_5_under_every_schedule(schedule: str, metrics_of: Callable) -> None:
     """A schedule (SCHEDULES) changes when completions are sampled, and how often they are used. The gap is measured
     once for each sampling, and is at most 1e-5.
@@ -67,11 +68,13 @@ def test_the_gap_is_at_most_1e_5_under_every_schedule(schedule: str, metrics_of:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "granite"])
+@pytest.mark.few(1)
 def test_the_gap_is_at_most_1e_5_for_other_model_families(family: str, metrics_of: Callable) -> None:
     assert max(gaps(metrics_of(family=family, gradient_checkpointing=True))) <= NOISE
 
 
 @pytest.mark.parametrize("truncated", [{"top_p": 0.8}, {"top_k": 8}, {"temperature": 0.6}])
+@pytest.mark.few(1)
 def test_the_gap_does_not_depend_on_truncated_sampling(truncated: dict, metrics_of: Callable) -> None:
     """The gap compares the model's own log-probs at the sampling temperature, before top-p and top-k; it is at most
     1e-5. The importance ratio falls below 0.95 if top-p or top-k cuts off probability mass.

@@ -16,6 +16,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 
 @pytest.mark.parametrize("correction", get_args(Correction))
+@pytest.mark.few(2)
 def test_no_importance_correction_has_an_effect_under_replay(correction: str, metrics_of: Callable) -> None:
     """Under replay the importance ratio is 1, up to 1e-5. So there is nothing that a correction could change."""
     lines = metrics_of(importance_correction=correction)
@@ -37,6 +38,7 @@ def test_control_without_replay_a_correction_clips_the_ratio(metrics_of: Callabl
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.few(4)
 def test_every_loss_has_a_gradient_and_a_gap_of_at_most_1e_5(loss: str, metrics_of: Callable) -> None:
     (line,) = metrics_of(loss_type=loss, max_steps=1, gradient_checkpointing=True)
     assert line["replay/gap_max"] <= 1e-5

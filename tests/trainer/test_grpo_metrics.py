@@ -61,6 +61,7 @@ def test_the_full_policy_holds_the_bytes_of_a_full_cache(metrics_of: Callable) -
     [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}],
     ids=["plain", "buffered"],
 )
+@pytest.mark.few(1)
 def test_validation_does_not_change_training(schedule: dict, grpo: Callable, metrics_of: Callable) -> None:
     plain = metrics_of("plain", max_steps=4, **schedule)
     validated = metrics_of("validated", max_steps=4, **schedule, **VALIDATED)

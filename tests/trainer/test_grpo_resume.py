@@ -85,6 +85,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
+@pytest.mark.few(2)
 def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) -> None:
     """A resumed run has the metrics of every step and the final weights of an uninterrupted run, and logs no step
     twice.

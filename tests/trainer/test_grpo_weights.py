@@ -75,6 +75,7 @@ def test_the_engine_gets_the_weights_of_every_update(
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
+@pytest.mark.few(1)
 def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> None:
     """A probe is sampled without evictions. With a small cache the trainer shortens the prompts to 8 tokens and the
     completions to 1 or 2; with a full cache it does not.
@@ -111,6 +112,7 @@ def test_a_probe_evicts_no_entry(policy: dict, with_own_engine: Callable) -> Non
     ],
     ids=["plain", "buffered", "two iterations", "validated"],
 )
+@pytest.mark.few(1)
 def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], with_own_engine: Callable) -> None:
     """`at` lists the steps before which the engine gets new weights. It gets them before it samples, and not again
     until the next update.
@@ -298,6 +300,7 @@ def as_sleeper(engine: Any) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_between_samplings(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep drops the engine's weights. The weights return before the cache does, for a validation too, and the run
     equals a run without sleep."""

@@ -66,6 +66,7 @@ def sampled(new_model: Callable, prompts_of: Callable) -> tuple[Any, list[Rollou
     ],
     ids=["gemma3, validated", "gemma3, fitted", "gemma3, with a reference model", "olmo3, checkpointed, buffered"],
 )
+@pytest.mark.few(2)
 def test_the_gap_is_at_most_1e_5(family: str, settings: dict, grpo: Callable) -> None:
     """In each step, and in validation, the gap is at most 1e-5, and evictions are active in the global layers."""
     trainer = grpo(family=family, max_steps=2, **settings)

@@ -126,6 +126,7 @@ def reference(
     ],
     ids=str,
 )
+@pytest.mark.few(6)
 def test_loss_and_gradients_equal_the_dense_reference(
     scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable
 ) -> None:
@@ -279,6 +280,7 @@ def validation(every: int) -> dict[str, Any]:
     ],
     ids=["mlp", "packed", "mlstm", "streaming+", "masked prefill", "frozen"],
 )
+@pytest.mark.few(2)
 def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable
 ) -> None:
@@ -322,6 +324,7 @@ def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     [{}, {"cache": {**CACHE, "scorer": "mlstm"}, "packing": True, "max_length": 90, "gradient_checkpointing": True}],
     ids=["mlp", "mlstm"],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
     weights, its scorers and its logged lines.
@@ -414,6 +417,7 @@ def test_a_budget_that_is_never_reached_gives_a_warning(recipe: Callable) -> Non
     assert "rows of at most 128 tokens never exceed the budget" in warnings
 
 
+@pytest.mark.slow
 def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Path) -> None:
     """Two runs with seed 3 start from the same scorers; a run with seed 4 starts from others. torch's own seed does not
     matter.

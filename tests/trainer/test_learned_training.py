@@ -66,6 +66,7 @@ def recipe(learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
 @pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.few(1)
 def test_a_run_does_not_change_frozen_scorers(kind: str, scorer: str, recipe: Callable, tmp_path: Path) -> None:
     """A run leaves the scorers equal bit for bit; the exported model samples without flags and evicts by
     these scorers."""
@@ -91,6 +92,7 @@ def test_a_run_does_not_change_frozen_scorers(kind: str, scorer: str, recipe: Ca
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     check_resumed(partial(recipe, kind), tmp_path)
 
@@ -212,6 +214,7 @@ def test_learning_scorers_do_not_change_the_models_gradients(
             assert (gradient - learning[name]).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name
 
 
+@pytest.mark.slow
 def test_the_logged_agreement_of_decisions_falls_if_the_engine_has_other_scorers(
     with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

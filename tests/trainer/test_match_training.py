@@ -40,6 +40,7 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.few(1)
 def test_a_trained_model_samples_without_flags_and_replays_exactly(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """A model trained under Attention Matching is exported with its policy. An engine without further options uses this
     policy, and replay has a gap of at most 1e-5. Control: `match_gradient: constant` trains another model.
@@ -76,6 +77,7 @@ def test_a_trained_model_samples_without_flags_and_replays_exactly(kind: str, re
     ],
     ids=lambda value: value if isinstance(value, str) else value["policy"],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 @pytest.mark.parametrize("cache", [PAGED, LAYERED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.few(1)
 def test_a_model_trained_under_pages_replays_exactly(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:

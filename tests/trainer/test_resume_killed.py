@@ -135,6 +135,7 @@ def marked_slow(cases: Any, *slow: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("place", marked_slow(PLACES, "first file", "before the rename"))
+@pytest.mark.few(1)
 def test_a_run_killed_at_a_checkpoint_resumes_exactly(place: str, runs: Runs) -> None:
     """The run is killed at one file operation (PLACES): at the first or last file of a checkpoint, before the
     checkpoint gets its name, while an old checkpoint is removed, or in the export. The complete checkpoints stay
@@ -181,6 +182,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_like_an_uninterrupted_
     "file",
     marked_slow(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt"),
 )
+@pytest.mark.few(1)
 def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
     """A checkpoint with a matching manifest is refused with an error of one line if one of its files is a pickle that
     runs code, has data of another structure, or is not a pickle."""
@@ -253,6 +255,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_disk_was_full(small_disk: Callable, runs: Runs) -> None:
     expected = runs.uninterrupted("sft")
     size = sum(file.stat().st_size for file in (runs.folder / "sft-whole/checkpoint-6").rglob("*"))

@@ -97,6 +97,7 @@ def same(trainer: Any, other: Any) -> bool:
         pytest.param(10, 9, id="in the second epoch"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Callable) -> None:
     whole = sft("whole")
     whole.train()
@@ -120,6 +121,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Call
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_of_another_family_resumes_exactly(family: str, sft: Callable) -> None:
     """A run of a mixture of experts, with TRL's balancing loss, resumes bit for bit, and so does a run of a model with
     sliding windows.
@@ -165,6 +167,7 @@ def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
     assert same(resumed, early)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_logs_and_saves_at_its_own_intervals(sft: Callable) -> None:
     """A resumed run logs and saves at the intervals of its own recipe; plain transformers would keep those of the
     checkpoint. With a constant learning rate, the resumed run may also be longer than the first run.
@@ -183,6 +186,7 @@ def test_a_resumed_run_logs_and_saves_at_its_own_intervals(sft: Callable) -> Non
     }
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
     """A finished run that is resumed has one final summary in its log, even if the resumed run trains further."""
 
@@ -228,6 +232,7 @@ def test_later_checkpoints_are_renamed(sft: Callable) -> None:
     assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}
 
 
+@pytest.mark.slow
 def test_accuracy_checks_do_not_change_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
     """A run with accuracy checks, resumed after its first check, ends with the same weights as an uninterrupted run.
     The first check changes the rounding of attention for the steps after it; a resumed run makes this change at its

@@ -74,6 +74,7 @@ def losses(new_model: Callable, teacher: Any, rows: list[Example], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-6), ("bfloat16", 2e-3), ("float16", 6e-4)])
+@pytest.mark.few(1)
 def test_losses_equal_those_of_a_teacher_in_memory(
     dtype: str,
     within: float,
@@ -95,6 +96,7 @@ def test_losses_equal_those_of_a_teacher_in_memory(
     assert dtype == "float32" or error > 1e-7  # in 16 bits the error is that of rounding, and not 0
 
 
+@pytest.mark.slow
 def test_with_the_cache_the_teacher_is_not_run(
     teacher: Any, rows: list[Example], losses: Callable, tmp_path: Path
 ) -> None:

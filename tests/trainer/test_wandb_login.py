@@ -56,6 +56,7 @@ USER, WORKSPACE = ".config/wandb/settings", "wandb/settings"
     ],
     ids=["its own server", "named", "of the user", "of the workspace", "named and saved"],
 )
+@pytest.mark.few(6)
 def test_only_a_login_to_the_configured_server_counts(
     netrc: str, variable: str | None, settings: str | None, saved: str | None,
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,

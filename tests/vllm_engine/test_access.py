@@ -68,6 +68,7 @@ def status_of(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("tasks", [("generate",), ALL_TASKS])
+@pytest.mark.few(1)
 def test_every_route_requires_the_api_key(
     tasks: tuple[str, ...], app_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ POLICIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("blocks_inside", [True, False], ids=["LB", "BL"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['policy']}{'' if p.get('redundancy', True) else '-'}")
+@pytest.mark.few(7)
 def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
     policy: dict, blocks_inside: bool, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def check_counted(policy: Policy, slack: float, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("policy", "slack"), CELLS, ids=str)
+@pytest.mark.few(5)
 def test_measured_bytes_of_a_compaction_equal_the_counted_bytes(
     policy: dict, slack: float, dtype: torch.dtype, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+@pytest.mark.few(2)
 def test_backends_with_torchs_kernels_equal_the_reference_engine(
     kernels: str,
     policy_name: str,

@@ -170,6 +170,7 @@ def kernels(use_backend: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("streaming", "Flash"), ("gkv", "Triton"))),
     ],
 )
+@pytest.mark.few(1)
 def test_decoding_with_graphs_equals_the_reference_engine(
     policy_name: str, kind: str, kernels: Callable, open_engine: Callable, policy_of: Callable,
     random_prompts: Callable, agrees_with_hf: Callable,

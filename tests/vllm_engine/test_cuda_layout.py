@@ -375,6 +375,7 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("v2_runner", [False, True])
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.few(8)
 def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: bool) -> None:
     """`Pool.run` feeds and compacts nine random requests until they end. After each step, every slot of a request holds
     the expected key, value, position and memory, and no other block is written. At the end all blocks are free.

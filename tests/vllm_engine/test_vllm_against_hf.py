@@ -33,6 +33,7 @@ GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)
+@pytest.mark.few(4)
 def test_greedy_tokens_and_traces_equal_the_reference_engines(
     policy_name: str,
     period: int,

@@ -28,6 +28,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("am", 16), ("full", 1)])
+@pytest.mark.few(2)
 def test_prompts_in_chunks_give_the_same_results(
     policy_name: str,
     period: int,
@@ -48,6 +49,7 @@ def test_prompts_in_chunks_give_the_same_results(
 @pytest.mark.parametrize(
     "policy_name", [pytest.param(p, marks=[pytest.mark.slow] if p == "am" else []) for p in ON_VLLM]
 )
+@pytest.mark.few(2)
 def test_freed_blocks_and_rows_are_reused(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
@@ -64,6 +66,7 @@ def test_freed_blocks_and_rows_are_reused(
     agrees_with_hf(policy, prompts, stopping, {"backwards": backwards}, "qwen3")
 
 
+@pytest.mark.slow
 def test_a_seed_reproduces_the_samples_in_any_batch(
     policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
 ) -> None:
@@ -129,6 +132,7 @@ def test_stop_tokens_end_a_completion(
 
 
 @pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv", "am"])
+@pytest.mark.few(2)
 def test_prompt_lengths_near_budget_and_block_size_give_the_reference_engines_results(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:

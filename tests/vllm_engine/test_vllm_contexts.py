@@ -59,6 +59,7 @@ def wanted_of(loaded: Callable, directory_of: Callable) -> Callable[..., list[Ro
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(1)
 def test_continuations_equal_those_of_hf(
     family: str, compacted: Callable, wanted_of: Callable, open_engine: Callable, random_prompts: Callable,
     loaded: Callable, directory_of: Callable,

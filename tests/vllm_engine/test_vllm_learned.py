@@ -43,6 +43,7 @@ def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.mark.parametrize("chunk", [2048, 16])
 @pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.few(3)
 def test_evictions_equal_those_of_training_and_hf(
     scorer: str,
     chunk: int,

@@ -46,6 +46,7 @@ def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., 
     return make
 
 
+@pytest.mark.slow
 def test_the_pool_runs_one_request_for_each_peak_that_fits(
     policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
     record_property: Callable,
@@ -84,6 +85,7 @@ def test_the_pool_runs_one_request_for_each_peak_that_fits(
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+@pytest.mark.few(1)
 def test_fewer_blocks_run_fewer_requests_at_a_time(
     policy_name: str,
     with_blocks: Callable,

@@ -113,6 +113,7 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.few(1)
 def test_nan_does_not_spread_to_other_sequences(
     name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
 ) -> None:

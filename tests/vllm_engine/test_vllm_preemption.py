@@ -103,6 +103,7 @@ def test_preemption_without_free_blocks_does_not_change_results(
     ],
     ids=str,
 )
+@pytest.mark.few(1)
 def test_preemption_around_evictions_does_not_change_results(
     policy_name: str,
     steps: Sequence[int],
@@ -144,6 +145,7 @@ def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
     assert replay_gap(rollouts) >= 1e-3
 
 
+@pytest.mark.slow
 def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
     """If a request is preempted at every attempt, an error names the settings to change. The engine can be used
     again.
@@ -156,6 +158,7 @@ def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, 
     assert same(engine.generate(prompts, SAMPLING), expected)
 
 
+@pytest.mark.slow
 def test_preemption_of_all_requests_does_not_change_results(
     policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
 ) -> None:

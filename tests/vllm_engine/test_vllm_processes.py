@@ -59,6 +59,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.few(1)
 def test_vllms_processes_end_if_their_parent_is_killed(method: str, tmp_path: Path) -> None:
     """vLLM's processes end if their parent is killed; other child processes do not."""
     program = tmp_path / "parent.py"

@@ -111,6 +111,7 @@ def test_another_version_of_vllm_is_refused(
 
 
 @pytest.mark.parametrize(("first", "second"), [("gkv", "full"), ("full", "gkv")])
+@pytest.mark.few(1)
 def test_a_second_engine_is_refused(
     first: str,
     second: str,
@@ -171,6 +172,7 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
         assert same(engine.generate(prompts, SAMPLING), expected)
 
 
+@pytest.mark.slow
 def test_an_error_while_adding_requests_frees_them(
     policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_an_error_while_adding_requests_frees_them(
         assert same(engine.generate(prompts, sampling), expected), (owner, name, number, after)
 
 
+@pytest.mark.slow
 def test_calls_from_several_threads_wait_for_one_another(
     policy: Policy, open_engine: Callable, random_prompts: Callable
 ) -> None:
@@ -355,6 +358,7 @@ def test_weights_that_are_not_finite_raise_an_error(
 
 
 @pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_an_engine_does_not_change_its_process(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:

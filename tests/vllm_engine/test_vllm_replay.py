@@ -30,6 +30,7 @@ def quickstart_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("policy_name", "period"), CELLS)
+@pytest.mark.few(6)
 def test_replay_equals_sampling(
     policy_name: str,
     period: int,
@@ -83,6 +84,7 @@ def test_exact_rollouts_equal_those_of_hf_to_the_last_bit(cache: dict, open_engi
 @pytest.mark.parametrize(
     "changed", [{}, {"select": "omp"}, pytest.param({"period": 1}, marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.few(1)
 def test_attention_matching_is_replayed_as_precisely_as_a_full_cache(
     changed: dict, open_engine: Callable, replay_gap: Callable, record_property: Callable
 ) -> None:
@@ -101,6 +103,7 @@ def test_attention_matching_is_replayed_as_precisely_as_a_full_cache(
 
 
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.few(1)
 def test_temperature_top_p_and_top_k_equal_the_reference_engines(
     exact: bool,
     open_engine: Callable,

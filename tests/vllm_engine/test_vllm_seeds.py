@@ -97,6 +97,7 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 
 @pytest.mark.usefixtures("as_a_server")
 @pytest.mark.parametrize("name", ["gkv", "full"])
+@pytest.mark.few(1)
 def test_a_seed_gives_the_tokens_of_a_rollout(
     name: str, policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Any
 ) -> None:

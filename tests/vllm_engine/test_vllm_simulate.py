@@ -13,6 +13,7 @@ LENGTHS = (5, 90, 33, 200, 12)
 
 
 @pytest.mark.parametrize("name", ["streaming", "gkv", "h2o"])
+@pytest.mark.few(1)
 def test_simulation_equals_sampling(
     name: str,
     open_engine: Callable,

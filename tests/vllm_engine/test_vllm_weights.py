@@ -48,6 +48,7 @@ def policy(policy_of: Callable) -> Policy:
         if not (tied and "tie_word_embeddings" in UNREAD.get(family, {}))
     ],
 )
+@pytest.mark.few(2)
 def test_updates_reach_every_weight(
     family: str,
     tied: bool,
@@ -85,6 +86,7 @@ def test_updates_reach_every_weight(
     ("family", "layer"),
     [("qwen2", layer) for layer in LAYERS] + [pytest.param(*case, marks=pytest.mark.slow) for case in FUSED],
 )
+@pytest.mark.few(4)
 def test_control_a_single_stale_weight_gives_a_gap(
     family: str,
     layer: str,

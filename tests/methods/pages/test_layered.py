@@ -65,6 +65,7 @@ def with_sections(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", ["quickstart", "stories260K", "qwen3", "llama"])
+@pytest.mark.few(4)
 def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable) -> None:
     """The gap between sampler and replay is at most 1e-5, with either attention kernel."""
     model, rollouts = sampled(name, block(mix))
@@ -76,6 +77,7 @@ def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable
 
 
 @pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
+@pytest.mark.few(1)
 def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
     """Simulating the sampled completions gives the same log-probs and traces, bit for bit. If the completions are cut
     so that rows end at different times, the log-probs are still the same."""
@@ -94,6 +96,7 @@ def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+@pytest.mark.few(1)
 def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name, block("layers as in the paper"))
     layers = model.config.num_hidden_layers
@@ -112,6 +115,7 @@ def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> 
 @pytest.mark.parametrize(
     "cache", [PAGES, {**PAGES, "compressor": "attention"}, block("layers as in the paper")], ids=str
 )
+@pytest.mark.few(1)
 def test_checkpointing_changes_no_bit_of_a_gradient(
     cache: dict, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
 
 
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
+@pytest.mark.few(1)
 def test_a_single_part_equals_its_policy_alone(cache: dict, sampled: Callable) -> None:
     """`layered` with one part for all layers gives the same rollouts and traces as the part's own policy."""
     _, alone = sampled("quickstart", cache)

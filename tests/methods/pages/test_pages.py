@@ -136,6 +136,7 @@ def clustered_by_loop(
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
+@pytest.mark.few(6)
 def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable) -> None:
     """Random queries, keys and values go through the engine's cache and through the trainer's view. Outputs, opened
     pages, closing times and weights equal those of the loop over the equations."""
@@ -249,6 +250,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
+@pytest.mark.few(4)
 def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
     """The gap between sampler and replay is at most 1e-5, in one batch and in batches of 3."""
     model, rollouts = sampled(name, **changed)
@@ -408,6 +410,7 @@ def fed_whole(
 
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.few(7)
 def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of all queries, keys and values equal the equations' in float64: they pass through the summaries,
     but not through the choice of pages."""
@@ -574,6 +577,7 @@ def test_settings_for_evaluation_are_refused_in_training(key: str, value: object
 
 
 @pytest.mark.parametrize("compressor", ["mean", "attention"])
+@pytest.mark.few(1)
 def test_gradients_equal_finite_differences(compressor: str) -> None:
     policy, generator = make_policy({**CACHE, "compressor": compressor}), torch.Generator().manual_seed(2)
     prompt, total, dim = 5, 26, 4
