@@ -92,7 +92,7 @@ def is_slow(model: str, policy: str, period: int) -> bool:
         for model in (*FAMILIES, *TRAINED)
     ],
 )
-@pytest.mark.few(31)
+@pytest.mark.few(61)
 def test_replay_equals_sampling(
     policy_name: str,
     period: int,

@@ -39,6 +39,7 @@ def test_the_key_exact_sets_the_dtype_of_the_engine() -> None:
 
 @pytest.mark.parametrize("policy", ["streaming", "gkv"])
 @pytest.mark.parametrize(("name", "most"), [("quickstart", 1e-5), ("stories260K", 5e-5)])
+@pytest.mark.few(1)
 def test_the_gap_stays_small_in_float32(
     name: str,
     most: float,

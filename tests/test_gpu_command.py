@@ -351,6 +351,7 @@ def test_the_report_lists_each_stage_and_each_machine(command: Command) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.few(2)
 def test_wrong_arguments_do_not_change_the_results_file(command: Command, words: list[str], message: str) -> None:
     command.new(["fine"])
     before = command.out.read_text()
@@ -391,6 +392,7 @@ def test_full_and_small_sizes_differ_in_every_field(gpu: Callable[[str], Any]) -
     assert (full.heads, full.budget) == ((28, 4, 128), 2048)
 
 
+@pytest.mark.slow
 def test_skipped_tests_do_not_count_as_passed(gpu: Callable[[str], Any], tmp_path: Path) -> None:
     """A stage runs a file of four tests, which pass, fail, skip, and have a broken fixture. Its rows give these
     outcomes with their reasons. If all tests skip, the stage counts as not run.

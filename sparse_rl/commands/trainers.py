@@ -81,7 +81,7 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
 
     watchers: list[Any] = [rundir.CompletionLog(folder)]
     if {"wandb", "tensorboard"} & set(recipe.training.report_to):
-        from trainer.grpo.last_rollouts import LastRollouts
+        from sparse_rl.commands.last_rollouts import LastRollouts
 
         watchers.append(LastRollouts(model_label(recipe.model)))
     trainer = SparseGRPOTrainer(

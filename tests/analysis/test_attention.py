@@ -204,6 +204,7 @@ def many(layers: int, heads: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["overlap", "sparsity", "recall"])
+@pytest.mark.few(1)
 def test_large_models_are_drawn(name: str, tmp_path: Path) -> None:
     getattr(attention, f"draw_{name}")(many(28, 8)[name], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

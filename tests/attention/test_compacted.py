@@ -120,6 +120,7 @@ def test_heads_with_budgets_of_their_own_are_replayed(sampled: Callable, monkeyp
 
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"chunk": 20}], ids=str)
+@pytest.mark.few(1)
 def test_fits_hardly_amplify_rounding(changed: dict, sampled: Callable) -> None:
     """A trainer that rounds differently than the sampler has at most 3 times its gap under a full cache. The trainer's
     queries and values are multiplied by 3, and its keys and output projections are divided by 3.
@@ -234,6 +235,7 @@ def test_control_wrong_traces_give_a_large_gap(name: str, wrong: str, sampled: C
 
 
 @pytest.mark.parametrize("setting", ["parts", "global", "subset"])
+@pytest.mark.few(1)
 def test_gradients_of_replay_equal_those_of_the_dense_reference(setting: str, sampled: Callable) -> None:
     """The dense reference attends once, under a mask, to all tokens and to the fitted entries."""
     model, rollouts = sampled("qwen3", **SETTINGS[setting])
@@ -384,6 +386,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.few(5)
 def test_damaged_records_are_refused(name: str, sampled: Callable, tmp_path: Path) -> None:
     """A damaged record is refused when a trace is made, loaded from a file, or replayed after its tensors were changed
     in place. Control: the original record is accepted.

@@ -162,6 +162,7 @@ def test_control_a_trainer_without_biases_has_a_large_gap(sampled: Callable, mon
         assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
 
 
+@pytest.mark.slow
 def test_fits_hardly_amplify_rounding(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
     """A relative change of 1e-6 in all weights moves log-probs at most 1.5 times as far under AM as under plain
     eviction (G-KV).
@@ -247,6 +248,7 @@ def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> No
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.few(1)
 def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None:
     """With padding on the left, on the right or on both sides, log-probs equal the sampler's up to 1e-5."""
     model, rollouts = sampled("qwen3")

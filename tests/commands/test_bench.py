@@ -305,6 +305,7 @@ def test_an_interrupted_bench_continues(
     "changed",
     ["rollout.exact=false", "rollout.kv_cache_gb=1", "seed=1", "length=[24, 41]", "prompt_tokens=9", "batch=[1, 6]"],
 )
+@pytest.mark.few(2)
 def test_results_of_other_settings_are_not_reused(changed: str, bench: Any) -> None:
     """A setting that may change times changes the keys of all points that are sampled. Control: `progress` does not."""
 

@@ -17,7 +17,7 @@ CAPTIONS = {  # figure of a paper -> beginning or part of the caption of its exa
     "G-KV 6, 19": "share of the tokens held at the end of right answers",
     "G-KV 7, 17": "positions: ",
     "G-KV 9": "sparsity: ",
-    "G-KV 13": "KL divergence between teacher and student",
+    "G-KV 13": "KL divergence per token",
     "G-KV 14, entropy": "Entropy of the next token",
     "G-KV 14, validation": "Mean reward on held-out problems",
     "G-KV 20": "cloud: ",

@@ -402,6 +402,7 @@ def test_most_held_is_the_maximum_over_all_steps(policy_of, name, prompt, total)
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("name", ["full", "streaming", "gkv"])
+@pytest.mark.few(4)
 def test_cache_bytes_equal_the_allocated_bytes(new_model, policy_of, family, name):
     """The counted cache bytes equal the allocated bytes if a policy bounds the cache. Otherwise they are accurate up to
     the number of slots by which a cache grows."""

@@ -76,6 +76,7 @@ def plain_losses(folder: Path, ids: list[int], prompt: int, length: int) -> list
 
 @pytest.mark.parametrize("name", ["random", "quickstart", "stories"])
 @pytest.mark.parametrize(("prompt", "completion"), [(12, 20), (1, 31), (31, 1), (1, 1)])
+@pytest.mark.few(4)
 def test_a_full_cache_has_the_perplexity_of_a_plain_forward_pass(
     book: Callable, model: Path, name: str, prompt: int, completion: int
 ) -> None:

@@ -124,6 +124,7 @@ def test_each_method_has_a_different_colour() -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 9, 10, 40])
+@pytest.mark.few(2)
 def test_curves_have_titles_and_labels(
     steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:

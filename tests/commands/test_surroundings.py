@@ -136,7 +136,7 @@ def test_a_deleted_working_directory_gives_one_line_and_status_2(tmp_path: Path)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_characters_that_the_terminal_lacks_are_escaped(encoding: str, workdir: Path) -> None:
     """A name in Japanese is printed as escapes if the output's encoding is ASCII or Latin-1."""
     words = ["train", "grpo.yaml", "--dry-run", "output_dir=日本"]

@@ -403,6 +403,7 @@ def test_a_model_of_another_configuration_gives_a_warning(
         (lambda line: line["prompt_ids"].append(3), "the two files do not belong together"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_damaged_line_is_refused(change: Callable, message: str, rollouts: Run, refused: Callable) -> None:
     folder = rollouts(GKV)
     change_line(folder, 2, change)

@@ -108,7 +108,7 @@ WAYS_TO_START = {
         ("python -P -m", "folder"),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_modules_in_the_working_directory_do_not_replace_ours(
     way: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:

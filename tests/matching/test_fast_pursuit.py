@@ -88,6 +88,7 @@ def test_control_another_k_or_tau_chooses_other_entries(clustered: bool) -> None
 
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize(("count", "queries"), [(8, 10), (10, 12), (11, 12)])
+@pytest.mark.few(2)
 def test_pruned_entries_are_replaced_as_in_the_reference(count: int, queries: int, gram: bool, tally: Callable) -> None:
     """Entries with log w < -7 are discarded, and the pursuit continues with up to 8 entries at once (C.2). Controls:
     numbers of discarded entries differ between the heads, and some heads discard none.

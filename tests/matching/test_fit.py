@@ -118,6 +118,7 @@ def test_pursuit_chooses_the_entries_and_weights_of_the_papers_algorithm(gram: b
 
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize(("count", "queries"), [(8, 10), (10, 12), (11, 12)])
+@pytest.mark.few(2)
 def test_pruned_entries_are_replaced_by_other_entries(count: int, queries: int, gram: bool, tally: Callable) -> None:
     """Entries whose weight w has log w < -7 are discarded, and the pursuit chooses other entries, until all weights
     pass, as in the plain reference (appendix C.2 of the paper). If 11 of 12 entries are chosen, some rows have fewer

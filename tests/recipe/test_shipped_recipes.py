@@ -597,6 +597,7 @@ def test_each_recipe_of_head_budgets_runs_at_a_small_size(name: str, stand_ins: 
 @pytest.mark.parametrize(
     ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
 )
+@pytest.mark.few(2)
 def test_evaluation_recipes_read_the_real_problems_from_local_files(task: str, name: str, tiny_model: Callable) -> None:
     """With local files, as the recipe's comment describes, the real problems are read with their answers. The recipe's
     accuracy function accepts right answers and refuses wrong ones."""

@@ -63,6 +63,7 @@ def test_the_prefill_frees_the_memory_of_evicted_entries(
 
 
 @pytest.mark.parametrize("policy_name", BOUNDED)
+@pytest.mark.few(3)
 def test_memory_in_decoding_is_bounded_by_the_peak(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:

@@ -35,6 +35,7 @@ CONFIG = PromptCacheConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_brings_a_cartridge_closer_to_the_full_cache(stories: tuple, model_of: Callable) -> None:
     """After 80 steps, KL(full cache || cartridge) on other answers is below half of that of the start, which has the
     first 11 of the tokens that compete. The first 2 and the last 3 entries stay. Continuations have the log-probs of a

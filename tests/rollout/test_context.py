@@ -323,6 +323,7 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
 
 @pytest.mark.parametrize("lengths", [(60,), (3, 61, 8, 24), (1, 9)], ids=str)
 @pytest.mark.parametrize("name", ["stories260K", "qwen3"])
+@pytest.mark.few(2)
 def test_reading_in_pieces_equals_reading_in_one_pass(
     name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

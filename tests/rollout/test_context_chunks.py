@@ -152,6 +152,7 @@ def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_o
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(4)
 def test_continuations_attend_to_the_moved_entries(
     name: str, policy: str, engine_of: Callable, prompts_of: Callable, model_of: Callable
 ) -> None:

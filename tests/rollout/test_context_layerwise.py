@@ -132,6 +132,7 @@ def test_one_pass_equals_the_paper_layer_by_layer(
 @pytest.mark.parametrize(
     "changed", [{}, {"select": "omp_fast"}, {"policy": "evict"}, {"chunk": 20}, {"heads": "pyramid"}], ids=str
 )
+@pytest.mark.few(2)
 def test_continuations_attend_to_the_entries_of_the_pass(
     changed: dict, engine_of: Callable, prompts_of: Callable, model_of: Callable
 ) -> None:

@@ -162,6 +162,7 @@ def test_each_part_has_queries_of_its_own(kind: str, stories: tuple) -> None:
     [{}, {"select": "omp"}, {"policy": "evict"}, {"policy": "evict", "heads": "global"}, {"on_policy": True}],
     ids=str,
 )
+@pytest.mark.few(2)
 def test_each_part_is_compacted_alone(changed: dict, stories: tuple, model_of: Callable) -> None:
     """Each part keeps its share of the entries: those that it keeps alone, at the same positions. The first and the
     last tokens stay once. Continuations have the log-probs of a slow reference, up to 1e-5.

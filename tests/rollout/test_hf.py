@@ -168,6 +168,7 @@ def test_a_budget_beyond_the_sequence_equals_the_full_cache(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.few(1)
 def test_results_do_not_depend_on_max_batch(
     temperature: float, model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
 ) -> None:

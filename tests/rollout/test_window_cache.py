@@ -74,6 +74,7 @@ class Rows:
 
 @pytest.mark.parametrize("groups", ["one group", "small groups"])
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 21, 400])
+@pytest.mark.few(7)
 def test_attention_equals_that_under_a_plain_mask(window: int, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths arrive in random pieces and token by token; rows rest, are removed, repeated, and
     forked, and one row may be continued by several. Each token attends to the last `window` tokens of its row. Slots
@@ -200,6 +201,7 @@ def model(new_model: Callable) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
 @pytest.mark.parametrize("window", [1, 12, 300])
+@pytest.mark.few(3)
 def test_sampling_equals_one_plain_pass(
     window: int, family: str, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

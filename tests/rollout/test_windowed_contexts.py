@@ -129,6 +129,7 @@ def test_continuations_equal_one_plain_pass(
 
 
 @pytest.mark.parametrize("setting", ["attention", "evict", "on policy", "parts"])
+@pytest.mark.few(2)
 def test_long_texts_are_read_in_pieces(
     setting: str, model: PreTrainedModel, engine: HFEngine, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +341,7 @@ def test_head_budgets_count_global_layers(
 
 
 @pytest.mark.parametrize("setting", [*REPLAYED, "parts of own queries"])
+@pytest.mark.few(3)
 def test_continuations_are_replayed(
     setting: str, model: PreTrainedModel, engine: HFEngine, texts: list[list[int]], record_property: Callable
 ) -> None:
@@ -376,6 +378,7 @@ def test_other_continuations_are_refused(model: PreTrainedModel, engine: HFEngin
 
 @pytest.mark.parametrize("length", [7, TOKENS])
 @pytest.mark.parametrize("setting", ["attention", "evict", "context", "global"])
+@pytest.mark.few(4)
 def test_a_loaded_context_equals_the_saved_one(
     setting: str, length: int, engine: HFEngine, texts: list[list[int]], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def check_exactness(
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.few(3)
 def test_policies_with_fits_and_pages(
     name: str, model: PreTrainedModel, prompts_of: Callable, record_property: Callable
 ) -> None:
@@ -78,6 +79,7 @@ def test_policies_with_fits_and_pages(
 
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", ["linear", "delayed", "immediate"])
+@pytest.mark.few(3)
 def test_learned_scores(
     scorer: str, prefill: str, model: PreTrainedModel, prompts_of: Callable, record_property: Callable
 ) -> None:

@@ -79,6 +79,7 @@ def test_gates_open_to_the_required_share(recipe: Callable, tmp_path: Path) -> N
     assert held.mean() < 0.8 * sum(len(r.trace) for r in rollouts) / 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run(recipe: Callable, tmp_path: Path) -> None:
     """A resumed retrofit with gradient checkpointing equals an uninterrupted one. Its KL equals the KL without
     checkpointing, because a gate has the same noise when the forward pass is computed again.

@@ -77,6 +77,7 @@ def half_uniform(constant: float) -> Callable[..., list[float]]:
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.few(1)
 def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_zero(
     zeroed: bool, grpo: Callable
 ) -> None:

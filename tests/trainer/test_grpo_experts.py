@@ -93,6 +93,7 @@ def test_the_balancing_loss_has_gradients(grpo: Callable) -> None:
     assert not torch.equal(little, much)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run(grpo: Callable) -> None:
     """A run that is killed in mid-buffer and resumed has the metrics and weights of an uninterrupted run, bit for bit;
     the experts of the buffered completions are in the checkpoint.

@@ -129,6 +129,7 @@ def test_control_without_the_guard_the_run_continues(fault: str, grpo: Callable)
     assert line["replay/gap_max"] > 1e-2
 
 
+@pytest.mark.slow
 def test_the_previous_checkpoint_is_unchanged_and_can_be_resumed(grpo: Callable) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     first = grpo(**settings)

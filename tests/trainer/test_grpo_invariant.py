@@ -37,6 +37,7 @@ def gaps(lines: list[dict]) -> list[float]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p["policy"])
+@pytest.mark.few(3)
 def test_the_gap_is_at_most_1e_5_under_every_policy(
     policy: dict, metrics_of: Callable, record_property: Callable
 ) -> None:
@@ -93,6 +94,7 @@ def test_control_full_attention_in_training_gives_a_large_gap(correction: str, m
     assert min(gaps(lines)) >= 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_checkpointing(metrics_of: Callable) -> None:
     """With and without gradient checkpointing, all steps of a run are equal, because the trace reaches the recomputed
     forward pass."""

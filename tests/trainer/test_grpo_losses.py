@@ -100,6 +100,7 @@ class ByTheOldPolicy(SparseGRPOTrainer):
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
+@pytest.mark.few(1)
 def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Callable) -> None:
     """`off_policy_mask_threshold` masks sequences by their log-probs before the top-p cut, as TRL does without vLLM.
     Control: log-probs after the cut give other losses.

@@ -29,6 +29,7 @@ VALIDATED = {
 
 
 @pytest.mark.parametrize("settings", [{}, {"importance_correction": "token_truncate", "logging_steps": 2}])
+@pytest.mark.few(1)
 def test_every_step_logs_every_panel(settings: dict, metrics_of: Callable) -> None:
     lines = metrics_of(max_steps=4, **settings)
     assert [line["step"] for line in lines] == list(

@@ -132,6 +132,7 @@ def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], 
     assert not any("eval_sync/probe_gap" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run(with_own_engine: Callable) -> None:
     """A resumed run equals an uninterrupted run, though its engine starts from the initial weights again: the engine
     first receives the weights of the checkpoint."""

@@ -348,6 +348,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable,
     assert timeless(read_metrics(resumed)) == [line for line in timeless(read_metrics(whole)) if line["step"] > 4]
 
 
+@pytest.mark.slow
 def test_existing_scorers_are_trained_further(
     recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -446,6 +447,7 @@ def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Pat
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_a_damaged_model_directory_is_refused(harm: Callable, says: str, recipe: Callable, tmp_path: Path) -> None:
     final = train(recipe(max_steps=1))
     assert isinstance(saved_policy(final), KVpop)

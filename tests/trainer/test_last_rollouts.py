@@ -13,10 +13,10 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_runs import GKV, SAMPLED, small
 
+from sparse_rl.commands import last_rollouts
 from sparse_rl.commands.train import train
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
-from trainer.grpo import last_rollouts
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
 MAPS = ["evict_ratio", "kept_heads", "positions"]

@@ -224,6 +224,7 @@ def test_invalid_values_are_refused_in_a_recipe(kind: str, option: str, value: A
         ),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_errors_of_the_libraries_in_training_are_one_line(settings: dict[str, Any], says: str, grpo: Callable) -> None:
     """If a data loader, optimizer, learning-rate schedule or metric refuses an option, the error is a user error of one
     line too, although these objects are created late."""

@@ -147,6 +147,7 @@ def test_a_dense_model_with_the_keys_of_experts_trains(sft: Callable) -> None:
     assert not any("aux_loss" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
     """A run that has done all its steps takes no further step if it is resumed. A run that a callback has ended early
     takes none either, even if the callback is absent after the resume.
@@ -203,6 +204,7 @@ def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.few(1)
 def test_a_tied_weight_is_not_reported_as_missing(
     tied: bool, sft: Callable, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

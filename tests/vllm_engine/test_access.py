@@ -131,6 +131,7 @@ HOSTNAME = socket.gethostname()
         ("127.0.0.1", ["*"], [*LOOPBACK, *FOREIGN], []),
     ],
 )
+@pytest.mark.few(3)
 def test_requests_for_another_host_name_are_refused(
     host: str, hosts: list[str], ours: list[str], foreign: list[str], app_of: Callable
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_seed_reproduces_the_samples_in_any_batch(
     assert same_decisions(greedy[1], greedy[2])
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_a_completion(
     policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
 ) -> None:
@@ -150,6 +151,7 @@ def test_prompt_lengths_near_budget_and_block_size_give_the_reference_engines_re
             assert all(bool((r.trace.evict_at == NEVER).all()) for r in rollouts)
 
 
+@pytest.mark.slow
 def test_a_budget_longer_than_the_sequence_equals_the_full_cache(
     policy_of: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:

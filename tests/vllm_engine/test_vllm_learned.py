@@ -97,6 +97,7 @@ def test_vllm_breaks_ties_as_training_does(
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+@pytest.mark.few(1)
 def test_no_request_is_preempted_if_its_budget_has_blocks(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
@@ -121,6 +122,7 @@ def test_no_request_is_preempted_if_its_budget_has_blocks(
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+@pytest.mark.few(1)
 def test_scorers_are_updated_with_the_weights(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:

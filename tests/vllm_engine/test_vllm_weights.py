@@ -148,6 +148,7 @@ def test_updates_may_come_in_any_order_and_one_weight_at_a_time(
         "lm_head.weight",
     ],
 )
+@pytest.mark.few(3)
 def test_missing_unknown_and_misshapen_weights_are_refused(
     missing: str,
     policy: Policy,

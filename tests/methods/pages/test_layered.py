@@ -178,6 +178,7 @@ def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_o
     assert engine.peak_cache_bytes == 4 * per_entry * (sum(held) + 2 * 34)
 
 
+@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
     model, rollouts = sampled("quickstart", block("weighed"))
     engine = make_engine("hf", model=model, policy=block("weighed"))

@@ -442,6 +442,7 @@ def test_gradients_equal_the_equations(changed: dict, kernel: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 128])
+@pytest.mark.few(1)
 def test_gathered_attention_equals_masked_attention(
     chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +518,7 @@ def test_weights_are_recorded_if_and_only_if_summaries_are_weighted(sampled: Cal
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+@pytest.mark.few(1)
 def test_replay_uses_the_recorded_weights(name: str, sampled: Callable) -> None:
     """The gap is at most 1e-5. Control: with the weights of the other kv head it is above 1e-2."""
     model, rollouts = sampled(name, compressor="attention")
