@@ -68,7 +68,7 @@ def test_a_page_has_the_sections_that_have_data_and_loads_nothing(
     assert all(link.startswith(("data:", "#")) for link in outline.loaded)
     assert "seed0/mismatched, seed1/mismatched: the trainer computed other probabilities than the sampler" in text
     assert "sparse, " not in re.search(r"<p class=\"note\">The gap is.*?</p>", text)[0]
-    assert "2.0 MB" in text
+    assert "2.0 MB of 8.0 MB" in text
     assert "A band spans the seeds of a line" in text
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.analysis.curves import Group, has_line, logged_metrics, plot_gap, plot_groups
+from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.analysis.report.page import folded, note, picture, pictures, source, table
 from sparse_rl.metrics import read_metrics
 
@@ -70,19 +71,20 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 def settings(runs: Sequence[Run]) -> str:
     """Return a table of the runs, and the recipe of each."""
-    costs = ["seconds a step", "cache held", "full cache"]
+    costs = ["seconds a step", "cache held, of a full cache"]
     headings = ["run", "kind", "model", "cache", "engine", "seed", "steps", "last reward", *costs]
     rows = []
     for run in runs:
         recipe, log = run.recipe, read_metrics(run.folder)
         cache = dict(recipe.get("cache") or {})
         policy = " ".join(str(cache[key]) for key in ("policy", "budget") if key in cache)
-        trained = f"{policy}; trained under full attention" if run.method == "mismatched" else policy
+        trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
         rewards = [line["reward"] for line in log if "reward" in line]
         engine = (recipe.get("rollout") or {}).get("engine")
         rows.append(
             [
-                *(run.label, recipe.get("kind"), recipe.get("model"), trained or None, engine, recipe.get("seed")),
+                *(run.label, recipe.get("kind"), model_label(str(recipe.get("model", "")))),
+                *(trained or None, engine, recipe.get("seed")),
                 max((line["step"] for line in log), default=None),
                 f"{rewards[-1]:.3f}" if rewards else None,
                 *_costs(log),
@@ -95,13 +97,14 @@ def settings(runs: Sequence[Run]) -> str:
 
 
 def _costs(log: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Return the means over a log: seconds of a step, and bytes of keys and values at their peak, held and in full."""
+    """Return the means over a log: seconds of a step, and bytes of keys and values at their peak, of a full cache."""
     seconds = [line["step_time"] for line in log if line.get("step_time") is not None]
     cells = [f"{_mean(seconds):.2f}" if seconds else None]
-    for name in ("cache/bytes_held", "cache/bytes_full"):
-        sizes = [line[name] for line in log if line.get(name) is not None]
-        cells.append(f"{_mean(sizes) / 1e6:,.1f} MB" if sizes else None)
-    return cells
+    sizes = [
+        [line[name] for line in log if line.get(name) is not None] for name in ("cache/bytes_held", "cache/bytes_full")
+    ]
+    means = [f"{_mean(values) / 1e6:,.1f} MB" for values in sizes if values]
+    return [*cells, " of ".join(means) or None]
 
 
 def curves(runs: Sequence[Run], section: str, folder: Path) -> str:
