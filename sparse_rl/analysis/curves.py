@@ -14,12 +14,17 @@ from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, s
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
-TITLES = {"kl": "KL divergence", "eval_reward": "Reward on validation problems"}  # short name -> start of the title
+TITLES = {
+    "kl": "KL divergence",
+    "eval_reward": "Reward on validation problems",
+    "cut_off": "Completions cut off",
+}  # short name -> start of the title
 SMOOTHING = 0.15  # span of the moving average, as a share of the steps
 METRICS = {  # short name -> (key of the metric, axis label with unit)
     "reward": ("reward", "mean reward of the sampled completions"),
     "loss": ("loss", "loss"),
     "length": ("completions/mean_length", "mean length of a completion (tokens)"),
+    "cut_off": ("completions/clipped_ratio", "share of completions that were cut off"),
     "retention": ("cache/retention", "share of the tokens held at the end"),
     "token_accuracy": ("token_accuracy", "share of completion tokens that are the likeliest"),
     "entropy": ("entropy", "entropy of the next token (nats)"),

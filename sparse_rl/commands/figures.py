@@ -92,7 +92,6 @@ FIGURES: dict[str, Figure] = {
         "trace_figures",
         "cloud:draw_cloud",
         uses=("layer", "head"),
-        automatic=True,
     ),
     "kept_text": Figure(
         "text of a sequence in which the tokens that one kv head holds at the end are marked, by default line 1, and "

@@ -6,11 +6,10 @@ import argparse
 import datetime
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rollout.origin import ORIGIN
@@ -19,6 +18,7 @@ from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session, quiet_loading, say, warn
 from sparse_rl.commands.figures import FIGURES, Choice, compute
 from sparse_rl.commands.plot import run_method
+from sparse_rl.commands.report_accuracy import accuracy
 from sparse_rl.commands.sources import Source
 from sparse_rl.errors import NotWrittenError, UserError, reason
 from sparse_rl.files import MOST_TEXT, read_text, replace_text
@@ -28,17 +28,10 @@ from sparse_rl.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from sparse_rl.analysis.report.page import Section
-    from sparse_rl.analysis.report.runs import Run
 
 ABOUT = "Write one HTML page, which needs no network, about runs, evaluations, rollouts and timings."
 OUT = "report.html"
 SHOWN = 3  # default number of coloured completions of each folder of rollouts
-SWEEPS = (  # (metric, axis, caption) of the pictures of an evaluation; None is the default of `sparse-rl plot`
-    (None, None, "one line for each method."),
-    ("retention_correct", None, "share of the tokens held at the end of right answers (G-KV figures 6, 19)."),
-    ("log_perplexity", "seconds", "log-perplexity against seconds (Attention Matching figure 10, left)."),
-    ("accuracy", "log_perplexity", "accuracy against log-perplexity (Attention Matching figure 10, right)."),
-)
 MOST_BYTES = 25_000_000  # larger pages are slow to open; the user is told
 
 
@@ -126,9 +119,10 @@ def parts(results: Results, folder: Path, completions: int) -> list[Section]:
     from sparse_rl.analysis.report.page import Section
 
     runs = described(results.runs)
+    scores = accuracy(results.files[eval.RESULTS], results.files[perplexity.RESULTS], runs, folder)
     return [
         Section("runs", "Runs", of_runs.settings(runs) if runs else ""),
-        Section("accuracy", "Accuracy", accuracy(results, runs, folder)),
+        Section("accuracy", "Accuracy", scores),
         Section("learning", "Learning curves", of_runs.curves(runs, "learning", folder)),
         Section("replay", "Sampler and trainer", of_runs.gaps(runs, folder)),
         Section("lengths", "Retention and lengths", of_runs.curves(runs, "lengths", folder)),
@@ -152,96 +146,6 @@ def described(folders: Sequence[Path]) -> list[Any]:
             warn(f"{folder} has no readable {RECIPE_FILE}; its settings are left out")
         runs.append(Run(label, folder, recipe, text, run_method(folder)))
     return runs
-
-
-def accuracy(results: Results, runs: Sequence[Run], folder: Path) -> str:
-    """Return tables and pictures of evaluations and perplexities."""
-    from sparse_rl.analysis.evaluation import accuracy_table
-    from sparse_rl.analysis.report.page import heading, pictures
-    from sparse_rl.analysis.report.published import beside_published
-    from sparse_rl.analysis.report.tables import from_terminal
-    from sparse_rl.analysis.sweeps import points_table, read_sweep
-
-    rows = [row for file in results.files[eval.RESULTS] for row in eval_rows(file)]
-    drawn = trainings_picture(rows, runs, folder / "trainings.png")
-    made = [pictures([drawn])] if drawn else []
-    for compacted in (False, True):  # rows of compacted contexts have further columns
-        if some := [row for row in rows if (row.contexts is not None) is compacted]:
-            made.append(from_terminal(accuracy_table(some), "of compacted contexts" if compacted else ""))
-    made.append(beside_published(rows))
-    for number, file in enumerate([*results.files[eval.RESULTS], *results.files[perplexity.RESULTS]]):
-        try:
-            sweep = read_sweep(file)
-        except UserError as error:
-            warn(f"{file} is left out: {error.message}")
-            continue
-        if file.name == perplexity.RESULTS:
-            made += [heading(str(file.parent)), from_terminal(points_table(sweep), str(file))]
-        made.append(sweep_pictures(file, folder, f"sweep{number}"))
-    return "".join(made)
-
-
-def sweep_pictures(file: Path, folder: Path, name: str) -> str:
-    """Return the pictures of SWEEPS that the rows of an eval.json or perplexity.json have numbers for."""
-    from sparse_rl.analysis.report.page import picture, pictures
-    from sparse_rl.analysis.sweeps import plot_sweep, read_sweep, varied
-
-    drawn = []
-    for number, (metric, axis, about) in enumerate(SWEEPS):
-        try:
-            sweep = read_sweep(file, metric)
-        except UserError:  # no row has this metric
-            continue
-        if axis is None and not varied(sweep):
-            continue
-        if axis is not None and not any(axis in point.measured for point in sweep.points):
-            continue
-        if metric == "retention_correct" and any("seconds" in point.measured for point in sweep.points):
-            continue  # compacted contexts, whose answers hold all of their own tokens
-        lines = plot_sweep(sweep, folder / f"{name}_{number}.png", axis)
-        drawn.append(picture(lines, f"{file.parent}, {sweep.subject}: {about}"))
-    return pictures(drawn)
-
-
-def eval_rows(file: Path) -> list[Any]:
-    """Return the rows of an eval.json with the attributes of EvalRow; [] after a warning if the file is damaged."""
-    try:
-        rows = [
-            {"log_perplexity": None, "log_perplexity_error": None, **row} for row in json.loads(read_text(file))["rows"]
-        ]
-        for row in rows:
-            row["further_accuracy"] = {name: SimpleNamespace(**one) for name, one in row["further_accuracy"].items()}
-            row["contexts"] = None if row.get("contexts") is None else SimpleNamespace(**row["contexts"])
-            for name in ("pass_at_k", "pass_at_k_error"):
-                row[name] = {int(k): value for k, value in row[name].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        warn(f"{file} is left out: {reason(error)}")
-        return []
-    return [SimpleNamespace(**row) for row in rows]
-
-
-def trainings_picture(rows: Sequence[Any], runs: Sequence[Run], out: Path) -> str:
-    """Return a picture of the accuracy of each trained model under caches that evict, and with a full cache. It is
-    empty if fewer than two trainings were evaluated under both.
-    """
-    from sparse_rl.analysis.accuracy import plot_accuracy
-    from sparse_rl.analysis.report.page import picture
-    from sparse_rl.analysis.report.runs import groups
-
-    methods, of_method = {}, {}
-    for group in groups(runs):
-        folders = {folder.resolve() for folder in group.folders}
-        own = [row for row in rows if folders & {Path(row.model).resolve(), Path(row.model).resolve().parent}]
-        scored = [row for row in own if row.accuracy is not None]
-        caches = [[row.accuracy for row in scored if (row.policy == "full") is full] for full in (False, True)]
-        if all(caches):
-            methods[group.name], of_method[group.name] = (caches[0], caches[1]), group.method
-    if len(methods) < 2:
-        return ""
-    budgets_used = sorted({str(row.parameters.get("budget", row.policy)) for row in rows if row.policy != "full"})
-    title = f"Accuracy after each training; the small cache has a budget of {' or '.join(budgets_used)}"
-    about = "Accuracy after each training, under caches that evict and with a full cache. Dots: single evaluations."
-    return picture(plot_accuracy(methods, out, title, of_method), about)
 
 
 def analyses(results: Results, folder: Path) -> str:
@@ -270,7 +174,7 @@ def analyses(results: Results, folder: Path) -> str:
         written = {json.loads(read_text(file))["figure"] for file in results.figures if file.parent == place}
         for name in (name for name, figure in FIGURES.items() if figure.automatic and name not in written):
             try:
-                add(name, compute(name, [source], Choice()), str(place))
+                add(name, compute(name, [source], Choice(line=1 if "line" in FIGURES[name].uses else None)), str(place))
             except UserError as error:
                 say("left out", f"{name} of {place}: {error.message}")
     return "".join(heading(place) + pictures(drawn) for place, drawn in made.items())
@@ -300,18 +204,40 @@ def samples(results: Results, count: int) -> str:
         source = Source(place)
         if not source.origin.evicts:
             continue
-        made.append(heading(str(place)))
+        made += [heading(str(place)), note(policy_sentence(source.named))]
         for number, rollout in enumerate(islice(source.each(), count)):
             ids = [*rollout.prompt_ids, *rollout.completion_ids]
-            title = f"line {number + 1}: {len(rollout.completion_ids):,} tokens, ended by {rollout.finish_reason}"
+            lengths = f"prompt of {len(rollout.prompt_ids):,} tokens, completion of {len(rollout.completion_ids):,}"
+            title = f"line {number + 1}: {lengths}, ended by {rollout.finish_reason}"
             data = packed(rollout.trace, source.strings(ids), len(rollout.prompt_ids))
-            made.append(sample(title, data, opened=len(made) == 1))
+            made.append(sample(title, data, opened=len(made) == 2))
     about = (
         "Each token is coloured by the share of kv heads that still hold it in their cache at a moment of sampling. "
         "Move the slider, or focus the text and press the arrow keys (with Shift: 32 tokens), to see the cache as the "
         "sampler had it then. Click a token to see its heads."
     )
     return note(about) + "".join(made) if made else ""
+
+
+def policy_sentence(fingerprint: Mapping[str, str]) -> str:
+    """Return the model and the cache of rollouts in words, for readers who do not know the policy."""
+    from sparse_rl.analysis.drawing import policy_settings, subject
+    from sparse_rl.methods.config import CONFIGS
+
+    settings = policy_settings(fingerprint)
+    parts = [f"Sampled by {subject(fingerprint)}."]
+    if (config := CONFIGS.get(settings.get("policy", ""))) is not None and config.__doc__:
+        parts.append(f"{settings['policy']}: {config.__doc__.splitlines()[0]}")
+    for name, which in (("sinks", "first"), ("window", "newest")):
+        if type(number := settings.get(name)) is int:
+            parts.append(f"{name.capitalize()}: the {which} {number} token{'s' * (number != 1)}.")
+    budget, period = settings.get("budget"), settings.get("period")
+    if type(budget) is int and type(period) is int:
+        parts.append(
+            f"When a kv head holds {budget + period} entries (budget {budget}, period {period}), a compaction cuts it "
+            f"back to {budget}."
+        )
+    return " ".join(parts)
 
 
 def timing(results: Results, folder: Path) -> str:

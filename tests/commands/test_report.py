@@ -17,6 +17,7 @@ import torch
 from sparse_rl.analysis.report.completion import packed
 from sparse_rl.analysis.report.page import Section, page, sample, table
 from sparse_rl.commands.main import main
+from sparse_rl.commands.report import policy_sentence
 from sparse_rl.trace import NEVER, EvictionTrace
 
 SECTIONS = ("runs", "accuracy", "learning", "replay", "lengths", "analyses", "completions", "timing")
@@ -70,6 +71,39 @@ def test_a_page_has_the_sections_that_have_data_and_loads_nothing(
     assert "sparse, " not in re.search(r"<p class=\"note\">The gap is.*?</p>", text)[0]
     assert "2.0 MB of 8.0 MB" in text
     assert "A band spans the seeds of a line" in text
+
+
+def test_trainings_stand_beside_the_model_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best training under each cache is named, with the accuracy of the model that the recipes start from. The keys
+    in which the recipes differ are in a table, without seeds and folders.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, gap in (("sparse", 1e-6), ("mismatched", 21.0)):
+        write_run(Path("runs") / name, 0, gap, 0.9)
+    accuracies = {"m": (0.25, 0.98), "runs/sparse/model": (0.9, 0.75), "runs/mismatched/model": (0.5, 0.25)}
+    rows = [
+        {"model": model, "task": "sums", "policy": policy, "parameters": {}, "problems": 8, "samples": 1, "excluded": 0,
+         "accuracy": accuracy, "standard_error": 0.01, "further_accuracy": {}, "pass_at_k": {}, "pass_at_k_error": {},
+         "retention": 1.0, "retention_correct": 1.0, "length": 9.0, "truncated": 0.0, "forced": 0.0, "peak_entries": 9,
+         "read_entries": 9, "tokens_per_second": 1.0, "contexts": None, "budget": None}
+        for model, both in accuracies.items() for policy, accuracy in zip(("streaming", "full"), both, strict=True)
+    ]  # fmt: skip
+    Path("runs/eval.json").write_text(json.dumps({"rows": rows}))
+    assert main(["report", "runs"]) == 0
+    text = Path("runs/report.html").read_text()
+    assert "Best with the small cache: sparse, 90.0% (before training: 25.0%)." in text
+    assert "Best with a full cache: before training, 98.0%." in text
+    (table_of_keys,) = re.findall(r'aria-label="differences of the recipes".*?</table>', text, re.S)
+    assert re.findall(r"<tr><td.*?>(.*?)</td>", table_of_keys) == ["train_attention"]
+
+
+def test_the_policy_of_rollouts_is_said_in_words() -> None:
+    policy = {"policy": "streaming", "budget": 40, "sinks": 1, "period": 8}
+    words = policy_sentence({"model": "m", "policy": json.dumps(policy)})
+    assert words.startswith("Sampled by m, streaming, budget 40. streaming: ")
+    assert "Sinks: the first 1 token." in words
+    assert "When a kv head holds 48 entries (budget 40, period 8), a compaction cuts it back to 40." in words
+    assert policy_sentence({"model": "m"}) == "Sampled by m, unnamed policy."
 
 
 def test_codes_of_a_completion_give_back_its_evictions() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparse_rl.analysis.curves import Group, has_line, logged_metrics, plot_gap, plot_groups
 from sparse_rl.analysis.evaluation import model_label
-from sparse_rl.analysis.report.page import folded, note, picture, pictures, source, table
+from sparse_rl.analysis.report.page import folded, heading, note, picture, pictures, source, table
 from sparse_rl.metrics import read_metrics
 
 CURVES = {  # section -> metrics that it draws, with a sentence about each
@@ -26,11 +26,17 @@ CURVES = {  # section -> metrics that it draws, with a sentence about each
     "lengths": {
         "retention": "Share of a sequence's tokens that the cache holds at the end.",
         "length": "Mean length of a completion, in tokens.",
-        "completions/clipped_ratio": "Share of completions that were cut off.",
+        "cut_off": "Share of completions that were cut off at the largest length.",
     },
 }
+MOST_COMPARED = 8  # runs beside each other in a table
 FAR = 0.1  # nats; in float32 a larger gap is no rounding
-RATIOS = ("ratio/p5", "ratio/mean", "ratio/p95", "ratio/max", "ratio/clipped")
+MEANS = ("ratio/p5", "ratio/mean", "ratio/p95")
+ABOUT_RUNS = (
+    "Reward at the end: mean over the last tenth of the steps, under the run's own cache. Cache held: bytes of "
+    "keys and values of one generation at its peak, beside those that the same completions would take with a full"
+    " cache; means over the steps."
+)
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,9 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def settings(runs: Sequence[Run]) -> str:
-    """Return a table of the runs, and the recipe of each."""
+    """Return a table of the runs, the settings in which their recipes differ, and the recipe of each."""
     costs = ["seconds a step", "cache held, of a full cache"]
-    headings = ["run", "kind", "model", "cache", "engine", "seed", "steps", "last reward", *costs]
+    headings = ["run", "kind", "model", "cache", "engine", "seed", "steps", "reward at the end", *costs]
     rows = []
     for run in runs:
         recipe, log = run.recipe, read_metrics(run.folder)
@@ -86,14 +92,40 @@ def settings(runs: Sequence[Run]) -> str:
                 *(run.label, recipe.get("kind"), model_label(str(recipe.get("model", "")))),
                 *(trained or None, engine, recipe.get("seed")),
                 max((line["step"] for line in log), default=None),
-                f"{rewards[-1]:.3f}" if rewards else None,
+                f"{_mean(rewards[-max(1, len(rewards) // 10) :]):.3f}" if rewards else None,
                 *_costs(log),
             ]
         )
     text = ["run", "kind", "model", "cache", "engine"]
-    return table(headings, rows, "runs", text) + "".join(
-        folded(f"recipe of {run.label}", source(run.text, f"recipe of {run.label}")) for run in runs
+    return (
+        table(headings, rows, "runs", text)
+        + note(ABOUT_RUNS)
+        + differences(runs)
+        + "".join(folded(f"recipe of {run.label}", source(run.text, f"recipe of {run.label}")) for run in runs)
     )
+
+
+def differences(runs: Sequence[Run]) -> str:
+    """Return a table of the settings in which the recipes of the runs differ, without seeds and folders."""
+    flat = [_flat({k: v for k, v in run.recipe.items() if k not in ("seed", "output_dir")}) for run in runs]
+    names = dict.fromkeys(name for settings_of_run in flat for name in settings_of_run)
+    cells = {name: [json.dumps(one.get(name), ensure_ascii=False) for one in flat] for name in names}
+    rows = [[name, *values] for name, values in cells.items() if len(set(values)) > 1]
+    if not rows or len(runs) > MOST_COMPARED:
+        return ""
+    headings = ["key", *(run.label for run in runs)]
+    return heading("Where the recipes differ") + table(headings, rows, "differences of the recipes", headings)
+
+
+def _flat(block: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of nested mappings."""
+    result: dict[str, Any] = {}
+    for name, value in block.items():
+        if isinstance(value, Mapping) and value:
+            result |= _flat(value, f"{before}{name}.")
+        else:
+            result[f"{before}{name}"] = value
+    return result
 
 
 def _costs(log: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -143,13 +175,23 @@ def gaps(runs: Sequence[Run], folder: Path) -> str:
     for run in replayed:
         log = read_metrics(run.folder)
         largest = max(line["replay/gap_max"] for line in log if line.get("replay/gap_max") is not None)
-        ends = [_mean([line[name] for line in log if line.get(name) is not None]) for name in RATIOS[:-1]]
-        clipped = _mean([line[RATIOS[-1]] for line in log if line.get(RATIOS[-1]) is not None])
-        rows.append([run.label, f"{largest:.1e}", *(f"{x:.4g}" for x in ends), f"{clipped:.2%}"])
-    headings = ["run", "largest gap (nats)", "ratio: 5th percentile", "mean", "95th percentile", "largest", "clipped"]
+        logged = {
+            name: [line[name] for line in log if line.get(name) is not None]
+            for name in ("replay/gap_mean", *MEANS, "ratio/max", "ratio/clipped")
+        }
+        most = max(logged["ratio/max"], default=float("nan"))
+        numbers = [_mean(logged[name]) for name in MEANS]
+        clipped = f"{_mean(logged['ratio/clipped']):.2%}"
+        gap = [f"{_mean(logged['replay/gap_mean']):.1e}", f"{largest:.1e}"]
+        rows.append([run.label, *gap, *(f"{number:.4g}" for number in [*numbers, most]), clipped])
+    gap_and_ratio = ["gap: mean", "gap: largest", "ratio: 5th percentile", "mean", "95th percentile", "largest"]
+    headings = ["run", *gap_and_ratio, "above the clip"]
     about = (
-        "The gap is |log p(trainer) − log p(sampler)| of a sampled token. Under replay it is rounding alone. The ratio "
-        "is p(trainer) / p(sampler) before clipping; its numbers are means over the run."
+        "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats. Under replay, the trainer attends "
+        "to exactly the tokens that the sampler attended to, so the gap is rounding alone. The ratio is p(trainer) / "
+        "p(sampler) before clipping. The largest values are those of the whole run, the others are means over its "
+        "steps. A large gap with a small largest ratio means that the trainer's probability was far below the "
+        "sampler's."
     )
     lines = groups(replayed)
     of_method = {group.name: group.method for group in lines}
@@ -169,7 +211,7 @@ def gaps(runs: Sequence[Run], folder: Path) -> str:
     far = [
         run.label
         for run, row in zip(replayed, rows, strict=True)
-        if float(row[1]) > FAR and run.method != "mismatched" and run.recipe.get("dtype") == "float32"
+        if float(row[2]) > FAR and run.method != "mismatched" and run.recipe.get("dtype") == "float32"
     ]
     if far:
         about += f" {', '.join(far)}: the gap is larger than rounding in float32; docs/numerics.md lists causes."

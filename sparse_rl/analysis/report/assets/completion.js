@@ -278,9 +278,9 @@ class Completion {
     const seen = this.query + 1;
     const held = (this.rows.length * seen - this.left[passed]) / this.rows.length;
     const share = ((100 * held) / seen).toFixed(1);
-    const words = `Token ${grouped(seen)} of ${grouped(this.length - 1)} is written. Its query saw ${grouped(
+    const words = `Token ${grouped(seen + 1)} of ${grouped(this.length)} is being written. The query that predicts it sees ${grouped(
       Math.round(held),
-    )} of ${grouped(seen)} tokens in the cache of a head, ${share} % (mean of ${this.rows.length} heads).`;
+    )} of the ${grouped(seen)} tokens before it, ${share} % (mean of ${this.rows.length} heads).`;
     this._now.textContent = words;
     this._query.setAttribute("aria-valuetext", words);
   }
