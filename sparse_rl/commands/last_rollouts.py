@@ -79,7 +79,7 @@ class LastRollouts(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         reports = [show for name, show in REPORTS.items() if name in args.report_to]
-        if not state.is_world_process_zero or self.trainer.sampled is None or not reports:
+        if not state.is_world_process_zero or self.trainer.last_sampled is None or not reports:
             return
         try:
             self._show(reports)
@@ -87,7 +87,7 @@ class LastRollouts(TrainerCallback):
             logger.warning("the table of the last completions was not logged: %s", one_line(error, 300))
 
     def _show(self, reports: Sequence[Callable[..., None]]) -> None:
-        trainer, sampled = self.trainer, self.trainer.sampled
+        trainer, sampled = self.trainer, self.trainer.last_sampled
         policy, tokenizer = trainer.engine.policy, trainer.processing_class
         columns, rows = table(sampled, trainer.reward_func_names, tokenizer)
         named = {"model": self.model, "policy": fingerprint(policy)}

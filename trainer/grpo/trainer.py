@@ -92,7 +92,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
         self.measures, self.rows = Measures(self), Rows([])
-        self.sampled: Sampled | None = None  # the newest generation in training
+        self.last_sampled: Sampled | None = None  # the newest generation in training
         self._generations = 0  # number of generations so far, for the sampling seed
 
     @property
@@ -162,7 +162,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self.mode == "train":
             first = self.accelerator.process_index * len(rows.rollouts)  # rewards are of all processes
             rewards = rows.rewards[first : first + len(rows.rollouts)]
-            self.sampled = Sampled(rows.rollouts, rewards.tolist(), out["advantages"].tolist())
+            self.last_sampled = Sampled(rows.rollouts, rewards.tolist(), out["advantages"].tolist())
         if "old_per_token_logps" in out:
             self.measures.batch(out, out["old_per_token_logps"])
         return out
