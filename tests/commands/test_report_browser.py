@@ -20,8 +20,9 @@ from sparse_rl.trace import EvictionTrace
 pytestmark = pytest.mark.slow
 
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-SHOWN = """new Promise(done => { const look = () =>
-  document.querySelector('.completion .text span[class]') ? done(true) : setTimeout(look, 20); look(); })"""
+SHOWN = """new Promise(done => { const look = () => {
+  document.querySelector('.completion')?.scrollIntoView();  // only the text on the screen is coloured
+  document.querySelector('.completion .text span[class]') ? done(true) : setTimeout(look, 20); }; look(); })"""
 MOVES = """(async () => {
   const slider = document.querySelector('.completion .query'), times = [];
   const real = window.requestAnimationFrame;
