@@ -14,11 +14,11 @@ from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, s
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
-TITLES = {
+TITLES = {  # short name -> start of the title
     "kl": "KL divergence",
     "eval_reward": "Reward on validation problems",
     "cut_off": "Completions cut off",
-}  # short name -> start of the title
+}
 SMOOTHING = 0.15  # span of the moving average, as a share of the steps
 METRICS = {  # short name -> (key of the metric, axis label with unit)
     "reward": ("reward", "mean reward of the sampled completions"),

@@ -159,7 +159,7 @@ def analyses(results: Results, folder: Path) -> str:
     def add(name: str, numbers: Any, place: str) -> None:
         file = folder / f"figure{sum(map(len, made.values()))}.png"
         FIGURES[name].draw(numbers, file)
-        made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about}"))
+        made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about.split('; by default')[0]}"))
 
     for file in results.files[budgets.RESULTS]:
         for name, (numbers_of, draw, about) in budget_pictures().items():

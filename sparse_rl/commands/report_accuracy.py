@@ -78,7 +78,7 @@ def sweep_pictures(file: Path, folder: Path, name: str) -> str:
         if axis is not None and not any(axis in point.measured for point in sweep.points):
             continue
         if metric == "retention_correct" and any("seconds" in point.measured for point in sweep.points):
-            continue  # compacted contexts, whose answers hold all of their own tokens
+            continue  # compacted contexts; the figures are about caches that evict
         lines = plot_sweep(sweep, folder / f"{name}_{number}.png", axis)
         drawn.append(picture(lines, f"{file.parent}, {sweep.subject}: {about}"))
     return pictures(drawn)
@@ -119,7 +119,7 @@ def trainings_picture(rows: Sequence[Any], runs: Sequence[Run], out: Path) -> st
         if all(caches):
             methods[name], of_method[name] = (caches[0], caches[1]), method
 
-    add(BEFORE, "sft", {Path(str(run.recipe.get("model", ""))).resolve() for run in runs})
+    add(BEFORE, "sft", {Path(str(run.recipe["model"])).resolve() for run in runs if run.recipe.get("model")})
     for group in groups(runs):
         add(group.name, group.method, {folder.resolve() for folder in group.folders})
     if len(methods) < 2:

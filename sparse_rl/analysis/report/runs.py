@@ -190,8 +190,7 @@ def gaps(runs: Sequence[Run], folder: Path) -> str:
         "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats. Under replay, the trainer attends "
         "to exactly the tokens that the sampler attended to, so the gap is rounding alone. The ratio is p(trainer) / "
         "p(sampler) before clipping. The largest values are those of the whole run, the others are means over its "
-        "steps. A large gap with a small largest ratio means that the trainer's probability was far below the "
-        "sampler's."
+        "steps. The ratio is exp(gap) if the trainer's probability is the larger one, and exp(−gap) otherwise."
     )
     lines = groups(replayed)
     of_method = {group.name: group.method for group in lines}
@@ -206,7 +205,7 @@ def gaps(runs: Sequence[Run], folder: Path) -> str:
     if mismatched:
         about += (
             f" {', '.join(mismatched)}: the trainer computed other probabilities than the sampler, because it also "
-            "attended to evicted tokens, which the sampler did not see."
+            "attended to evicted tokens, which the sampler did not see. GRPO's gradient assumes that both are the same."
         )
     far = [
         run.label

@@ -41,7 +41,7 @@ class EvictingConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig(EvictingConfig):
-    """Keeps only the sinks and the window. The window is the budget minus the sinks."""
+    """Keeps only the first tokens (sinks) and the newest ones (window). The window is the budget minus the sinks."""
 
     name: ClassVar[str] = "streaming"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.streaming:Streaming"
