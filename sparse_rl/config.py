@@ -334,6 +334,15 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def dotted(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys, such as `cache.budget`. Empty mappings are values."""
+    flattened: dict[str, Any] = {}
+    for key, value in mapping.items():
+        nested = isinstance(value, dict) and value
+        flattened |= dotted(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flattened
+
+
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
     """Return the error for an unknown key: it suggests a name in `valid` or `also`, or lists the names in `valid`."""
     valid = list(valid)

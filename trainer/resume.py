@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.config import dotted
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import RUN_MODEL
 from trainer.checkpoint import checkpoints, damage, read_manifest
@@ -106,9 +107,9 @@ def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Pa
     if refresh and manifest["step"] % refresh and manifest["step"] != resolved["max_steps"]:
         mend = f"{folder} is between two refreshes, and the last refresh's weights are lost; resume another checkpoint"
         raise UserError(mend, "refresh_every")
-    current = flat(json.loads(json.dumps(resolved)))
+    current = dotted(json.loads(json.dumps(resolved)))
     launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
-    recorded = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
+    recorded = dotted(manifest["recipe"]) if manifest["recipe"] is not None else launch
     keys = current.keys() | recorded.keys() if manifest["recipe"] is not None else launch.keys()
     differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in may_change.freely)
     if bad := [key for key in differ if key not in may_change.but_for_rounding]:
@@ -132,11 +133,3 @@ def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Pa
 def _show(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flattened: dict[str, Any] = {}
-    for key, value in mapping.items():
-        nested = isinstance(value, dict) and value
-        flattened |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flattened

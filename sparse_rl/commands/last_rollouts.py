@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollout.engine import Rollout
 from sparse_rl.analysis.heads import draw_evict_ratios, evict_ratios
 from sparse_rl.analysis.kept_heads import draw_kept_heads, kept_heads
 from sparse_rl.analysis.positions import compared_positions, draw_positions
+from sparse_rl.commands.sources import token_texts
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.policies.registry import fingerprint
 from sparse_rl.temporary import temporary_folder
@@ -45,11 +47,7 @@ def draw_maps(rollouts: Sequence[Rollout], named: Mapping[str, str], tokenizer: 
     traces = [rollout.trace for rollout in rollouts]
     number, longest = max(enumerate(rollouts, start=1), key=lambda numbered: len(numbered[1].trace))
     ids = longest.prompt_ids + longest.completion_ids
-
-    def strings(tokens: Sequence[int]) -> list[str]:
-        texts: list[str] = tokenizer.batch_decode([[token] for token in tokens])
-        return texts
-
+    strings = partial(token_texts, tokenizer)
     analyses = {
         "evict_ratio": (lambda: evict_ratios(traces, named), draw_evict_ratios),
         "kept_heads": (lambda: kept_heads(longest.trace, ids, named, strings, number), draw_kept_heads),

@@ -120,6 +120,10 @@ class Source:
         return load_tokenizer(self.directory)
 
     def strings(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone. Bytes of incomplete characters become replacement characters."""
-        texts: list[str] = self.tokenizer.batch_decode([[token] for token in ids])
-        return texts
+        return token_texts(self.tokenizer, ids)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token alone. Bytes of incomplete characters become replacement characters."""
+    texts: list[str] = tokenizer.batch_decode([[token] for token in ids])
+    return texts

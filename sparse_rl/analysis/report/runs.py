@@ -12,6 +12,7 @@ from typing import Any
 from sparse_rl.analysis.curves import Group, has_line, logged_metrics, plot_gap, plot_groups
 from sparse_rl.analysis.evaluation import model_label
 from sparse_rl.analysis.report.page import folded, heading, note, picture, pictures, source, table
+from sparse_rl.config import dotted
 from sparse_rl.metrics import read_metrics
 
 CURVES = {  # section -> metrics that it draws, with a sentence about each
@@ -107,7 +108,7 @@ def settings(runs: Sequence[Run]) -> str:
 
 def differences(runs: Sequence[Run]) -> str:
     """Return a table of the settings in which the recipes of the runs differ, without seeds and folders."""
-    flat = [_flat({k: v for k, v in run.recipe.items() if k not in ("seed", "output_dir")}) for run in runs]
+    flat = [dotted({k: v for k, v in run.recipe.items() if k not in ("seed", "output_dir")}) for run in runs]
     names = dict.fromkeys(name for settings_of_run in flat for name in settings_of_run)
     cells = {name: [json.dumps(one.get(name), ensure_ascii=False) for one in flat] for name in names}
     rows = [[name, *values] for name, values in cells.items() if len(set(values)) > 1]
@@ -115,17 +116,6 @@ def differences(runs: Sequence[Run]) -> str:
         return ""
     headings = ["key", *(run.label for run in runs)]
     return heading("Where the recipes differ") + table(headings, rows, "differences of the recipes", headings)
-
-
-def _flat(block: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings."""
-    result: dict[str, Any] = {}
-    for name, value in block.items():
-        if isinstance(value, Mapping) and value:
-            result |= _flat(value, f"{before}{name}.")
-        else:
-            result[f"{before}{name}"] = value
-    return result
 
 
 def _costs(log: Sequence[Mapping[str, Any]]) -> list[str | None]:
