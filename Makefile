@@ -9,6 +9,9 @@ DOCS := .venv-docs
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0+cpu
 
+# a failing pip stops make, although its output is filtered
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -16,6 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 install: $(READY)
+	@echo "Ready. Next: source $(VENV)/bin/activate, then sparse-rl doctor RECIPE; or make quickstart (5 minutes)"
 
 quickstart: $(READY)
 	@$(BIN)/python -m sparse_rl.cli quickstart --seeds $(SEEDS) --engine $(ENGINE) $(if $(filter 1,$(SCRATCH)),--scratch)
@@ -45,7 +49,8 @@ $(READY): requirements/cpu.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --no-deps "$(TORCH)" || \
 	  $(BIN)/pip install -qq --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
-	@$(BIN)/pip install -qq --no-deps -r requirements/cpu.lock
+	@$(BIN)/pip install --no-deps -r requirements/cpu.lock 2> >(grep -v ^WARNING >&2) | awk '/^Installing/ { print "installing them" } \
+	  /^Collecting/ && ++n % 25 == 0 { print n, "packages read" } { fflush() }'
 	@$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.methods.pages.clustered import Clustered
+from sparse_rl.methods.pages.policy import Clustered
 from sparse_rl.policies import make_policy
 
 

@@ -2,52 +2,213 @@
 
     request:  two lengths (4 bytes each), then a JSON object and the source of statements, of these lengths
     reply:    a line of JSON, {"end": ..., "output": ...}, or {"error": ...} if the program could not be confined,
-              or {"busy": ...} if the machine has no process left
+              or {"busy": ...} if the machine has no process left; each with "seconds", the time that was used
 
-The keys of a request are `kind`, `program`, `input`, `function`, and the limits in confined.py. The kinds are
+`CodeReward._run` makes the object. The output is what the program prints (stdin) or the JSON of a function's result
+(call). The end is "passed" (without an error), "timeout" or "failed" (an exception, a signal, any other limit).
 
-- stdin: the program gets `input` on its standard input; the output is its standard output.
-- call: `function` of the program is called with the JSON values in the lines of `input`; the output is its result, in
-  the form of code_values.py.
-- statements: the statements run in a process of their own, and use the program's names (code_remote.py).
-
-The end is "passed" (the program ended without an error, or the statements did), "failed" (an exception, a signal, no
-memory left, too much output, too many threads) or "timeout".
-
-The worker forks a supervisor *before* it reads the request, so the worker's memory never holds a program or a test. The
-supervisor forks a process that confines itself (confined.py) and runs the program, and reads the statements only
-afterwards. No process that runs a program ever holds an expected output: outputs are compared in the caller's process.
+The worker's memory never holds a program or a test: it forks a supervisor before it reads the request. That forks a
+process that confines itself (sandbox.py) and runs the program, and only then reads the statements, which run in another
+one (code_statements.py). No process that runs a program ever holds an expected output.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import ctypes
+import fcntl
 import gc
+import io
 import json
 import os
+import resource
+import select
+import signal
 import socket
 import struct
 import sys
+import sysconfig
+import tempfile
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from rewards.code_remote import Connection, answer_calls, run_statements
-from rewards.code_values import PROGRAM, read_json, to_text
-from rewards.confined import (
-    CHANNEL,
-    STDIN,
-    STDOUT,
-    VERDICT,
-    Ended,
-    Forked,
-    Watch,
-    end_with,
-    file_of,
-    no_files,
-    sandbox,
-)
+from rewards.code import read_json
+from rewards.code_statements import PROGRAM, Peer, run_statements, serve_program
+from rewards.sandbox import Sandbox
+from rewards.workers import answer_requests
+
+MOST_THREADS = 64
+MOST_DIGITS = 50_000  # of a whole number that a program reads or prints
+TICK = 0.02  # seconds between two checks of a program's threads and processor time
+STDIN, STDOUT, STDERR, CHANNEL, REPORT, VERDICT = range(6)  # open files of a process that runs a program or statements
+CONFINED = b"confined"
+
+
+@cache
+def sandbox() -> Sandbox:
+    """Return the sandbox, in which a program may read Python with its packages and the system's libraries."""
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python += [os.path.join(sys.base_prefix, "lib"), sysconfig.get_config_var("LIBDIR") or ""]
+    system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+    return Sandbox([path for path in dict.fromkeys([*python, *system, "/dev/urandom"]) if path])
+
+
+class Forked(BaseException):
+    """Raised in a new process, where it unwinds the supervisor's frames, so that a program cannot find their variables.
+
+    run : function that the process then calls
+    """
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+
+
+def end_with(run: Callable[[], object]) -> NoReturn:
+    """Call `run`, and end as Python does, but without freeing all memory, which takes longer than most programs."""
+    sys.argv = ["program.py"]
+    sys.setrecursionlimit(50_000)
+    sys.set_int_max_str_digits(MOST_DIGITS)
+    for name, number, mode in (("stdin", STDIN, "r"), ("stdout", STDOUT, "w")):
+        file = os.fdopen(number, mode, encoding="utf-8", closefd=False)
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    status = 0
+    try:
+        with suppress(SystemExit):
+            run()
+    except BaseException:
+        status = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # also ends the threads of executors
+        atexit._run_exitfuncs()
+        for file in gc.get_objects():  # omits objects that gc.freeze() saw
+            if isinstance(file, io.TextIOWrapper | io.BufferedWriter) and not file.closed and file.writable():
+                file.flush()
+    except BaseException:
+        status = 1
+    os._exit(status)
+
+
+def no_files() -> dict[int, int]:
+    null = os.open(os.devnull, os.O_RDWR)
+    return {STDIN: null, STDOUT: null, STDERR: null}
+
+
+class Ended(Exception):
+    """Raised with the end of a run: "failed" or "timeout"."""
+
+
+class Watch:
+    """Watches processes of one run, whose limits are those of the request. The run also ends when the caller does."""
+
+    def __init__(self, request: dict[str, Any], caller: int) -> None:
+        self.request = request
+        self._caller = select.poll()
+        self._caller.register(caller, 0)  # reports only that the other end is closed
+        self.processes: list[int] = []
+        self.deadline = time.monotonic() + request["real_seconds"]
+        self._next_check = 0.0
+
+    def begin(self, files: dict[int, int], run: Callable[[], object]) -> None:
+        """Fork a process that confines itself and calls `run`. Raises OSError if it cannot be confined.
+
+        files : the open files of the process: number -> number in this process
+        """
+        report, written = os.pipe()
+        parent, files = os.getpid(), {**files, REPORT: written}
+        process = os.fork()
+        if not process:
+            self.confine(parent, files)
+            raise Forked(run)
+        self.processes.append(process)
+        os.close(written)
+        message = b""
+        while part := os.read(report, 4096):
+            message += part
+        os.close(report)
+        if not message:
+            raise BlockingIOError("a process ended before it was confined")
+        if message != CONFINED:
+            raise OSError(message.decode(errors="replace"))
+
+    def confine(self, parent: int, files: dict[int, int]) -> None:
+        """Confine this process, leave it only `files` under their new numbers, and report to its file REPORT."""
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it dies with its parent
+            if os.getppid() != parent:
+                os._exit(1)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")  # if memory runs out, the kernel ends this process first
+        try:
+            if self.request["complete"] and not sandbox().complete:
+                raise OSError("a part of the sandbox is missing")
+            sandbox().confine(int(self.request["seconds"]) + 2, self.request["memory"])
+        except (OSError, ValueError) as error:
+            os.write(files[REPORT], f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        copies = {number: fcntl.fcntl(present, fcntl.F_DUPFD, 32) for number, present in files.items()}
+        os.closerange(0, 32)
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+        os.closerange(32, 65536)
+        os.write(REPORT, CONFINED)
+        os.close(REPORT)
+
+    def read(self, output: int) -> bytes:
+        """Return all that the processes write to a pipe until they close it. Raises Ended at a limit."""
+        content = bytearray()
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        while True:
+            self.check()
+            if not poll.poll(TICK * 1000):
+                continue
+            part = os.read(output, 1 << 16)
+            if not part:
+                return bytes(content)
+            content += part
+            if len(content) > self.request["most_output"]:
+                raise Ended("failed")
+
+    def succeeded(self) -> bool:
+        """Wait for the process to end, and return True if its status is 0. Raises Ended at a limit."""
+        while True:
+            ended, status = os.waitpid(self.processes[0], os.WNOHANG)
+            if ended:
+                self.processes = []
+                return not status
+            self.check()
+            time.sleep(0.0005)
+
+    def check(self) -> None:
+        """Raise Ended if a limit is reached."""
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise Ended("timeout")
+        if now < self._next_check:
+            return
+        self._next_check = now + TICK
+        if self._caller.poll(0):
+            raise Ended("failed")
+        for process in self.processes:
+            with suppress(OSError):  # some systems do not say the processor time of a process, or its threads
+                if time.clock_gettime((~process << 3) | 2) >= self.request["seconds"]:
+                    raise Ended("timeout")
+                if len(os.listdir(f"/proc/{process}/task")) > MOST_THREADS:
+                    raise Ended("failed")
+
+    def kill(self) -> None:
+        for process in self.processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        self.processes = []
+
 
 PASSED = b"passed"
 # Programs may use these modules' names without importing them, as under LiveCodeBench's checker.
@@ -67,9 +228,6 @@ def prelude() -> dict[str, Any]:
     return {**vars(builtins), **names}
 
 
-# ---- the process that runs a program or statements ---------------------------------------------------------
-
-
 def run_program(request: dict[str, Any]) -> None:
     """Run the program of a request as its kind demands."""
     kind = request["kind"]
@@ -77,20 +235,27 @@ def run_program(request: dict[str, Any]) -> None:
     # As built-in names, those of the prelude are not taken for names that the program defines.
     vars(module)["__builtins__"] = {**prelude(), "stdin": sys.stdin, "stdout": sys.stdout}
     sys.modules[module.__name__] = module
+    if kind == "statements":
+        peer = Peer(socket.socket(fileno=CHANNEL), judges=False)
+        sys.stdout = vars(module)["__builtins__"]["stdout"] = peer.printed
+        vars(module)["__builtins__"]["input"] = lambda prompt="": print(prompt, end="") or peer.ask("input")
     exec(compile(request["program"], "<program>", "exec"), vars(module))
     if kind == "call":
         owner = module.Solution() if hasattr(module, "Solution") else module
         lines = request["input"].split("\n") if request["input"] else []
         arguments = [read_json(line) for line in lines]
-        result = to_text(getattr(owner, request["function"])(*arguments))
+        result = json.dumps(getattr(owner, request["function"])(*arguments), default=_number)
         with open(CHANNEL, "w", encoding="ascii") as channel:
             channel.write(result + "\n")
     elif kind == "statements":
-        names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-        answer_calls(names, Connection(socket.socket(fileno=CHANNEL)))
+        serve_program(vars(module))
 
 
-# ---- the supervisor ----------------------------------------------------------------------------------------
+def _number(value: Any) -> Any:
+    """Return the Python number or boolean of one of NumPy."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def supervise(request: dict[str, Any], statements: Callable[[], str], caller: int) -> dict[str, Any]:
@@ -99,7 +264,7 @@ def supervise(request: dict[str, Any], statements: Callable[[], str], caller: in
     statements : reads the statements from the caller
     caller : open file that connects to the caller
     """
-    watch = Watch(request, caller)
+    watch, start = Watch(request, caller), time.monotonic()
     try:
         reply = _tested(watch, statements) if request["kind"] == "statements" else _run(watch)
     except Ended as end:
@@ -109,7 +274,9 @@ def supervise(request: dict[str, Any], statements: Callable[[], str], caller: in
     except OSError as error:
         reply = {"error": str(error)}
     watch.kill()  # not in `finally`, which a new process would run, too
-    return reply
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    share = (time.monotonic() - start) * request["seconds"] / request["real_seconds"]
+    return {"seconds": max(used.ru_utime + used.ru_stime, share), **reply}
 
 
 def _run(watch: Watch) -> dict[str, Any]:
@@ -117,13 +284,17 @@ def _run(watch: Watch) -> dict[str, Any]:
     output, written = os.pipe()
     files = no_files()
     if request["kind"] == "stdin":
-        files |= {STDIN: file_of(request["input"]), STDOUT: written}
+        memory = os.fdopen(os.memfd_create("input"), "wb") if hasattr(os, "memfd_create") else None  # of Linux
+        with memory or tempfile.TemporaryFile(dir=tempfile.gettempdir()) as given:
+            given.write(request["input"].encode("utf-8", "replace"))
+            given.flush()
+            files |= {STDIN: os.open(f"/dev/fd/{given.fileno()}", os.O_RDONLY), STDOUT: written}  # for reading only
     else:
         files[CHANNEL] = written
-    process = watch.begin(files, partial(run_program, request))
+    watch.begin(files, partial(run_program, request))
     os.close(written)
     content = watch.read(output)
-    if not content if request["kind"] == "call" else watch.wait(process):
+    if not (content if request["kind"] == "call" else watch.succeeded()):
         raise Ended("failed")
     return {"end": "passed", "output": content.decode("utf-8", "replace")}
 
@@ -137,7 +308,8 @@ def _tested(watch: Watch, statements: Callable[[], str]) -> dict[str, Any]:
     output, written = os.pipe()
 
     def run() -> None:
-        run_statements(source, Connection(socket.socket(fileno=CHANNEL)))
+        Peer(socket.socket(fileno=CHANNEL), judges=True)
+        run_statements(source)
         os.write(VERDICT, PASSED)
         os.close(VERDICT)
 
@@ -147,48 +319,32 @@ def _tested(watch: Watch, statements: Callable[[], str]) -> dict[str, Any]:
     return {"end": "passed" if watch.read(output) == PASSED else "failed"}
 
 
-# ---- the worker --------------------------------------------------------------------------------------------
-
-
 def receive(connection: socket.socket, size: int) -> bytes:
     """Return `size` bytes. Raises EOFError if the connection ends before."""
-    content = bytearray()
-    while len(content) < size:
-        part = connection.recv(min(size - len(content), 1 << 20))
-        if not part:
-            raise EOFError
-        content += part
-    return bytes(content)
+    content = connection.recv(size, socket.MSG_WAITALL)
+    if len(content) < size:
+        raise EOFError
+    return content
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer one request. Raises EOFError if there is none."""
-    lengths = struct.unpack(">II", receive(connection, 8))
-    request = json.loads(receive(connection, lengths[0]))
-    reply = supervise(request, lambda: receive(connection, lengths[1]).decode(), connection.fileno())
-    connection.sendall(json.dumps(reply).encode() + b"\n")
+    try:
+        lengths = struct.unpack(">II", receive(connection, 8))
+        request = json.loads(receive(connection, lengths[0]))
+        reply = supervise(request, lambda: receive(connection, lengths[1]).decode(), connection.fileno())
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+    except Forked:
+        connection.detach()
+        raise
+    except EOFError:
+        os._exit(1)
+    os._exit(0)
 
 
 def main() -> None:
-    """Fork a supervisor for each request, until the requests end."""
-    connection = socket.socket(fileno=os.dup(STDIN))
-    for number, present in no_files().items():
-        os.dup2(present, number)
-    prelude()
-    sandbox()
-    gc.freeze()  # the memory stays shared with all later processes
-    connection.sendall(b'{"ok": true}\n')
-    while supervisor := os.fork():
-        _, status = os.waitpid(supervisor, 0)
-        if status:  # the requests have ended, or the supervisor was killed
-            return
     try:
-        serve(connection)
-    except EOFError:
-        os._exit(1)
+        answer_requests(lambda: (prelude(), sandbox()), serve)
+        return
     except Forked as forked:
-        connection.detach()
         run = forked.run
-    else:
-        os._exit(0)
     end_with(run)

@@ -2,7 +2,7 @@
 
     absent_parts()             -> texts about the parts that this machine lacks; empty if the sandbox is complete
     sandbox = Sandbox(readable)    prepares the parts that this machine has
-    sandbox.confine(limits)    confines the process
+    sandbox.confine(cpu_seconds, memory)    confines the process
 
 The parts need neither root nor user namespaces nor a server, and also work in a container:
 
@@ -11,8 +11,7 @@ The parts need neither root nor user namespaces nor a server, and also work in a
   connection, changes the file system, sends a signal, looks into another process, or shares memory with one.
 - Limits of processor time, address space and open files. Without capabilities, root cannot raise them.
 
-The process keeps its open files, so the caller closes all that the program must not have. Afterwards the process can
-do only what this list leaves.
+The process keeps its open files, so the caller closes all that the program must not have.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 
 # System calls that a confined process may make: name -> number on x86-64 and on arm64. None: the call does not exist.
@@ -74,14 +72,8 @@ CAPSET = {"x86_64": 126, "aarch64": 91}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 CLONE_THREAD = 0x10000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-TERMINAL_QUESTIONS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, window, FIONREAD, FIONBIO, close on exec
+# of ioctl: TCGETS, the window's size, FIONREAD, FIONBIO, close on exec
+TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 FILE_FLAGS = (0, 1, 2, 3, 4, 1030)  # of fcntl: duplicate, read and set flags; none that sends signals
 NAMES = (15, 16, 0x53564D41)  # of prctl: set and get the thread's name, name a range of memory
 RLIMIT_STACK = 3
@@ -90,17 +82,8 @@ ALLOW, ERRNO, KILL = 0x7FFF0000, 0x50000, 0x80000000  # actions of a filter; an 
 LOAD, JUMP_EQUAL, JUMP_IF_ANY, AND, RETURN = 0x20, 0x15, 0x45, 0x54, 0x06  # instructions of a filter
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a confined process: whole seconds of processor time, bytes of address space, and open files."""
-
-    cpu_seconds: int
-    memory: int
-    open_files: int = 64
-
-
 def absent_parts() -> list[str]:
-    """Return a text about each part of the sandbox that this machine lacks. Nothing is confined yet."""
+    """Return a text about each part of the sandbox that this machine lacks."""
     if not _supported():
         return [f"the sandbox needs Linux on {' or '.join(AUDIT)}, and this is {sys.platform} on {platform.machine()}"]
     absent = []
@@ -123,18 +106,20 @@ class Sandbox:
         writing = self._rules is not None
         self._filter = call_filter(platform.machine(), writing) if _supported() and _has_seccomp() else None
 
-    def confine(self, limits: Limits) -> None:
-        """Confine this process, which must have one thread only. Raises OSError or ValueError if a part fails."""
+    def confine(self, cpu_seconds: int, memory: int, open_files: int = 64) -> None:
+        """Confine this process, which must have one thread only. Raises OSError or ValueError if a part fails.
+
+        cpu_seconds, memory : limits of processor time in whole seconds, and of address space in bytes
+        """
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limits.open_files, limits.open_files))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for kind, limit in (("AS", memory), ("CPU", cpu_seconds), ("NOFILE", open_files), ("CORE", 0)):
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
         if not _supported():
             return
         _check(_libc().prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-        _drop_capabilities()
+        header = struct.pack("=Ii", 0x20080522, 0)  # of the call that drops capabilities: version 3, this process
+        _check(_call(CAPSET[platform.machine()], header, bytes(24)), "capset")
         if self._rules is not None:
             _check(_call(LANDLOCK_RESTRICT, self._rules, 0), "landlock_restrict_self")
         if self._filter is not None:
@@ -162,14 +147,6 @@ def _check(result: int, action: str) -> int:
         error = ctypes.get_errno()
         raise OSError(error, f"{action}: {os.strerror(error)}")
     return result
-
-
-def _drop_capabilities() -> None:
-    header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
-    _check(_call(CAPSET[platform.machine()], header, bytes(24)), "capset")
-
-
-# ---- Landlock ----------------------------------------------------------------------------------------------
 
 
 def _landlock_version() -> int:
@@ -200,9 +177,6 @@ def _allow(rules: int, path: str, allowed: int) -> None:
         _check(_call(LANDLOCK_ADD, rules, 1, rule, 0), f"landlock_add_rule {path}")
     finally:
         os.close(file)
-
-
-# ---- seccomp -----------------------------------------------------------------------------------------------
 
 
 def _has_seccomp() -> bool:

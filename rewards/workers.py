@@ -1,11 +1,10 @@
 """Keeps a pool of worker processes alive between calls, and limits the time of each request.
 
 The pool may be called from any thread, from daemonic processes and after a fork; a forked process starts its own
-workers. A worker is a Python process that runs `main` of a module of this package, with a socket as its standard input
-and output. It first writes {"ok": true}, or {"error": text} if it cannot work, and then answers each request with one
-line of JSON.
+workers. A worker is a Python process that runs `main` of a module of this package, which calls `answer_requests`.
 """
 
+import gc
 import json
 import os
 import signal
@@ -32,12 +31,29 @@ FOLDER = str(Path(__file__).resolve().parents[1])
 START_LIMIT = 120.0  # seconds for starting the interpreter and its imports; no request is charged for this time
 
 
-class WorkerDied(Exception):
-    """Raised if a worker ended before it answered, although the pool did not kill it."""
+def answer_requests(prepare: Callable[[], object], serve: Callable[[socket.socket], object]) -> None:
+    """Answer a pool's requests in child processes, each of which is a fork of this one after `prepare`, in turn.
+
+    serve : called in a child. It reads requests from the socket, and answers each with a line of JSON. If SIGPROF ends
+        the child, the reply is {"ok": null}; with any other status than 0, this function returns
+    """
+    connection = socket.socket(fileno=os.dup(0))
+    for number in range(3):  # output of libraries must not mix with the replies
+        os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), number)
+    prepare()
+    gc.freeze()  # the memory stays shared with all later processes
+    connection.sendall(b'{"ok": true}\n')
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+            connection.sendall(b'{"ok": null}\n')
+        elif status:  # the requests have ended, or the child was killed
+            return
+    serve(connection)
 
 
 class Worker:
-    """One worker process and the socket that connects to it. A worker handles one request at a time."""
+    """One worker process and the socket that connects to it. It handles one request at a time."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self.owner = os.getpid()
@@ -53,30 +69,24 @@ class Worker:
             )
         self.replies = self.socket.makefile("rb")
         try:
-            self.socket.settimeout(START_LIMIT)
-            if error := self._reply().get("error"):
-                raise WorkerDied(error)
-        except (WorkerDied, OSError) as problem:
-            self.kill()
+            self._exchange(b"", START_LIMIT)
+        except OSError as problem:
             raise RuntimeError(f"{module} did not start ({sys.executable}): {problem}") from problem
-        except BaseException:
-            self.kill()
-            raise
 
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
-        """Return the worker's reply. Raises TimeoutError without a reply in `seconds`, and WorkerDied if it died."""
+        """Return the worker's reply. Raises TimeoutError without one in `seconds`, and ConnectionError if it died."""
+        return self._exchange(message, seconds)
+
+    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
         self.socket.settimeout(seconds)
         try:
             self.socket.sendall(message)
-            return self._reply()
-        except ConnectionError as error:
-            raise WorkerDied(str(error)) from error
-
-    def _reply(self) -> dict[str, Any]:
-        line = self.replies.readline()
-        if not line:
-            raise WorkerDied("it closed its output")
-        return json.loads(line)
+            if line := self.replies.readline():
+                return json.loads(line)
+            raise ConnectionResetError("it closed its output")
+        except BaseException:  # after an interrupt, the next reply would belong to this request
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """Kill the worker if this process started it, and close the socket."""
@@ -103,9 +113,7 @@ class WorkerPool:
     """
 
     def __init__(self, module: str, size: int, environment: Mapping[str, str]) -> None:
-        self.module = module
-        self.size = size
-        self.environment = environment
+        self.module, self.size, self.environment = module, size, environment
         self._idle: list[Worker] = []
         self._start_afresh()
         weakref.finalize(self, _kill_all, self._idle)  # when the pool is deleted or the interpreter exits
@@ -115,7 +123,6 @@ class WorkerPool:
 
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(self.size)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
@@ -138,26 +145,17 @@ class WorkerPool:
                 worker = self._take()
                 try:
                     reply = worker.ask(message, seconds)
-                except WorkerDied:
-                    worker.kill()
+                except ConnectionError:
                     continue
                 except TimeoutError:
-                    worker.kill()
                     return None
-                except BaseException:  # after an interrupt, the worker's next reply would belong to this request
-                    worker.kill()
-                    raise
-                with self._lock:
-                    self._idle.append(worker)
+                self._idle.append(worker)
                 return reply
         return None
 
     def _take(self) -> Worker:
-        while True:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            if worker is None:
-                return Worker(self.module, self.environment)
-            if worker.process.poll() is None:
-                return worker
-            worker.kill()
+        with suppress(IndexError):  # none is idle
+            while (worker := self._idle.pop()).process.poll() is not None:
+                worker.kill()
+            return worker
+        return Worker(self.module, self.environment)

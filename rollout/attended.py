@@ -1,9 +1,8 @@
 """Attention of recorded sequences, for analyses: the model runs under the trace, and hands out its queries and keys.
 
-`hand_out` runs the model once over a rollout. Each layer's queries and keys are handed to a function while the layer
-runs, so that those of a single layer are in memory. `window_scores` and `attention_cells` reduce them, a few queries at
-a time. Both compute raw scores: softmax(q . k) over the tokens that the trace lets a query see. They know nothing of
-fitted biases (Attention Matching) and of summaries (pages).
+`hand_out` hands each layer's queries and keys to a function while the layer runs, so that those of a single layer are
+in memory. `window_scores` and `attention_cells` reduce them to raw scores: softmax(q . k) over the tokens that the
+trace lets a query see. They know nothing of fitted biases (Attention Matching) and of summaries (pages).
 
 Sizes in shapes: Hq query heads, Hkv kv heads with G query heads each, S fed tokens, D head_dim.
 """
@@ -21,8 +20,7 @@ from torch import Tensor
 from rollout.engine import Rollout
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.views.factory import make_view
-from sparse_rl.beside import Beside
+from sparse_rl.attention.views import make_view
 from sparse_rl.errors import UserError
 
 CHUNK = 512  # queries at a time
@@ -53,38 +51,24 @@ class LayerAttention:
 Take = Callable[[LayerAttention], None]
 
 
-class _HandingOut(Beside):
-    """A `kv_view` that hands the queries and keys of each layer without a sliding window to `take`."""
-
-    def __init__(self, inner: Any, rollout: Rollout, take: Take) -> None:
-        self.inner, self.trace, self.take = inner, rollout.trace, take
-        self.taken = set(rollout.trace.global_layers)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if layer in self.taken:
-            fed = len(self.trace) - 1
-            evict_at = self.trace.evict_at[layer, :, :fed].to(key.device)
-            self.take(LayerAttention(layer, query[0, :, :fed], key[0, :, :fed], evict_at, scaling))
-        out: Tensor = self.inner.attend(layer, query, key, value, scaling)
-        return out
-
-
 @torch.no_grad()
 def hand_out(model: Any, rollout: Rollout, take: Take) -> None:
-    """Run the model over a rollout under its trace, and call `take` with each layer that has no sliding window.
-
-    Raises UserError if the trace does not fit the sequence or the model, and TraceError if it cannot be replayed.
-    """
+    """Run the model over a rollout under its trace, and call `take` with each layer that has no sliding window."""
     tokens, trace = [*rollout.prompt_ids, *rollout.completion_ids], rollout.trace
     needed = (*cache_shape(model.config)[:2], len(tokens))
     if trace.shape != needed:
-        raise UserError(
-            f"a trace with layers x kv heads x tokens {list(trace.shape)} does not fit the model and the sequence, "
-            f"which have {list(needed)}"
-        )
+        wrong = f"a trace with layers x kv heads x tokens {list(trace.shape)} does not fit the model and the sequence"
+        raise UserError(f"{wrong}, which have {list(needed)}")
     trace.check(len(rollout.prompt_ids))
     device = next(model.parameters()).device
-    view = _HandingOut(make_view([trace], [0], len(tokens), device), rollout, take)
+    view, fed, taken = make_view([trace], [0], len(tokens), device), len(trace) - 1, set(trace.global_layers)
+
+    def observe(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        if layer in taken:
+            evict_at = trace.evict_at[layer, :, :fed].to(key.device)
+            take(LayerAttention(layer, query[0, :, :fed], key[0, :, :fed], evict_at, scaling))
+
+    view.observe = observe
     ids = torch.tensor([tokens], device=device)
     adopt(model)(
         input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False, logits_to_keep=1
@@ -92,13 +76,12 @@ def hand_out(model: Any, rollout: Rollout, take: Take) -> None:
 
 
 def window_scores(layer: LayerAttention, first: int, last: int) -> Tensor:
-    """Return the score of each token before a window of queries, float32 [Hkv, first] (G-KV section 3, eqs. 1 and 2).
+    """Return the score of each token before the window of queries first, ..., last - 1: float32 [Hkv, first] (G-KV
+    section 3, eqs. 1 and 2).
 
     The score is the attention of the window's queries: the maximum over the G query heads of a kv head, and the mean
     over the queries. The softmax runs over all tokens that a query sees, also inside the window. A token that the first
     query of the window does not see has the score 0.
-
-    first, last : the window's queries are first, first + 1, ..., last - 1
     """
     heads, width = layer.key.shape[0], last - first
     scores = torch.zeros(heads, first, device=layer.key.device)

@@ -1,12 +1,29 @@
-"""Configurations of sampling and of the sampling engine. This module does not import torch."""
+"""Settings of sampling and of the engine, and the record of how rollouts in files were sampled. Needs no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt, at_most
+from sparse_rl.config import (
+    Configuration,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Source,
+    Text,
+    as_mapping,
+    at_most,
+    build,
+    show,
+)
+from sparse_rl.errors import UserError, unread
+from sparse_rl.files import read_json
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -93,3 +110,52 @@ class EvalRolloutConfig(RolloutConfig):
     """
 
     gpu_memory_utilization: Fraction = ALONE
+
+
+# ---- the record of the rollouts of a folder -------------------------------------------------------------------------
+
+ORIGIN, COMPLETIONS, TRACES = "rollouts.json", "completions.jsonl", "traces-*.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin(Configuration):
+    """Record of how the rollouts of a folder were sampled.
+
+    model : directory or hub name of the model
+    vocabulary : size of the model's vocabulary
+    engine, dtype, exact : values of these recipe keys when the rollouts were sampled
+    sampling : settings of sampling
+    evicts : true if entries can be evicted, so that there are trace files
+    made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
+    """
+
+    model: Text
+    vocabulary: PositiveInt
+    engine: EngineName
+    dtype: Literal["float32", "bfloat16", "float16"]
+    exact: bool
+    sampling: SamplingConfig
+    evicts: bool
+    made_by: dict[str, str]
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    record = {"format_version": FORMAT_VERSION, **as_mapping(origin)}
+    (folder / ORIGIN).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_origin(folder: Path) -> Origin:
+    """Read rollouts.json of a folder. Raises UserError if it is missing or cannot be read."""
+    file = folder / ORIGIN
+    if not file.is_file():
+        mend = "name the folder that sparse-rl rollout RECIPE --out DIR has written"
+        raise UserError(f"{folder} holds no rollouts with their log-probs: there is no {ORIGIN}; {mend}")
+    try:
+        record = read_json(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {unread(error)}") from error
+    version = record.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise UserError(f"{file} has format version {show(version)}, but {FORMAT_VERSION} is needed; sample again")
+    return build(Origin, record, "", Source(str(file)))

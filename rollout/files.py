@@ -1,6 +1,6 @@
 """Rollouts as files: a folder that holds sampled rollouts, with everything needed to replay them.
 
-    rollouts.json              record of how the rollouts were sampled (origin.py)
+    rollouts.json              record of how the rollouts were sampled (`Origin` in config.py)
     completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
                                if top-p or top-k cut the distribution (else they equal logprobs), and the caller's keys
     traces-00000.safetensors   the traces of the first lines; further files hold the traces of the next lines. There are
@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rollout.config import SamplingConfig
+from rollout.config import COMPLETIONS, TRACES, Origin, SamplingConfig, write_origin
 from rollout.engine import Rollout
-from rollout.origin import COMPLETIONS, TRACES, Origin, write_origin
-from rollout.requests import token_ids
+from rollout.sampling import token_ids
 from sparse_rl.errors import UserError, unread
 from sparse_rl.trace import EvictionTrace, load_traces, save_traces
 
@@ -50,10 +49,8 @@ Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
 
 @contextmanager
 def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
-    """Write rollouts to the files of a folder. The files of an earlier call are replaced.
-
-    Yields a function `add(rollouts, further)`, which appends rollouts. `further` holds one mapping per rollout: further
-    keys and values for the rollout's line of completions.jsonl.
+    """Write rollouts to the files of a folder, in place of those of an earlier call. Yields a function
+    `add(rollouts, further)`, which appends rollouts with further keys and values of their lines.
     """
     for earlier_file in folder.glob(TRACES):
         earlier_file.unlink()
@@ -75,20 +72,11 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
 
 
 def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "finish_reason": rollout.finish_reason,
-        "prompt_ids": rollout.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "logprobs": list(map(_in_float32, rollout.logprobs)),
-    }
-    if sampling.truncated_support:
-        line["model_logprobs"] = list(map(_in_float32, rollout.model_logprobs))
+    names = ["finish_reason", "prompt_ids", "completion_ids"]
+    line = {name: getattr(rollout, name) for name in names}
+    for name in ("logprobs", "model_logprobs")[: 1 + sampling.truncated_support]:
+        line[name] = [float(f"{x:.9g}") for x in getattr(rollout, name)]  # fewest digits that identify every float32
     return line
-
-
-def _in_float32(number: float) -> float:
-    """Round a float32 number to 9 significant digits, the fewest that identify every float32 number."""
-    return float(f"{number:.9g}")
 
 
 @dataclass(frozen=True)
@@ -101,8 +89,7 @@ class RolloutFiles:
     def parts(self, layers: int, kv_heads: int, windows: Sequence[int] = ()) -> Iterator[Part]:
         """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads, windows : the model's numbers, and the sliding window of each layer, as `EvictionTrace.dense`
-            takes them; traces are built from them if there are no trace files
+        layers, kv_heads, windows : arguments of `EvictionTrace.dense`, which builds the traces if there are no files
 
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
@@ -142,47 +129,31 @@ class RolloutFiles:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
     def _rollout(self, number: int, text: str, trace: EvictionTrace | Dense, file: Path) -> Rollout:
-        """Return the rollout of a line. `trace` is its trace, or a function from its length to its trace."""
         try:
-            rollout = self._parsed(text, trace)
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise UserError("the line is not a mapping")
+            names = ("prompt_ids", "completion_ids")
+            ((prompt,), (completion,)) = (token_ids([line.get(x) or ()], self.origin.vocabulary, x) for x in names)
+            logprobs = model_logprobs = _logprobs(line, "logprobs", len(completion))
+            if self.origin.sampling.truncated_support:
+                model_logprobs = _logprobs(line, "model_logprobs", len(completion))
+            own = trace if isinstance(trace, EvictionTrace) else trace(length=len(prompt) + len(completion))
+            reason: Literal["stop", "length"] = "stop" if line.get("finish_reason") == "stop" else "length"
+            rollout = Rollout(prompt, completion, logprobs, model_logprobs, own, reason)
         except (ValueError, RecursionError) as error:
             problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
-        tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
-        if len(rollout.trace) != tokens:
-            line = f"line {number} of {COMPLETIONS} has {tokens}: the two files do not belong together"
-            raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, but {line}")
+        if len(own) != (tokens := len(prompt) + len(completion)):
+            theirs = f"line {number} of {COMPLETIONS} has {tokens}: the two files do not belong together"
+            raise UserError(f"{file} holds a trace of {len(own)} tokens, but {theirs}")
         return rollout
-
-    def _parsed(self, text: str, trace: EvictionTrace | Dense) -> Rollout:
-        line = json.loads(text)
-        if not isinstance(line, dict):
-            raise UserError("the line is not a mapping")
-        prompt, completion = (_ids(line, name, self.origin.vocabulary) for name in ("prompt_ids", "completion_ids"))
-        logprobs = model_logprobs = _logprobs(line, "logprobs", len(completion))
-        if self.origin.sampling.truncated_support:
-            model_logprobs = _logprobs(line, "model_logprobs", len(completion))
-        if not isinstance(trace, EvictionTrace):
-            trace = trace(length=len(prompt) + len(completion))
-        stopped = line.get("finish_reason") == "stop"
-        return Rollout(prompt, completion, logprobs, model_logprobs, trace, "stop" if stopped else "length")
-
-
-def _ids(line: Mapping[str, Any], name: str, vocabulary: int) -> list[int]:
-    if not isinstance(line.get(name), list):
-        raise UserError(f"the line has no list {name}")
-    try:
-        return token_ids([line[name]], vocabulary)[0]
-    except UserError as error:
-        raise UserError(error.message.replace("prompt 0", name, 1)) from None
 
 
 def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:
     loaded = line.get(name)
-    if not isinstance(loaded, list):
-        raise UserError(f"the line has no list {name}: the log-probs of the sampled tokens are missing; sample again")
+    if not isinstance(loaded, list) or len(loaded) != tokens:
+        raise UserError(f"the line has no list {name} of the {tokens} sampled tokens; sample again")
     if any(type(value) not in (float, int) or not -math.inf < value <= 0 for value in loaded):
         raise UserError(f"{name} has a value that is not a log-prob, which is a finite number <= 0")
-    if len(loaded) != tokens:
-        raise UserError(f"the line has {len(loaded)} {name}, but {tokens} completion_ids")
     return loaded

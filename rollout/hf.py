@@ -7,7 +7,7 @@ they are removed. A prompt gives the same tokens and traces if it is sampled alo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,38 +20,34 @@ from transformers import PreTrainedModel
 from rollout.config import SamplingConfig
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.budgets import planned
-from rollout.context.cache import cache_after
-from rollout.context.chunks import StudiedParts, study
-from rollout.context.compact import Studied
-from rollout.context.layerwise import LayerwiseView
-from rollout.context.prompts import ContextPrompts
-from rollout.context.reader import EngineReader
-from rollout.context.rotation import check_movable
-from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
-from rollout.requests import (
+from rollout.context.cache import LayerwiseView, cache_after
+from rollout.context.compact import Studied, StudiedParts, study
+from rollout.context.reader import ContextPrompts, Reader, check_movable
+from rollout.engine import Rollout, least_rows, sampling_stage
+from rollout.sampling import (
     NotFiniteLogprobError,
     Request,
+    Uniforms,
     forced_token,
+    given_logprobs,
     requests_to_sample,
     requests_to_simulate,
+    sample,
     stop_tokens,
     token_ids,
 )
-from rollout.sampling import Uniforms, sample
-from rollout.scoring import given_logprobs
-from sparse_rl.attention.families import global_layers, policy_shape, windows_of
+from sparse_rl.attention.families import check_length, global_layers, policy_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.windows.cache import WindowCache, WindowedCache
+from sparse_rl.attention.views import map_of_caches
+from sparse_rl.attention.windows import WindowCache
 from sparse_rl.clock import Clock
 from sparse_rl.errors import UserError
-from sparse_rl.experts.cache import RoutedCache
-from sparse_rl.experts.routing import has_experts
-from sparse_rl.kernels.products import padded_layers
-from sparse_rl.methods.kvpop.scorers.base import head_digests
+from sparse_rl.experts import RouterRecord, has_experts
+from sparse_rl.kernels.exact import padded_layers
+from sparse_rl.methods.kvpop.scorers import head_digests
 from sparse_rl.models.directory import SCORERS
-from sparse_rl.models.head import head_of
-from sparse_rl.models.identity import Identity, identify
-from sparse_rl.models.load import load_model, load_plain_model
+from sparse_rl.models.load import head_of, load_model, load_plain_model
+from sparse_rl.models.weights import Identity, identify
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
@@ -60,9 +56,8 @@ from sparse_rl.trace import EvictionTrace
 
 @dataclass
 class PrefilledPrompts:
-    """Prefilled prompts in a cache of `HFEngine`; implements `Prefilled` (engine.py).
+    """Prompts in a cache of `HFEngine`, one row each, after the evictions at the end of prefill.
 
-    cache : the cache, one row per prompt
     hidden : [B, hidden size], the decoder's last hidden state at each prompt's last token
     """
 
@@ -70,17 +65,13 @@ class PrefilledPrompts:
     hidden: Tensor
 
     def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
+        """Return a copy of the prompts in these rows, in the order of `rows`. A row may occur several times."""
         index = torch.tensor(list(rows), device=self.hidden.device)
         return PrefilledPrompts(self.cache.fork(rows), self.hidden[index])
-
-    def queries(self, layer: int) -> Tensor:
-        return self.cache.queries(layer)
 
 
 @dataclass
 class Row:
-    """One sequence of a batch during sampling."""
-
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -149,21 +140,19 @@ class HFEngine:
     def logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
     ) -> list[Tensor]:
-        """Implement `Engine.logprobs`. Completions are read in pieces of many tokens, not token by token (scoring.py).
-
-        A forward pass reads about as many tokens as a piece of a context has. Logits are computed for as many tokens at
-        a time as in sampling, so that they need no more memory.
+        """Implement `Engine.logprobs`: a forward pass reads about as many tokens as a piece of a context has, and
+        computes logits for as many tokens at a time as in sampling.
         """
         requests, _ = requests_to_simulate(prompts, completions, 1.0, self.model.config.vocab_size, context)
         self.check_context(context)
-        result = []
+        result, least = [], least_rows(next(self.model.parameters()).device)
         for start in range(0, len(requests), self.max_batch):
             batch, cache = requests[start : start + self.max_batch], self._cache(context)
             texts = [[*request.prompt, *(request.forced or [])][:-1] for request in batch]
-            piece = max(LEAST_ROWS, (cache.piece or 1) // len(batch))
+            piece = max(least, (cache.piece or 1) // len(batch))
             with self._sampling():
                 pieces = self._read_pieces(texts, cache, piece)
-                result += given_logprobs(batch, pieces, self._logits, max(LEAST_ROWS, self.max_batch))
+                result += given_logprobs(batch, pieces, self._logits, max(least, self.max_batch))
         return result
 
     def compact(
@@ -171,42 +160,24 @@ class HFEngine:
         tokens: Sequence[int],
         config: PromptCacheConfig,
         prompts: ContextPrompts | None = None,
-        counts: Sequence[Sequence[int]] | None = None,
-        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Context:
         """Prefill a context and return it compacted. `generate` and `simulate` can continue it any number of times.
 
         tokens : token ids of the context
-        prompts : prompts about the context (context/prompts.py), for reference queries of the kinds repeat, self_study
-            and question, and for summaries. Without them, a repetition directly follows the context, and the others are
-            refused
-        counts : number of entries that each kv head keeps besides the first and last ones, [layer][kv head]; None means
-            that `config` determines the numbers (budgets.py)
-        on_stage : called with the name of each stage when the stage begins
+        prompts : prompts about the context, for reference queries of the kinds repeat, self_study and question, and for
+            summaries. Without them, a repetition directly follows the context, and the others are refused
 
-        Raises UserError if the context has at most `config.first` + `config.last` tokens, if `prompts` lack what
-        `config` needs, or if `config.budgets` was made for another model.
+        Raises UserError if the context is too short, or if `config.budgets` was made for another model.
         """
-        if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
-            own = self.model.config
-            counts = planned(config, len(tokens), global_layers(own), own.num_key_value_heads, self.identity)
-        if config.summary is not None:
-            counts = None
-        studied = self.study(tokens, config, prompts, on_stage)
-        on_stage("compaction")
-        return studied.compacted(config, counts)
+        own = self.model.config  # a wrong file of budgets is refused before a long prefill
+        planned(config, len(tokens), global_layers(own), own.num_key_value_heads, self.identity)
+        return self.study(tokens, config, prompts).compacted(config)
 
     def study(
-        self,
-        tokens: Sequence[int],
-        config: PromptCacheConfig,
-        prompts: ContextPrompts | None = None,
-        on_stage: Callable[[str], None] = lambda stage: None,
+        self, tokens: Sequence[int], config: PromptCacheConfig, prompts: ContextPrompts | None = None
     ) -> Studied | StudiedParts:
-        """Prefill a context and compute its reference queries, from which compactions of any size can be made.
-
-        Arguments and errors are those of `compact`, without `counts` and the errors of `config.budgets`. Returns
-        StudiedParts if the context is compacted in several parts.
+        """Prefill a context and compute its reference queries, from which compactions of any size can be made, in
+        several parts if `config` says so. Arguments are those of `compact`.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         prompts = prompts or ContextPrompts()
@@ -214,7 +185,7 @@ class HFEngine:
         if config.by_text:
             check_movable(self.model.config)
         with self._sampling():
-            return study(tokens, config, EngineReader(self, prompts), on_stage)
+            return study(tokens, config, Reader(self, prompts))
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -228,22 +199,16 @@ class HFEngine:
             self.model.train(training)
 
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
-        """Implement `Engine.prefill`. All prompts form one batch, even if there are more than max_batch."""
+        """Prefill the prompts, even if there are more than max_batch, as one batch."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
         return self._read(prompts, self._cache(context))
 
     def _cache(self, context: Context | None) -> Cache:
-        """Return an empty cache of the kind that the policy or the context needs.
-
-        It records the experts of a mixture of experts, unless there is a context, whose own experts are not recorded.
-        """
         windows = windows_of(self.model.config)
-        if context is not None:
+        if context is not None:  # whose own experts are not recorded
             return cache_after(context.unrecorded() if has_experts(self.model) else context, windows)
-        cache = make_cache(self.policy)
-        if any(windows):
-            cache = WindowedCache(cache, WindowCache(windows))
-        return RoutedCache(cache, self.model.config.num_hidden_layers) if has_experts(self.model) else cache
+        routers = RouterRecord(len(windows)) if has_experts(self.model) else None
+        return map_of_caches(make_cache(self.policy), WindowCache(windows), routers)
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""
@@ -256,15 +221,16 @@ class HFEngine:
         return PrefilledPrompts(cache, last_hidden)
 
     def _read_pieces(self, prompts: list[list[int]], cache: Cache, piece: int | None) -> Iterator[tuple[int, Tensor]]:
-        """Run the prompts through the model, in pieces of `piece` tokens; None means all tokens at once.
-
-        Yields, for each piece, (place of its first token, the decoder's last hidden states [B, T, hidden size]).
+        """Run the prompts through the model, in pieces of `piece` tokens, or all at once. Yields, for each piece,
+        (place of its first token, the decoder's last hidden states [B, T, hidden size]).
         """
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
-        whole = max(LEAST_ROWS, *lengths)
+        check_length(self.model.config, max(lengths) + cache.past)
+        least = least_rows(device)
+        whole = max(least, *lengths)
         piece = piece or whole
-        width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # so that the last piece also has LEAST_ROWS
+        width = max(whole, (whole - 1) // piece * piece + least)  # so that the last piece also has `least` tokens
         # The padding is the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
         for start in range(0, width, piece):
@@ -283,20 +249,15 @@ class HFEngine:
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
             self.check_context(requests[0].context)
+        check_length(self.model.config, max((len(r.tokens) + r.max_tokens for r in requests), default=0))
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
         with self._sampling(), sampling_stage(requests, self.progress) as shown:
             for start in range(0, len(requests), self.max_batch):
                 for row, trace in self._wave(requests[start : start + self.max_batch], sampling, shown):
                     assert row.finish_reason is not None
-                    rollouts[row.request.place] = Rollout(
-                        row.request.tokens,
-                        row.tokens,
-                        row.logprobs,
-                        row.model_logprobs,
-                        trace,
-                        row.finish_reason,
-                    )
+                    numbers = row.tokens, row.logprobs, row.model_logprobs, trace, row.finish_reason
+                    rollouts[row.request.place] = Rollout(row.request.tokens, *numbers)
                     shown.advance()
         return rollouts  # type: ignore[return-value]
 
@@ -306,10 +267,8 @@ class HFEngine:
             for name, tensor in weights:
                 if name not in own_weights:
                     raise UserError(f"the engine's model has no weight {name!r}")
-                if own_weights[name].shape != tensor.shape:
-                    raise UserError(
-                        f"weight {name!r} has shape {list(own_weights[name].shape)}, got {list(tensor.shape)}"
-                    )
+                if (shape := own_weights[name].shape) != tensor.shape:
+                    raise UserError(f"weight {name!r} has shape {list(shape)}, got {list(tensor.shape)}")
                 own_weights[name].copy_(tensor)
 
     def scorer_digests(self) -> dict[str, list[str]]:
@@ -327,7 +286,8 @@ class HFEngine:
         device = next(self.model.parameters()).device
         stop = stop_tokens(sampling, self.model.generation_config, self.model.config)
         filler = [Row(Request(-1, requests[0].prompt, 1), tokens=[0], finish_reason="length")]
-        rows = [Row(request) for request in requests] + filler * (LEAST_ROWS - len(requests))
+        least = least_rows(device)
+        rows = [Row(request) for request in requests] + filler * (least - len(requests))
         cache, logits = self._prefill_and_fork([row.request.prompt for row in rows], requests[0].context)
         streams = [Uniforms(row.request.seed) for row in rows]
         for step in range(sampling.max_tokens):
@@ -349,11 +309,8 @@ class HFEngine:
                     continue
                 # `logprobs` is not checked: it is -inf if a forced token is outside top-p or top-k
                 if not math.isfinite(model_logprobs[i]):
-                    prompt_and_sample, dtype = (
-                        divmod(row.request.place, sampling.n),
-                        str(logits.dtype).removeprefix("torch."),
-                    )
-                    raise NotFiniteLogprobError(*prompt_and_sample, len(row.tokens), dtype)
+                    dtype = str(logits.dtype).removeprefix("torch.")
+                    raise NotFiniteLogprobError(*divmod(row.request.place, sampling.n), len(row.tokens), dtype)
                 row.tokens.append(tokens[i])
                 row.logprobs.append(logprobs[i])
                 row.model_logprobs.append(model_logprobs[i])
@@ -368,8 +325,8 @@ class HFEngine:
             active = [row.finish_reason is None for row in rows]
             if not any(active):
                 return
-            if sum(active) <= len(rows) // 2 and len(rows) > LEAST_ROWS:
-                stay = sorted(range(len(rows)), key=lambda i: not active[i])[: max(sum(active), LEAST_ROWS)]
+            if sum(active) <= len(rows) // 2 and len(rows) > least:
+                stay = sorted(range(len(rows)), key=lambda i: not active[i])[: max(sum(active), least)]
                 cache.select(stay)
                 streams = [streams[i] for i in stay]
                 rows, active = [rows[i] for i in stay], [active[i] for i in stay]

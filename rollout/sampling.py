@@ -1,4 +1,4 @@
-"""Turns logits into tokens and log-probs, reproducibly for each sequence.
+"""Steps common to all engines: requests with their seeds and stop tokens, and the sampler.
 
 Each sequence draws one uniform number per step from its own generator and inverts the CDF in vocabulary order, in
 float64. So a sequence's tokens depend only on its logits, its seed and its own length.
@@ -6,10 +6,153 @@ float64. So a sequence's tokens depend only on its logits, its seed and its own 
 
 from __future__ import annotations
 
+import hashlib
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from rollout.config import SamplingConfig
+from sparse_rl.errors import NotFiniteError, UserError
+
+if TYPE_CHECKING:
+    from rollout.context import Context
+
+
+@dataclass(frozen=True)
+class Request:
+    """One requested sequence.
+
+    place : index in the list of rollouts that the engine returns
+    prompt : token ids of the prompt, without those of the compacted context that it may follow
+    forced : the given completion if the sequence is simulated
+    """
+
+    place: int
+    prompt: list[int]
+    max_tokens: int
+    seed: int = 0
+    forced: list[int] | None = None
+    context: Context | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the context, followed by those of the prompt."""
+        return self.prompt if self.context is None else [*self.context.tokens, *self.prompt]
+
+
+def requests_to_sample(
+    prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int, context: Context | None = None
+) -> list[Request]:
+    """Return the requests of a call of `Engine.generate`: `sampling.n` per prompt, prompt by prompt, with different
+    seeds for all samples of equal prompts.
+    """
+    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+    times: Counter[tuple[int, ...]] = Counter()
+    requests: list[Request] = []
+    for prompt in token_ids(prompts, vocabulary):
+        for _ in range(sampling.n):
+            request_seed = sequence_seed(seed, prompt, times[tuple(prompt)])
+            requests.append(Request(len(requests), list(prompt), sampling.max_tokens, request_seed, context=context))
+            times[tuple(prompt)] += 1
+    return requests
+
+
+def requests_to_simulate(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    temperature: float,
+    vocabulary: int,
+    context: Context | None = None,
+) -> tuple[list[Request], SamplingConfig]:
+    """Return the requests of a call of `Engine.simulate`, and settings for decoding their given completions to the end
+    of the longest.
+    """
+    if len(prompts) != len(completions):
+        raise UserError(f"{len(prompts)} prompts but {len(completions)} completions; give one for each prompt")
+    forced = token_ids(completions, vocabulary, "completion")
+    requests = [
+        Request(i, prompt, len(completion), forced=completion, context=context)
+        for i, (prompt, completion) in enumerate(zip(token_ids(prompts, vocabulary), forced, strict=True))
+    ]
+    longest = max(map(len, forced), default=1)
+    return requests, SamplingConfig(longest, temperature=temperature, ignore_eos=True)
+
+
+def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prompt") -> list[list[int]]:
+    """Convert texts to plain lists of token ids. Raises UserError for an empty text or an id outside the vocabulary."""
+    id_lists = []
+    for i, text in enumerate(texts):
+        try:
+            ids = [index(token) for token in text]
+        except TypeError as error:
+            raise UserError(f"{what} {i} is not a list of token ids, which are whole numbers: {error}") from error
+        if not ids:
+            raise UserError(f"{what} {i} is empty; it needs at least one token")
+        if wrong := [token for token in ids if not 0 <= token < vocabulary][:1]:
+            raise UserError(f"{what} {i} has token {wrong[0]}; the model's token ids are 0 to {vocabulary - 1}")
+        id_lists.append(ids)
+    return id_lists
+
+
+def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
+    """Return the token that a sequence must take at a step, by its given completion if it is simulated; -1 means that
+    the token is sampled.
+    """
+    if completion is not None:
+        return completion[step] if step < len(completion) else 0  # after its end, the sequence only fills the batch
+    place = step - sampling.forced_from
+    return sampling.forced[place] if 0 <= place < len(sampling.forced) else -1
+
+
+class NotFiniteLogprobError(NotFiniteError):
+    """Raised if the log-prob of a completion's token is NaN or infinite.
+
+    prompt, sample, step : indices of the prompt, of the prompt's sample, and of the token in the completion
+    dtype : name of the dtype that the model computes in
+    """
+
+    def __init__(self, prompt: int, sample: int, step: int, dtype: str) -> None:
+        overflow = ". float16 overflows at values that bfloat16 and float32 can hold" if dtype == "float16" else ""
+        super().__init__(
+            f"prompt {prompt}, sample {sample}: the log-probability of token {step} of the completion is not finite, "
+            f"because the model's weights, or its activations in {dtype}, are NaN or infinite; use an undamaged "
+            f"checkpoint, or set another dtype{overflow}"
+        )
+        self.prompt, self.sample, self.step, self.dtype = prompt, sample, step, dtype
+
+    def of_prompt(self, prompt: int) -> NotFiniteLogprobError:
+        """Return a copy of this error in which `prompt` is the index in the caller's own list of prompts."""
+        return NotFiniteLogprobError(prompt, self.sample, self.step, self.dtype)
+
+
+def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
+    """Return the seed of one sequence, which does not depend on the sequence's place in a batch."""
+    digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def stop_tokens(sampling: SamplingConfig, generation_config: Any, config: Any) -> list[int]:
+    """Return the ids of the tokens that end a completion: `sampling.stop_token_ids` if given, none with
+    `sampling.ignore_eos`, else the end-of-sequence tokens of the model's generation config, if any, or of its
+    configuration.
+    """
+    if sampling.stop_token_ids is not None:
+        return list(sampling.stop_token_ids)
+    if sampling.ignore_eos:
+        return []
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    return list(eos) if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+
+
+# ---- the sampler ----------------------------------------------------------------------------------------------------
 
 BLOCK = 512  # uniforms drawn at a time
 AT_ONCE = 2**18  # logits that a CPU processes at a time: 2 MiB in float64, so that they stay in a core's cache
@@ -20,18 +163,15 @@ class Uniforms:
     """One sequence's stream of uniform numbers in float64."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._begin()
-
-    def _begin(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.number, self.block = -1, [0.0]
+        self.generator = torch.Generator()
+        self.seed, self.number, self.block = seed, math.inf, [0.0]
 
     def at(self, step: int) -> float:
         """Return the uniform number of a step. Any order of steps is allowed; an increasing order is the fastest."""
         number, place = divmod(step, BLOCK)
         if number < self.number:
-            self._begin()
+            self.generator.manual_seed(self.seed)
+            self.number = -1
         while self.number < number:
             self.block = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
             self.number += 1
@@ -100,13 +240,11 @@ def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
 
 
 def ranking(logprobs: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` most likely tokens of each row, best first: int64 [B, count].
+    """Return the indices of the `count` most likely tokens of each row of log-probs [B, V], best first, and equal ones
+    by index: int64 [B, count].
 
-    logprobs : float32 [B, V]
-
-    Equal log-probs are ordered by index. The bit pattern of a non-positive float, read as an integer, grows as the
-    number falls. A sort key is these bits followed by the token index, so no two keys are equal, and every selection
-    algorithm gives the same order. On a CPU, NumPy's selection is far faster than PyTorch's stable sort or top-k.
+    The bits of a non-positive float, read as an integer, grow as the number falls. A sort key is these bits, then the
+    token index, so no two keys are equal. On a CPU, NumPy's selection is far faster than PyTorch's sort or top-k.
     """
     size = logprobs.shape[-1]
     if count == size and not logprobs.is_cpu:  # a GPU sorts byte by byte, and the keys have twice as many bytes
@@ -119,3 +257,72 @@ def ranking(logprobs: Tensor, count: int) -> Tensor:
     best = keys[:, :count]
     best.numpy().sort()
     return best & 0xFFFFFFFF
+
+
+# ---- the plain sampler, which sorts the whole vocabulary: the same results, on a CPU the same bits ------------------
+
+
+def sample_reference(
+    logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token per row; arguments and results are those of `sample`."""
+    logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    cut = uniform is not None and sampling.truncated_support
+    processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
+    return drawn(logprobs, processed, uniform, forced)
+
+
+def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
+    """Return the same values as `truncate`."""
+    ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    outside = torch.zeros_like(ranked, dtype=torch.bool)
+    if top_k is not None:
+        outside[:, top_k:] = True
+    if top_p < 1:
+        ranked = ranked.masked_fill(outside, float("-inf")).log_softmax(-1)
+        before = ranked.exp().cumsum(-1) - ranked.exp()
+        outside |= before >= top_p
+        outside[:, 0] = False
+    outside = torch.zeros_like(outside).scatter(-1, order, outside)
+    return logprobs.masked_fill(outside, float("-inf")).log_softmax(-1)
+
+
+# ---- given completions, read in whole pieces (teacher forcing) ------------------------------------------------------
+
+
+def given_logprobs(
+    requests: Sequence[Request], pieces: Iterable[tuple[int, Tensor]], logits_of: Callable[[Tensor], Tensor], rows: int
+) -> list[Tensor]:
+    """Return the log-probs of each request's given completion at temperature 1: float32 [T] on the CPU for T tokens.
+
+    pieces : for each piece of the texts, (place of its first token, hidden states [B, tokens of the piece, hidden
+        size]); a text is a prompt and its completion, without the last token
+    logits_of : function hidden states [M, hidden size] -> logits [M, V]
+    rows : maximum number of tokens whose logits are in memory at the same time
+
+    Raises NotFiniteLogprobError at the first log-prob that is not finite, which a NaN after it in its piece may cause.
+    """
+    given = [request.forced or [] for request in requests]
+    starts = [len(request.prompt) - 1 for request in requests]  # the state of the prompt's last token predicts first
+    width = max(start + len(tokens) for start, tokens in zip(starts, given, strict=True))
+    targets = torch.full((len(requests), width), -1)
+    for row, (start, tokens) in enumerate(zip(starts, given, strict=True)):
+        targets[row, start : start + len(tokens)] = torch.tensor(tokens)
+    logprobs, dtype = torch.zeros(targets.shape), ""
+    for place, hidden in pieces:
+        wanted = targets[:, place : place + hidden.shape[1]]
+        scored = wanted >= 0
+        states = hidden[:, : wanted.shape[1]][scored.to(hidden.device)]
+        dtype = str(hidden.dtype).removeprefix("torch.")
+        values = [
+            logits_of(some_states).float().log_softmax(-1).gather(-1, tokens.to(hidden.device)[:, None])[:, 0]
+            for some_states, tokens in zip(states.split(rows), wanted[scored].split(rows), strict=True)
+            if len(tokens)
+        ]
+        if values:
+            logprobs[:, place : place + hidden.shape[1]][scored] = torch.cat(values).cpu()
+    result = [logprobs[row, start : start + len(given[row])] for row, start in enumerate(starts)]
+    for request, row_logprobs in zip(requests, result, strict=True):
+        if len(wrong := (~row_logprobs.isfinite()).nonzero()):
+            raise NotFiniteLogprobError(request.place, 0, int(wrong[0]), dtype)
+    return result

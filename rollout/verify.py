@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from rollout.config import COMPLETIONS, Origin
 from rollout.files import Part, RolloutFiles
-from rollout.origin import COMPLETIONS, Origin
 from sparse_rl.attention import cache_shape, compute_exactly, replay_logprobs
 from sparse_rl.attention.families import windows_of
 from sparse_rl.errors import NotFiniteError, UserError
@@ -52,10 +52,8 @@ class Gap:
     def add(self, other: Gap) -> None:
         if other.largest > self.largest:
             self.largest, self.line, self.token = other.largest, other.line, other.token
-        self.rollouts += other.rollouts
-        self.tokens += other.tokens
-        self.beyond += other.beyond
-        self.total += other.total
+        for name in ("rollouts", "tokens", "beyond", "total"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_numbers(self) -> dict[str, float]:
         names = ("rollouts", "tokens", "largest", "mean", "beyond", "line", "token")
@@ -63,18 +61,30 @@ class Gap:
 
 
 def default_bound(origin: Origin, dtype: str, device: str) -> float:
-    """Return the largest gap that passes: the larger of the bounds of the sampler's dtype and the replay's `dtype`.
-
-    If the sampler or the replay does not compute attention in float64 on a CPU, the result is at least INEXACT.
+    """Return the largest gap that passes: the larger of the bounds of the sampler's dtype and the replay's `dtype`, and
+    INEXACT if one of the two does not compute attention in float64 on a CPU.
     """
     bound = max(BOUNDS[origin.dtype], BOUNDS[dtype])
     return bound if origin.exact and device == "cpu" else max(bound, INEXACT)
 
 
-def check_model(origin: Origin, config: Any, model: str) -> bool:
-    """Return True if a model's configuration has the fingerprint of the model that sampled the rollouts.
+def own_rounding(model: Any, files: RolloutFiles) -> float:
+    """Return the largest difference between a float32 model and the same model in float64, over 8 rollouts: a sharp
+    model amplifies its rounding, and two right computations of it can differ by this much.
+    """
+    shape, windows = cache_shape(model.config)[:2], windows_of(model.config)
+    few = next(files.parts(*shape, windows)).rollouts[:8]
+    temperature = files.origin.sampling.temperature
+    with torch.no_grad():
+        ours = replay_logprobs(model, few, temperature)
+        exact = replay_logprobs(model.double(), few, temperature)
+    model.float()
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours, exact, strict=True))
 
-    Raises UserError if the two models differ in family, shape or vocabulary, because replay is then impossible.
+
+def check_model(origin: Origin, config: Any, model: str) -> bool:
+    """Return True if a model's configuration has the fingerprint of the model that sampled the rollouts. Raises
+    UserError if the two models differ in family, shape or vocabulary.
     """
     ours, theirs = model_fingerprint(config), origin.made_by.get("model", "")
     shape, sampled = ours.rpartition("-")[0], theirs.rpartition("-")[0]
@@ -87,9 +97,8 @@ def check_model(origin: Origin, config: Any, model: str) -> bool:
 
 
 def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path, Gap]]:
-    """Replay all rollouts. Yields (file, statistics of its gaps) for each trace file, in order.
-
-    If nothing could be evicted, there are no trace files; then completions.jsonl is yielded, once per group of lines.
+    """Replay all rollouts. Yields (file, statistics of its gaps) for each trace file, in order; if nothing could be
+    evicted, for completions.jsonl, once per group of lines.
 
     model : a model on which `adopt` (sparse_rl/attention/interface.py) was called, in evaluation mode
     bound : largest allowed gap, in nats

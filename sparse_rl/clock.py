@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -63,29 +63,21 @@ class Clock:
         self.on_step(self.steps[-1])
 
 
-class part(ContextDecorator):  # used like a function
+@contextmanager
+def part(name: str, detail: bool = False) -> Iterator[None]:
     """Context manager, and decorator: if a clock runs, it records the duration of the block under `name`.
 
     A part that runs within another part is not recorded, so the recorded durations can be added.
 
     detail : True if the block runs in every layer of every step; only a detailed clock records it
     """
-
-    def __init__(self, name: str, detail: bool = False) -> None:
-        self.name, self.detail = name, detail
-        self.clock: Clock | None = None
-
-    def _recreate_cm(self) -> Self:
-        return type(self)(self.name, self.detail)  # each call of a decorated function has its own state
-
-    def __enter__(self) -> None:
-        clock = Clock.running
-        if clock is None or clock.within_part or (self.detail and not clock.detailed):
-            return
-        self.clock, clock.within_part = clock, True
-        self.start = clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        if (clock := self.clock) is not None:
-            clock.parts.append((self.name, len(clock.steps), clock.now() - self.start))
-            self.clock, clock.within_part = None, False
+    clock = Clock.running
+    if clock is None or clock.within_part or (detail and not clock.detailed):
+        yield
+        return
+    clock.within_part, start = True, clock.now()
+    try:
+        yield
+    finally:
+        clock.parts.append((name, len(clock.steps), clock.now() - start))
+        clock.within_part = False

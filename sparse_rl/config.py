@@ -1,10 +1,4 @@
-"""Base of every configuration: frozen dataclasses whose annotations define the valid values.
-
-Each component declares its settings in its own dataclass, without importing torch. A recipe nests that dataclass and
-passes it to the component unchanged.
-
-This file is long because it is one small validation library: types, rules, families and errors use each other.
-"""
+"""Base of every configuration: frozen dataclasses whose annotations define the valid values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,10 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
-
-    An error names the rule that the value violates, or the first rule if the value does not even have the type.
-    """
+    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ..."."""
 
     says: str
     holds: Callable[[Any], bool]
@@ -120,11 +111,8 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
-    """Return `value` converted to the type `hint`. Raises UserError if `value` does not have this type.
-
-    A whole number is accepted as a float. With `promote`, a single value is accepted as a list with one item. A type
-    that this function does not handle accepts every value.
-    """
+    """Return `value` converted to the type `hint`, or raise UserError. A whole number is accepted as a float, and with
+    `promote` a single value as a list with one item."""
     if why := _why_invalid(value):
         raise source.error(path, why)
     origin, args = get_origin(hint), get_args(hint)
@@ -158,7 +146,8 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
             raise mismatch
         if not isinstance(value, list | tuple):
             return [coerce(value, args[0] if args else Any, path, source)]
-        return [coerce(item, args[0] if args else Any, f"{path}[{i}]", source) for i, item in enumerate(value)]
+        item_hint = args[0] if args else Any
+        return [coerce(item, item_hint, f"{path}[{i}]", source, promote=promote) for i, item in enumerate(value)]
     if origin is dict or hint is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             raise mismatch
@@ -173,7 +162,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
 
 
 def _why_invalid(value: Any) -> str | None:
-    """Return the reason why no setting can have this value. None means that some setting may have it."""
+    """Return the reason why no setting can have this value, or None."""
     if isinstance(value, str) and (match := NO_TEXT.search(value)):
         return f"contains a character that no file can hold, {match[0]!r}; remove it"
     if isinstance(value, int | float) and LARGEST <= abs(value) < math.inf:
@@ -201,13 +190,9 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
 
 @dataclass(frozen=True)
 class Configuration:
-    """Base class for the settings of a component: a frozen dataclass that checks each value against its annotation.
-
-    A subclass whose `__post_init__` compares values with each other calls `super().__post_init__()` first.
-    """
+    """Base class for the settings of a component: a frozen dataclass that checks each value against its annotation."""
 
     def __post_init__(self) -> None:
-        """Check and convert each field like a value from YAML. Raises UserError with the field's name as its key."""
         cls: Any = type(self)
         for f in dataclasses.fields(self):
             try:
@@ -221,12 +206,11 @@ class Configuration:
 class NamedConfiguration(Configuration):
     """A member of a family of configurations, chosen by name: {policy: gkv, budget: 512}, or just the name.
 
-    A family is a direct subclass of this class. `family` is the word for a member in errors, such as "cache policy". A
-    block names its member under the key `name_key`, such as "policy".
+    A family is a direct subclass of this class.
     """
 
-    family: ClassVar[str]
-    name_key: ClassVar[str]
+    family: ClassVar[str]  # word for a member in errors, such as "cache policy"
+    name_key: ClassVar[str]  # key under which a block names its member, such as "policy"
     name: ClassVar[str]  # set by each member
 
     @classmethod
@@ -235,8 +219,8 @@ class NamedConfiguration(Configuration):
         raise NotImplementedError
 
     @classmethod
-    def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
-        """Return the class that a block names. Raises UserError for an unknown or missing name, or an unknown key."""
+    def member(cls, block: Mapping[str, Any]) -> type[Any]:
+        """Return the class whose name a block has. Raises UserError for an unknown or missing name."""
         members = cls.members()
         if cls.name_key not in block:
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
@@ -244,21 +228,24 @@ class NamedConfiguration(Configuration):
         if not isinstance(name, str) or name not in members:
             choices = f"known: {listed(members, name)}"
             raise UserError(f"unknown {cls.family} {show(name)}{did_you_mean(name, members)}; {choices}")
-        accepted = list(yaml_fields(members[name]))
+        return members[name]
+
+    @classmethod
+    def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
+        """Return `member`. Raises UserError for a key that is none of its parameters, too."""
+        member = cls.member(block)
+        name, accepted = block[cls.name_key], list(yaml_fields(member))
         for key in block:
             if key not in (cls.name_key, *accepted):
                 takes = f"takes {listed(accepted, key)}" if accepted else "takes no parameters"
                 close = did_you_mean(key, accepted)
                 raise UserError(f"{cls.family} {name!r} has no parameter {show(key)}{close}; it {takes}")
-        return members[name]
+        return member
 
     @classmethod
     def from_block(cls, block: Any, path: str = "", source: Source | None = None) -> Self:
-        """Return the configuration that a block describes. A configuration is returned unchanged.
-
-        `path` is the dotted key of the block. If `source` is None, errors start with the member's name. Raises
-        UserError for a missing or unknown name, an unknown or missing parameter, or a value out of range.
-        """
+        """Return the configuration that a block at the dotted key `path` describes; a configuration as it is. Without
+        `source`, errors start with the member's name."""
         if isinstance(block, cls):
             return block
         where = source or Source()
@@ -279,10 +266,7 @@ class NamedConfiguration(Configuration):
 
 
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that holds a component's configuration. YAML has the keys of both dataclasses at the same level.
-
-    Omit `default_factory` if a key of the component's configuration is required.
-    """
+    """Declare a field that holds a component's configuration. YAML has the keys of both dataclasses at one level."""
     return field(default_factory=default_factory, metadata={"flat": True})
 
 
@@ -356,20 +340,15 @@ def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also:
     return source.error(path, f"unknown key; {mend}")
 
 
-def build(
-    cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, *, also: Iterable[str] = (), **given: Any
-) -> T:
-    """Create an instance of a dataclass from a mapping; `given` sets fields that YAML cannot set.
-
-    Errors may suggest the keys in `also`, but do not list them. Raises UserError for an unknown or missing key, and for
-    an invalid value. If the dataclass's own `__post_init__` raises a UserError, `path` is put before the error's key.
-    """
+def build(cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, **given: Any) -> T:
+    """Create an instance of a dataclass from the mapping at the dotted key `path`; `given` sets fields that YAML cannot
+    set. Raises UserError for an unknown or missing key, and for an invalid value."""
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""
     hints = yaml_fields(cls)
     for key in mapping:
         if key not in hints:
-            raise unknown_key(key, hints, f"{prefix}{key}", source, also)
+            raise unknown_key(key, hints, f"{prefix}{key}", source)
     own_hints, flat_dataclasses = own_fields(cls), flat_fields(cls)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):

@@ -82,7 +82,6 @@ def browser() -> Iterator[Tab]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [program, *SWITCHES, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        assert process.stderr is not None
         try:
             lines = iter(process.stderr.readline, "")
             address = next(match[0] for line in lines if (match := re.search(r"ws://\S+", line)))

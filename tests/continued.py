@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from judging import gap
+from tiny import model_of, prompts_of
 
+from rollout import Rollout, SamplingConfig, make_engine
 from rollout.context import Context
-from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.interface import NO_MASK, KVView
 
 
-class Slow:
+class Slow(KVView):
     """A `kv_view` that attends entry by entry: causal attention over a context's entries, with their biases, and over
     the sequence's own tokens.
     """
@@ -42,3 +47,20 @@ def slow_logprobs(model: object, context: Context, question: list[int], completi
         )
     logits = out.logits[0, len(question) - 1 : -1].log_softmax(-1)
     return logits.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def engine_of(name: str, **options: Any) -> Any:
+    """Return an hf engine with a full cache."""
+    return make_engine("hf", model=model_of(name), policy="full", **options)
+
+
+def stories(*lengths: int) -> tuple[Any, ...]:
+    """Return an hf engine of the story model, a context of 60 tokens, and prompts of these lengths."""
+    return engine_of("stories260K"), *prompts_of("stories260K", [60, *lengths])
+
+
+def check_continuation(engine: Any, context: Context, question: list[int]) -> Rollout:
+    """Check that a continuation has the log-probs of the slow reference up to 1e-5, and return it."""
+    (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
+    assert gap([slow_logprobs(engine.model, context, question, r.completion_ids)], [r]) <= 1e-5
+    return r

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from sparse_rl.methods.kvpop.policy import KVpop
-from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
+from sparse_rl.methods.kvpop.scorers import sketch_scorer
 from sparse_rl.policies import Policy
 
 LAYERS, HEADS, GROUP, DIM, SIZE = 28, 4, 7, 8, 16
@@ -125,14 +125,13 @@ def state_of(
 
     Each request has a prompt of one block; its entries are stored in order of position. shape : (layers, head dim)
     """
+    from rollout.vllm import arrivals
     from rollout.vllm.arrivals import ArrivalState
     from rollout.vllm.compat import paged
     from rollout.vllm.compat.arguments import CacheConfig
-    from rollout.vllm.messages import Begun
-    from rollout.vllm.state import CacheState
+    from rollout.vllm.state import Begun, CacheState
 
     peak = policy.schedule.peak
-    assert peak is not None
     layers, dim = shape
     item = peak // SIZE + 1
     blocks, layer = requests * item + 1, SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
@@ -148,9 +147,9 @@ def state_of(
     if isinstance(policy, KVpop):
         kind, weights = ArrivalState, dict(sketch_scorer(policy.config.scorer, heads=HEADS, dim=dim).named_parameters())
         stored = {f"{i}.{name}": torch.randn(w.shape) for i in range(layers) for name, w in weights.items()}
-        monkeypatch.setattr(paged, "stored_scorers", lambda config: stored)
+        monkeypatch.setattr(arrivals, "stored_scorers", lambda model: stored)
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype)
+        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype, model="")
     )
     state = kind(config, CacheConfig(policy, None, True), dict(zip(names, whole, strict=True)))
     table = torch.arange(1, blocks, dtype=torch.int32).view(requests, item)

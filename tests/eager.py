@@ -46,3 +46,19 @@ def sampled_logprobs(rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 def largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def check_as_exact(eager: PreTrainedModel, rollouts: Sequence[Rollout], *computed: Sequence[Tensor]) -> None:
+    """Check that log-probs are at most twice as far from float64 as those of eager attention in float32.
+
+    Over few tokens eager's distance may happen to be small. It counts as at least the relative spacing of float32.
+
+    computed : log-probs of the rollouts' completions, by engine and trainer
+    """
+    with torch.no_grad():
+        plain = [plain_logprobs(eager, rollout) for rollout in rollouts]
+        double = copy.deepcopy(eager).double()
+        exact = [plain_logprobs(double, rollout) for rollout in rollouts]
+    spacing = torch.finfo(torch.float32).eps * max(float(values.abs().max()) for values in exact)
+    for ours in computed:
+        assert largest_difference(ours, exact) <= 2 * max(largest_difference(plain, exact), spacing)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from sparse_rl.methods.config import EvictingConfig
-from sparse_rl.policies.base import Policy
-from sparse_rl.policies.entries import Entries
+from sparse_rl.policies.base import Entries, Policy
 from sparse_rl.policies.schedule import Schedule
 
 

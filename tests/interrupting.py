@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.evaluation.journal import Journal
+from rollout.measure.journal import Journal
 
 
 @contextmanager

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from rollout import Rollout
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views import make_view
 from sparse_rl.errors import LONGEST, UserError
 from sparse_rl.trace import NEVER, EvictionTrace
 
@@ -36,6 +40,62 @@ def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
         float((ours.detach() - torch.tensor(r.model_logprobs)).abs().max())
         for ours, r in zip(logprobs, rollouts, strict=True)
     )
+
+
+@torch.no_grad()
+def trainer_gap(model: Any, rollouts: Sequence[Rollout], *how: Any, **options: Any) -> float:
+    """Return the gap of `replay_logprobs` with these arguments."""
+    return gap(replay_logprobs(model, rollouts, *how, **options), rollouts)
+
+
+@torch.no_grad()
+def padded_gap(model: Any, rollouts: Sequence[Rollout], side: str) -> float:
+    """Return the gap of one forward pass with padding on the left, on the right or on both sides of each row."""
+    width = max(len(r.trace) for r in rollouts) + 3
+    starts = [{"left": width - len(r.trace), "right": 0, "both": (width - len(r.trace)) // 2}[side] for r in rollouts]
+    texts = [torch.tensor([*r.prompt_ids, *r.completion_ids]) for r in rollouts]
+    ids, positions = torch.ones(len(rollouts), width).long(), torch.zeros(len(rollouts), width).long()
+    for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        ids[row, start : start + len(text)], positions[row, start : start + len(text)] = text, torch.arange(len(text))
+    view = make_view([r.trace for r in rollouts], starts, width, "cpu")
+    logits = model(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+    assert logits.isfinite().all()
+    logprobs = []
+    for row, (r, text, start) in enumerate(zip(rollouts, texts, starts, strict=True)):
+        of_text = logits[row, start : start + len(text) - 1].log_softmax(-1).gather(-1, text[1:, None])[:, 0]
+        logprobs.append(of_text[len(r.prompt_ids) - 1 :])
+    return gap(logprobs, rollouts)
+
+
+def check_slope(
+    model: torch.nn.Module, loss: Callable[[bool], torch.Tensor], seed: int, step: float, control: float = 1e-2
+) -> None:
+    """Check the slope of a loss along a random direction of all float64 weights by finite differences.
+
+    loss : with True, gradients flow through the fits; without these the slope must differ by the share `control`
+    """
+    generator = torch.Generator().manual_seed(seed)
+    directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) * p.std() for p in model.parameters()]
+
+    def slope(through: bool) -> float:
+        model.zero_grad()
+        loss(through).backward()
+        return sum(float((p.grad * d).detach().sum()) for p, d in zip(model.parameters(), directions, strict=True))
+
+    @torch.no_grad()
+    def loss_at(by: float) -> float:
+        originals = copy.deepcopy(list(model.parameters()))
+        for p, d in zip(model.parameters(), directions, strict=True):
+            p.add_(by * d)
+        value = float(loss(True))
+        for p, original in zip(model.parameters(), originals, strict=True):
+            p.copy_(original)
+        return value
+
+    near, far = ((loss_at(by) - loss_at(-by)) / (2 * by) for by in (step, 2 * step))
+    finite_difference = (4 * near - far) / 3  # Richardson extrapolation
+    assert abs(slope(True) - finite_difference) <= 1e-3 * abs(finite_difference)
+    assert abs(slope(False) - finite_difference) > control * abs(finite_difference)
 
 
 def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
@@ -126,6 +186,14 @@ def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
         and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5)
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def outcome(rollouts: Sequence[Rollout]) -> list[tuple]:
+    """Return tokens, log-probs and traces, to be compared bit for bit."""
+    return [
+        (r.completion_ids, r.logprobs, r.model_logprobs, {name: x.tolist() for name, x in r.trace.sections.items()})
+        for r in rollouts
+    ]
 
 
 def shortened(r: Rollout, stop: set[int]) -> Rollout:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from topk_reference import running_topk_reference
 from transformers import PreTrainedModel
 
 from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.views.replay import ReplayView
-from sparse_rl.attention.windows.view import WindowedView
-from sparse_rl.kernels import running_topk_reference
+from sparse_rl.attention.views import ReplayView, map_of_traces
 from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
@@ -80,8 +79,8 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
         length, part = ids.shape[1], r.trace.policy_part()
         view = Listening(batch_traces([part], [0], length), "cpu")
         view.heard = {}
-        beside = WindowedView.around(view, batch_traces([r.trace], [0], length), "cpu", "gather")
-        model(input_ids=ids, attention_mask=NO_MASK, kv_view=beside, use_cache=False)
+        whole = map_of_traces(view, batch_traces([r.trace], [0], length), "cpu")
+        model(input_ids=ids, attention_mask=NO_MASK, kv_view=whole, use_cache=False)
         for layer, (_, key, value) in view.heard.items():
             scores, log_decay = model.cache_scorers[layer](key, value, config.window)
             sizes = {"window": config.window, "k": config.k, "decay_every": config.decay_every}

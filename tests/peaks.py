@@ -12,9 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Records the peak number of bytes of the tensors that operators create. Tensors that existed before do
-    not count.
-    """
+    """Records the peak number of bytes of the tensors that operators create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +28,17 @@ class Peak(TorchDispatchMode):
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
+        return out
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
         return out
 
 

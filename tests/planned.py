@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_rl.commands import memory
-from sparse_rl.commands.plan import Plan
-from sparse_rl.commands.prepared import resolve
+from sparse_rl.commands.memory import Plan
+
+GRPO = {
+    "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
+    "data": {"synthetic": {"task": "running_sum", "size": 8}}, "max_completion_length": 100,
+    "cache": {"policy": "streaming", "budget": 32, "period": 8}, "rollout": {"engine": "hf"},
+}  # fmt: skip
 
 
 def plan(recipe: Any, config: Any, cuda: bool | None = None) -> Plan:
-    return memory.plan(resolve(recipe, config, cuda=cuda), cuda)
+    return memory.plan(recipe.resolve(config, cuda=cuda), cuda)

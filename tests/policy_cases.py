@@ -1,8 +1,6 @@
 """The policies that the suite samples under with any model: all registered ones except the learned ones and
 those that need more than a model."""
 
-from __future__ import annotations
-
 from sparse_rl.methods.config import CONFIGS, accepted_parameters
 
 # learned policies need a model with scorers: tests/rollout/test_learned_decoding.py, test_gated.py

@@ -9,7 +9,6 @@ from sparse_rl.recipe import (
     BenchRecipe,
     BudgetsRecipe,
     DistillRecipe,
-    EvalRecipe,
     GRPORecipe,
     KVpopRecipe,
     PerplexityRecipe,
@@ -75,7 +74,6 @@ def small_evaluation(recipe: Any) -> list[str]:
     if isinstance(recipe, BudgetsRecipe):
         tasks = [f"tasks.{task}.limit=2" for task in recipe.tasks]
         return [*overrides, *tasks, "contexts=1", "ratios=[0, 0.05, 1]", "max_completion_length=6"]
-    assert isinstance(recipe, EvalRecipe)
     overrides += [f"samples={min(recipe.samples, 2)}", "max_completion_length=12"]
     overrides += [f"tasks.{task}.limit=2" for task in recipe.tasks]
     if recipe.forced_answer is not None:

@@ -64,7 +64,7 @@ class Screen:
         elif code == "K":
             self.lines[self.row] = ""
         else:
-            assert code == "m", f"this screen does not support the code {code}"
+            assert code in "mhl", f"this screen does not support the code {code}"  # colours; a hidden cursor
 
     def _put(self, letter: str) -> None:
         if letter == "\r":

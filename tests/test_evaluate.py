@@ -2,8 +2,6 @@
 equals a recount of the completions.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -13,12 +11,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from rollout.evaluation.estimators import mean_and_error, pass_at_k
-from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
+from rollout.measure.accuracy import mean_and_error, pass_at_k
+from sparse_rl.analysis.tables import accuracy_table, cache_labels
 from sparse_rl.commands.eval import evaluate
-from sparse_rl.commands.prepared import prepare
 from sparse_rl.commands.rollout import sample
-from sparse_rl.data.running_sum import build_model, save_untrained
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import save_policy
 from sparse_rl.models.load import load_config, model_fingerprint
@@ -55,7 +52,7 @@ def strange(completions, prompts, completion_ids, problem_id, log_metric, **_):
 def model(tmp_path_factory):
     """A tiny untrained model on disk; its completions are random."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     return folder
 
 
@@ -91,7 +88,6 @@ def completions(recipe_dir):
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_mean_over_all_subsets(n):
-    """pass@k equals the share of the subsets of k samples that contain a correct one, by enumeration."""
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         samples = [True] * correct + [False] * (n - correct)
         hits = [any(subset) for subset in itertools.combinations(samples, k)]
@@ -99,10 +95,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
 
 
 def test_the_standard_error_treats_problems_as_independent():
-    """`mean_and_error` gets one value for each problem. The error of 4 values is their standard deviation / 2; a single
-    value has no error. Control: 16 samples of two problems, taken as 16 independent values, give a smaller error than
-    two problems.
-    """
+    """Control: 16 samples of two problems, taken as 16 independent values, give a smaller error than two problems."""
     values = [0.0, 0.25, 1.0, 0.5]
     mean, error = mean_and_error(values)
     assert mean == statistics.mean(values)
@@ -115,12 +108,9 @@ def test_the_standard_error_treats_problems_as_independent():
 
 
 def test_a_row_summarises_its_completions(recipe_of, tmp_path):
-    """Every number of a row equals the same statistic recounted from the written completions: 6 problems with 4 samples
-    each, of which problem 2 has no score; once under streaming with budget 8, once with a full cache.
-    """
     recipe = recipe_of(rows_of(6, none={2}), sweep={"policy": ["streaming", "full"], "cache": {"budget": [8]}})
     rows = evaluate(recipe, progress=False)
-    assert [(r.policy, r.budget) for r in rows] == [("streaming", 8), ("full", None)]
+    assert [(r.policy, r.parameters.get("budget")) for r in rows] == [("streaming", 8), ("full", None)]
     lines = completions(tmp_path)
     assert len(lines) == 2 * 6 * 4
     for row in rows:
@@ -149,9 +139,6 @@ def test_a_row_summarises_its_completions(recipe_of, tmp_path):
 
 
 def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
-    """`further_accuracy` names more accuracies of the same completions. Each is the mean over only the problems that it
-    can score ("long": 3 of 6), and the table shows it in its own column; the rest of the row does not change.
-    """
     accuracies = {"even": "evaluation_accuracy:even", "long": "evaluation_accuracy:long"}
     rows = rows_of(6)
     plain = evaluate(recipe_of(rows), progress=False)[0]
@@ -189,10 +176,7 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
 
 
 def test_unanswerable_questions_count_as_wrong_or_are_left_out(recipe_of):
-    """Of 4 questions one has no answer. The reward `short_answer` counts it as wrong (4 problems) or, with
-    `unanswerable: left_out`, leaves it out (3 problems). The second half gives wrong accuracy functions; each error
-    names the key and fits in one line.
-    """
+    """Of 4 questions one has no answer."""
     rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
     spec = {"name": "short_answer", "match": "contained"}
     further = {"answerable": {**spec, "unanswerable": "left_out"}, "exact": {"name": "short_answer"}}
@@ -211,9 +195,6 @@ def test_unanswerable_questions_count_as_wrong_or_are_left_out(recipe_of):
 
 
 def test_each_cache_has_one_engine_and_only_one_engine_is_open(recipe_of, as_vllm, monkeypatch):
-    """One engine is opened for each cache, and runs all tasks. It is closed before the next engine is opened, also
-    after an error (the log `as_vllm` shows it). Rows are in the order of the tasks.
-    """
     recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "cache": {"budget": [8]}})
     recipe = replace(recipe, tasks={"a": recipe.tasks["one"], "b": recipe.tasks["one"]})
     expected = evaluate(recipe, progress=False)
@@ -223,7 +204,7 @@ def test_each_cache_has_one_engine_and_only_one_engine_is_open(recipe_of, as_vll
     assert as_vllm == ["streaming", "closed", "full", "closed"]
     assert [(row.task, row.policy) for row in rows] == [(t, p) for t in "ab" for p in ("streaming", "full")]
     assert [row.accuracy for row in rows] == [row.accuracy for row in expected]
-    assert evaluate(recipe, build_model(0), progress=False)[0].accuracy == rows[0].accuracy
+    assert evaluate(recipe, model=RunningSum.untrained(0), progress=False)[0].accuracy == rows[0].accuracy
     assert len(as_vllm) == 4  # the engine samples from a live module directly
     monkeypatch.setattr("sparse_rl.commands.eval._score", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -245,9 +226,7 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
-    """Batches of 4, 7 and 64 give the same completions. A problem that occurs twice gets other samples the second time.
-    Control: another seed gives other completions.
-    """
+    """A problem that occurs twice gets other samples the second time."""
     rows = rows_of(5) + rows_of(1)
 
     def texts(**keys):
@@ -263,22 +242,19 @@ def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
 def test_a_model_in_memory_gives_the_same_results_as_its_directory(recipe_of, tmp_path):
     first = evaluate(recipe_of(rows_of(3)), progress=False)
     lines = completions(tmp_path)
-    second = evaluate(recipe_of(rows_of(3)), model=build_model(0), progress=False)
+    second = evaluate(recipe_of(rows_of(3)), model=RunningSum.untrained(0), progress=False)
     assert first[0].accuracy == second[0].accuracy
     assert lines == completions(tmp_path)
 
 
 def test_a_completion_is_correct_if_its_reward_is_at_least_1(recipe_of):
-    """The accuracy function `half` gives every completion the reward 0.5, so no completion is correct."""
     row = evaluate(recipe_of(rows_of(2), "half"), progress=False)[0]
     assert row.accuracy == 0
     assert row.retention_correct is None
 
 
 def test_held_and_read_entries_are_reported_separately(recipe_of):
-    """Clustered attention holds all entries and reads few of them; `lined` reads all that it holds; `layered` has one
-    layer of each, and its numbers are between. The table has the columns held and read only if they differ.
-    """
+    """Clustered attention holds all entries and reads few; `lined` reads all that it holds; `layered` is between."""
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     lined = {"policy": "lined", "window": 4, "period": 1}
     parts = [{"layers": 1, "cache": lined}, {"layers": 1, "cache": clustered}]
@@ -309,10 +285,7 @@ def test_labels_of_two_caches_with_the_same_policy_show_the_key_that_differs(rec
 
 
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
-    """The limit is 40 tokens; `forced_answer` has a text of 5 tokens, and 7 tokens for the answer. A completion that
-    has not ended after 40 - 7 - 5 tokens continues with the text and the answer. Its tokens before the text do not
-    change, and shorter completions do not change at all.
-    """
+    """A completion that has not ended after 40 - 7 - 5 tokens continues with the text (5) and the answer (7)."""
     free = evaluate(recipe_of(rows_of(6)), progress=False)[0]
     before = completions(tmp_path)
     row = evaluate(recipe_of(rows_of(6), forced_answer={"text": "=[5]=", "tokens": 7}), progress=False)[0]
@@ -351,20 +324,19 @@ def test_the_accuracy_is_none_if_no_problem_has_a_score(recipe_of):
 
 
 def test_the_accuracy_gets_the_same_arguments_as_a_reward(recipe_of):
-    """The function `strange` checks its arguments; problem 0 has reward 0, so the accuracy is 2/3."""
     row = evaluate(recipe_of(rows_of(3), "strange"), progress=False)[0]
     assert row.accuracy == pytest.approx(2 / 3)
 
 
 def test_a_recipe_without_a_cache_uses_the_policy_that_is_saved_with_the_model(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(1))
-    assert [p.name for p in prepare(recipe).policies] == ["full"]
-    save_untrained(tmp_path / "trained", 0)
+    assert [p.name for p in recipe.prepare().policies] == ["full"]
+    RunningSum.save_untrained(tmp_path / "trained", 0)
     save_policy(tmp_path / "trained", make_policy("streaming", budget=20))
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"))
-    assert [fingerprint(p) for p in prepare(recipe).policies] == [fingerprint(make_policy("streaming", budget=20))]
+    assert [fingerprint(p) for p in recipe.prepare().policies] == [fingerprint(make_policy("streaming", budget=20))]
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"), cache="full")
-    assert [p.name for p in prepare(recipe).policies] == ["full"]
+    assert [p.name for p in recipe.prepare().policies] == ["full"]
 
 
 @pytest.mark.parametrize(
@@ -398,9 +370,6 @@ def test_an_engine_with_separate_weights_gives_the_same_samples(recipe_of, tmp_p
 
 @pytest.mark.parametrize("kind", ["eval", "grpo"])
 def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
-    """`sample` writes completions. It also writes their traces in the same order, in one file for each batch, with the
-    fingerprint of model and policy.
-    """
     cache = {"policy": "streaming", "budget": 8, "period": 4}
     recipe = recipe_of(rows_of(5), cache=cache)
     if kind == "grpo":

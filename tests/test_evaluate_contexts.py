@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
@@ -18,20 +17,20 @@ from datasets import Dataset
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
-from rollout.context.prompts import ContextPrompts
-from rollout.evaluation.contexts import COMPACTION, Questions, compacted_contexts
+from rollout.context.reader import ContextPrompts
 from rollout.hf import HFEngine
-from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
+from rollout.measure.contexts import COMPACTION, Questions, compacted_contexts
+from sparse_rl.analysis.tables import accuracy_table, cache_labels
 from sparse_rl.commands.eval import evaluate
 from sparse_rl.commands.main import main
 from sparse_rl.commands.rollout import sample
-from sparse_rl.commands.sampling import context_questions
 from sparse_rl.data.config import DataConfig
-from sparse_rl.data.running_sum import build_tokenizer
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.data.tokens import SplitPrompt, prompt_ids
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.recipe import EvalRecipe, make_recipe
+from sparse_rl.recipe.sampling import context_questions
 from sparse_rl.trace import load_traces
 
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
@@ -45,18 +44,18 @@ def short(completions, **_):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """The quickstart's model, as a chat model."""
     folder = tmp_path_factory.mktemp("models") / "chat"
     shutil.copytree(QUICKSTART, folder)
-    tokenizer = build_tokenizer()
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture
-def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvalRecipe]:
+def recipe_of(tmp_path, model, monkeypatch):
     """recipe_of(prompt_cache, **keys) -> a recipe: five questions about two alternating contexts; greedy answers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
@@ -81,7 +80,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+def studies(monkeypatch):
     """Record every read of a context as (tokens, kinds of reference queries)."""
     readings: list[tuple[int, list[str]]] = []
     study = HFEngine.study
@@ -94,10 +93,8 @@ def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     return readings
 
 
-def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable, tmp_path: Path) -> None:
-    """A context without evictions (policy "full") gives the same greedy answers as the full prompt, which has the same
-    tokens. Control: a context of which hardly anything is kept ("none") gives other answers.
-    """
+def test_a_context_without_evictions_equals_the_full_prompt(recipe_of, tmp_path):
+    """Control: a context of which hardly anything is kept ("none") gives other answers."""
     (whole,) = evaluate(recipe_of(), progress=False)
     answers = {line["problem"]: line["completion"] for line in lines_of(tmp_path / "out")}
     full, none = evaluate(recipe_of([{"policy": "full"}, {"policy": "none"}]), progress=False)
@@ -113,10 +110,7 @@ def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable,
     assert full.parameters == {"first": 0, "last": 0}
 
 
-def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, model: str) -> None:
-    """For each ratio, a loop that compacts each context and samples the answers gives the same completions; accuracy,
-    retention, bytes and numbers of tokens in the rows follow from them.
-    """
+def test_rows_equal_a_loop_over_the_engine(recipe_of, tmp_path, model):
     block = {"ratio": [0.1, 0.4], "queries": ["repeat", "self_study"], "study_tokens": 4, "study_samples": 1, "last": 2}
     recipe = recipe_of(block, samples=2, temperature=1.0)
     rows = evaluate(recipe, progress=False)
@@ -144,7 +138,6 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, 
         assert row.retention == pytest.approx(mean(retained))
         assert row.problems == 5
         assert row.samples == 2
-        assert row.contexts is not None
         assert row.contexts.contexts == 2
         assert row.contexts.tokens == mean((41, 31))
         assert row.contexts.bytes == mean(c.nbytes for c in contexts) < row.contexts.whole_bytes
@@ -157,11 +150,8 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path, 
     assert len(cells["context"]) == len(cells["made in"]) == 2
 
 
-def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Callable, studies: list) -> None:
-    """Reading a context collects the reference queries for the fits. The caches below need two kinds of queries, so
-    each of the two contexts is read twice, and once more for on-policy queries. "full" and "none" need no queries and
-    share a reading.
-    """
+def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of, studies):
+    """These caches need two kinds of queries, so each context is read twice, and once more for on-policy queries."""
     blocks = [
         {"policy": "full", "queries": ["random"]},
         {"ratio": [0.1, 0.2], "select": "omp"},
@@ -175,10 +165,7 @@ def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Call
     assert [row.policy for row in rows] == ["full", "am", "am", "evict", "am", "none", "am", "am"]
 
 
-def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
-    """Each key of PromptCacheConfig is used either when a context is read (`read`) or when it is compacted
-    (COMPACTION), never in both steps.
-    """
+def test_every_key_belongs_to_the_reading_or_to_the_compaction():
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
     read |= {"on_policy", "chunking", "summary", "summary_tokens"}
@@ -187,10 +174,8 @@ def test_every_key_belongs_to_the_reading_or_to_the_compaction() -> None:
     assert not read & COMPACTION
 
 
-def test_requests_about_a_context_are_answered_without_thinking(model: str) -> None:
-    """Also if the task lets the model think about its questions. The template of this test ends with "a" if the model
-    thinks, and with "b" if it does not.
-    """
+def test_requests_about_a_context_are_answered_without_thinking(model):
+    """Also if the task lets the model think: then the template of this test ends with "a", else with "b"."""
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = "{{ messages[0].content }}{{ 'b' if enable_thinking is false else 'a' }}"
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1=2;Q?"}], "context": "1=2;"}])
@@ -204,31 +189,22 @@ def test_requests_about_a_context_are_answered_without_thinking(model: str) -> N
 ABOUT = ContextPrompts()
 
 
-def test_stages_are_announced(model: str) -> None:
-    """Each stage of each context is announced before it begins, and the seconds of each compaction are measured
-    separately.
-    """
-    messages: list[str] = []
+def test_contexts_are_compacted_in_order(model: str) -> None:
+    """Each context with each setting, and the seconds of each compaction are measured separately."""
+    made: list[str] = []
     questions = Questions(
         [SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], ContextPrompts()
     )
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
     engine = make_engine("hf", model=model, policy="full")
-    for compacted in compacted_contexts(engine, questions, caches, messages.append):
+    for compacted in compacted_contexts(engine, questions, caches):
         entries = len(compacted.context.layers[0].keys[0, 0])
-        messages.append(f"made {compacted.cache} {compacted.problems} {entries}")  # cache, its problems, kept entries
+        made.append(f"{compacted.cache} {compacted.problems} {entries}")  # cache, its problems, kept entries
         assert compacted.costs.seconds["compaction"] > 0
-    assert messages == [
-        "context 1 of 2: 35 tokens, prefill", "context 1 of 2: 35 tokens, queries, second reading of the context",
-        "context 1 of 2: compaction, am 0.1", "made 0 [0] 4",
-        "context 1 of 2: compaction, am 0.5", "made 1 [0] 18",
-        "context 2 of 2: 34 tokens, prefill", "context 2 of 2: 34 tokens, queries, second reading of the context",
-        "context 2 of 2: compaction, am 0.1", "made 0 [1] 4",
-        "context 2 of 2: compaction, am 0.5", "made 1 [1] 17",
-    ]  # fmt: skip
+    assert made == ["0 [0] 4", "1 [0] 18", "0 [1] 4", "1 [1] 17"]
 
 
-def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: Path) -> None:
+def test_an_answer_can_be_forced_after_a_context(recipe_of, tmp_path):
     """With `forced_answer`, completions that would exceed the limit contain the forced text."""
     (row,) = evaluate(recipe_of({}, forced_answer={"text": "=[5]=", "tokens": 3}, samples=2), progress=False)
     assert row.forced > 0
@@ -236,13 +212,8 @@ def test_an_answer_can_be_forced_after_a_context(recipe_of: Callable, tmp_path: 
 
 
 @pytest.mark.parametrize(("policy", "queries"), [("am", "repeat"), ("am", "context"), ("evict", "repeat")])
-def test_rollouts_after_a_context_are_saved_with_their_traces(
-    policy: str, queries: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
-) -> None:
-    """`sample` continues from contexts compacted by the first prompt cache. Trace files are in the order of the lines
-    of completions, and record which entries of the context were kept (20 %). `verify` can replay plain evictions, and
-    fits to queries of the context's own tokens, but no other fits.
-    """
+def test_rollouts_after_a_context_are_saved_with_their_traces(policy, queries, recipe_of, tmp_path, model, capsys):
+    """`verify` can replay plain evictions, and fits to queries of the context's own tokens, but no other fits."""
     recipe = recipe_of(
         [{"policy": policy, "ratio": 0.2, "queries": [queries]}, {"policy": "full"}], samples=2, temperature=1
     )
@@ -270,40 +241,7 @@ def test_rollouts_after_a_context_are_saved_with_their_traces(
         assert json.loads(capsys.readouterr().out)["largest"] <= 2e-6
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"cache": "full"}, "cache: nothing is evicted after a context that prompt_cache compacts"),
-    ({"sweep": {"cache": {"budget": [8]}}}, "sweep: nothing is evicted"),
-    ({"tasks": {"one": {"path": "rows.jsonl"}}}, r"tasks\.one\.columns: prompt_cache compacts contexts"),
-    ({"prompt_cache": []}, "prompt_cache: name at least one"),
-    ({"prompt_cache": {"ratio": 2}}, r"prompt_cache\.ratio: expected a number above 0, at most 1, got 2"),
-    ({"prompt_cache": {"ratio": [0.1, 0]}}, r"prompt_cache\.ratio\[1\]: expected"),
-    ({"prompt_cache": [{}, {"policy": "amm"}]}, r"prompt_cache\[1\]\.policy: .*did you mean 'am'"),
-    ({"prompt_cache": {"querys": []}}, r"prompt_cache\.querys: unknown key; did you mean prompt_cache\.queries"),
-    ({"prompt_cache": {"queries": []}}, r"prompt_cache\.queries: name at least one"),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), WRONG)
-def test_a_mistake_in_the_recipe_is_a_one_line_error(keys: dict[str, Any], message: str, recipe_of: Callable) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        recipe_of(**{"prompt_cache": {}, **keys})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "sft", "perplexity"])
-def test_other_kinds_of_recipes_refuse_the_key_prompt_cache(kind: str) -> None:
-    with pytest.raises(UserError, match=r"prompt_cache: unknown key"):
-        make_recipe({"kind": kind, "prompt_cache": {}})
-
-
-def test_errors_of_contexts_and_files_are_one_line(
-    recipe_of: Callable, studies: list, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Refused in one line are contexts that are too short or too long, a file of head budgets for another model, and a
-    wrong key on the command line. Control: at the end the same commands run without mistakes.
-    """
+def test_errors_of_contexts_and_files_are_one_line(recipe_of, studies, tmp_path, capsys):
     with pytest.raises(UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, but first \+ last is 61"):
         evaluate(recipe_of({"last": 60}), progress=False)
     (tmp_path / "b.json").write_text('{"shares": [[1.0]]}')
@@ -319,13 +257,10 @@ def test_errors_of_contexts_and_files_are_one_line(
     assert main(["eval", "e.yaml", "rollout.progress=false", "--overwrite"]) == 0
     assert "am 0.5" in capsys.readouterr().out
     assert main(["rollout", "e.yaml", "rollout.progress=false"]) == 0
-    assert "context 1 of 2: compaction, am 0.5" in capsys.readouterr().out
 
 
-def test_parts_are_not_read_alone_if_keys_cannot_be_moved(recipe_of: Callable, tmp_path: Path, model: str) -> None:
-    """A model whose RoPE depends on the length of the text refuses `chunking: text` before a context is read. Control:
-    it accepts `chunking: kv`, and the model itself accepts `text`.
-    """
+def test_parts_are_not_read_alone_if_keys_cannot_be_moved(recipe_of, tmp_path, model):
+    """The model's RoPE depends on the length of the text."""
     other = tmp_path / "partial"
     shutil.copytree(model, other)
     config = json.loads((other / "config.json").read_text())
@@ -339,8 +274,7 @@ def test_parts_are_not_read_alone_if_keys_cannot_be_moved(recipe_of: Callable, t
     assert row.parameters["chunking"] == "text"
 
 
-def test_equal_prompt_caches_are_evaluated_once(recipe_of: Callable) -> None:
-    """Repeated ratios are listed once; "full" does not depend on the ratio, so it is listed once too."""
+def test_equal_prompt_caches_are_evaluated_once(recipe_of):
     points = recipe_of([{"ratio": [0.1, 0.1, 0.2]}, {"ratio": 0.2}, {"policy": "full", "ratio": [0.1, 0.2]}])
     caches = [(cache.policy, cache.ratio) for cache in points.prompt_caches()]
     assert caches == [("am", 0.1), ("am", 0.2), ("full", 0.1)]
@@ -349,12 +283,7 @@ def test_equal_prompt_caches_are_evaluated_once(recipe_of: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_vllm_continues_from_contexts_that_hf_has_compacted(
-    recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers, rows and rollouts equal those of hf alone, and the files that pass between the engines are deleted at
-    the end.
-    """
+def test_vllm_continues_from_contexts_that_hf_has_compacted(recipe_of, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     blocks = [{"policy": "full"}, {"ratio": [0.1, 0.4], "last": 2}, {"policy": "none"}]
@@ -363,8 +292,6 @@ def test_vllm_continues_from_contexts_that_hf_has_compacted(
     hf_lines = lines_of(tmp_path / "out")
     for row, theirs in zip(rows, evaluate(recipe_of(blocks, samples=2, temperature=1.0, **on_vllm)), strict=True):
         assert (row.accuracy, row.retention, row.parameters) == (theirs.accuracy, theirs.retention, theirs.parameters)
-        assert row.contexts is not None
-        assert theirs.contexts is not None
         assert row.contexts.bytes == theirs.contexts.bytes
     of = lambda lines: {(str(x["parameters"]), x["problem"], x["sample"]): x["completion"] for x in lines}  # noqa: E731
     assert of(lines_of(tmp_path / "out")) == of(hf_lines)

@@ -16,9 +16,9 @@ from interrupting import interrupted_after
 
 from rollout import make_engine
 from rollout.context import PromptCacheConfig
-from rollout.evaluation.contexts import Questions, compacted_contexts
 from rollout.hf import HFEngine
-from sparse_rl.analysis.evaluation import accuracy_table
+from rollout.measure.contexts import Questions, compacted_contexts
+from sparse_rl.analysis.tables import accuracy_table
 from sparse_rl.commands.eval import evaluate
 from sparse_rl.commands.main import main
 from sparse_rl.data.tokens import SplitPrompt
@@ -33,7 +33,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 
 @pytest.fixture
-def recipe_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvalRecipe]:
+def recipe_of(tmp_path, monkeypatch):
     """recipe_of(output_dir, prompt_cache, **keys) -> a recipe: five questions about two alternating contexts."""
     monkeypatch.chdir(tmp_path)
     rows = [{"text": CONTEXTS[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]
@@ -52,7 +52,7 @@ def recipe_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def work(monkeypatch):
     """Numbers of sequences that engines have sampled ("generate") and scored ("logprobs")."""
     counts = {"generate": 0, "logprobs": 0}
     for name in counts:
@@ -86,10 +86,8 @@ def results(folder: Path) -> Any:
     return without_times(json.loads((folder / "eval.json").read_text())["rows"])
 
 
-def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path) -> None:
-    """For each compaction, a loop that compacts each context and simulates the full cache's answers gives the same
-    log-perplexity and standard error, up to 1e-5. Control: with the answers of other questions it does not.
-    """
+def test_rows_equal_a_loop_over_the_engine(recipe_of, tmp_path):
+    """Control: with the answers of other questions it does not."""
     rows = evaluate(recipe_of(), progress=False)
     assert [row.policy for row in rows] == ["am", "evict", "evict", "full"]
     answers = {
@@ -122,10 +120,8 @@ def test_rows_equal_a_loop_over_the_engine(recipe_of: Callable, tmp_path: Path) 
         assert row.log_perplexity != pytest.approx(mean(others), abs=1e-2)
 
 
-def test_a_summary_gives_no_references(recipe_of: Callable, tmp_path: Path) -> None:
-    """A summary that is kept whole has `policy: full`, too. The references are still the answers after the whole
-    context, and the summary's row has their loss. Without a block of the whole context no row has a loss.
-    """
+def test_a_summary_gives_no_references(recipe_of, tmp_path):
+    """A summary that is kept whole has `policy: full`, too."""
     summary = {"policy": "full", "summary": "plain", "summary_tokens": 5}
     rows = evaluate(recipe_of("out", [summary, FULL]), progress=False)
     alone = evaluate(recipe_of("alone", [FULL]), progress=False)
@@ -138,10 +134,8 @@ def test_a_summary_gives_no_references(recipe_of: Callable, tmp_path: Path) -> N
     assert without.log_perplexity is None
 
 
-def test_the_full_row_is_the_loss_of_its_own_answers(recipe_of: Callable, tmp_path: Path) -> None:
-    """At temperature 1 it is the mean of the log-probs with which the answers were sampled, up to 1e-5. At another
-    temperature it is still computed at temperature 1, so the sampled log-probs are a control.
-    """
+def test_the_full_row_is_the_loss_of_its_own_answers(recipe_of, tmp_path):
+    """At another temperature it is still computed at temperature 1, so the sampled log-probs are a control."""
     for name, temperature in (("out", 1.0), ("other", 0.5)):
         (full,) = evaluate(recipe_of(name, FULL, temperature=temperature), progress=False)
         sampled = -mean(line["mean_logprob"] for line in lines_of(tmp_path / name))
@@ -150,8 +144,7 @@ def test_the_full_row_is_the_loss_of_its_own_answers(recipe_of: Callable, tmp_pa
         assert full.log_perplexity_error is not None
 
 
-def test_without_a_full_cache_no_answer_is_scored(recipe_of: Callable, tmp_path: Path, work: dict) -> None:
-    """Control: with a full cache the answers after the other caches are the same."""
+def test_without_a_full_cache_no_answer_is_scored(recipe_of, tmp_path, work):
     rows = evaluate(recipe_of("without", [AM, EVICT]), progress=False)
     assert {row.log_perplexity for row in rows} == {row.log_perplexity_error for row in rows} == {None}
     assert work["logprobs"] == 0
@@ -169,12 +162,7 @@ def test_without_a_full_cache_no_answer_is_scored(recipe_of: Callable, tmp_path:
 
 @pytest.mark.parametrize("writes", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 5, 11))])
 @pytest.mark.few(1)
-def test_an_interrupted_evaluation_has_the_same_rows(
-    recipe_of: Callable, tmp_path: Path, work: dict, writes: int
-) -> None:
-    """After an interrupt, between the full cache's answers and the others or elsewhere, the resumed evaluation has the
-    same rows and lines as one without an interrupt, and scores only the missing lines.
-    """
+def test_an_interrupted_evaluation_has_the_same_rows(recipe_of, tmp_path, work, writes):
     evaluate(recipe_of("whole"), progress=False)
     in_all = dict(work)
     work.update(generate=0, logprobs=0)
@@ -189,12 +177,8 @@ def test_an_interrupted_evaluation_has_the_same_rows(
     assert scores[0] == scores[1]
 
 
-def test_a_compaction_added_later_is_scored_against_the_same_answers(
-    recipe_of: Callable, tmp_path: Path, work: dict
-) -> None:
-    """A finished evaluation gets two compactions. Only their answers are sampled, and all rows equal those of one
-    evaluation. Control: other answers of the full cache in the journal give another log-perplexity.
-    """
+def test_a_compaction_added_later_is_scored_against_the_same_answers(recipe_of, tmp_path, work):
+    """Control: other answers of the full cache in the journal give another log-perplexity."""
     evaluate(recipe_of("whole"), progress=False)
     evaluate(recipe_of("out", [AM, FULL]), progress=False)
     file = tmp_path / "out" / "eval_completions.jsonl"
@@ -215,17 +199,15 @@ def test_a_compaction_added_later_is_scored_against_the_same_answers(
     assert all(a["log_perplexity"] > b["log_perplexity"] + 0.1 for a, b in zip(ours[1:3], whole[1:3], strict=True))
 
 
-def test_a_full_cache_added_later_scores_all_compactions(recipe_of: Callable, tmp_path: Path) -> None:
+def test_a_full_cache_added_later_scores_all_compactions(recipe_of, tmp_path):
     evaluate(recipe_of("whole"), progress=False)
     evaluate(recipe_of("out", [AM, EVICT]), progress=False)
     evaluate(recipe_of(), progress=False, resume=True)
     assert results(tmp_path / "out") == results(tmp_path / "whole")
 
 
-def test_the_full_cache_comes_first_for_each_context() -> None:
-    """The full cache is the first of each context's compactions wherever it stands in the list, also beside parts that
-    are read alone, which cannot share its reading.
-    """
+def test_the_full_cache_comes_first_for_each_context():
+    """Also beside parts that are read alone, which cannot share its reading."""
     engine = make_engine("hf", model=QUICKSTART, policy="full")
     questions = Questions([SplitPrompt([5, *range(4, 34)], 1, [7]), SplitPrompt([5, *range(3, 34)], 1, [7])], [])
     am, text = PromptCacheConfig(first=0), PromptCacheConfig(first=0, chunking="text", chunk=20)
@@ -241,22 +223,14 @@ def test_the_full_cache_comes_first_for_each_context() -> None:
         assert sorted(order[: len(caches)]) == sorted(order[len(caches) :]) == list(range(len(caches)))
 
 
-def test_parts_that_are_read_alone_are_scored_too(recipe_of: Callable, work: dict) -> None:
-    """With `chunking: text` the full cache is read apart. Greedy answers of the full cache are scored at temperature
-    1, and the loss falls when more entries are kept.
-    """
+def test_parts_that_are_read_alone_are_scored_too(recipe_of, work):
     blocks = [{"chunking": "text", "chunk": 20, "ratio": [0.1, 0.9]}, FULL]
     few, many, full = evaluate(recipe_of("out", blocks, samples=1, temperature=0.0), progress=False)
     assert full.log_perplexity < many.log_perplexity < few.log_perplexity
     assert work == {"generate": 15, "logprobs": 15}
 
 
-def test_the_command_prints_and_draws_log_perplexity(
-    recipe_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """The table has a column, eval.json has the numbers, and the three plots of the paper's figures are drawn. Control:
-    without a full cache there is no column, and a plot is refused with the remedy.
-    """
+def test_the_command_prints_and_draws_log_perplexity(recipe_of, tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(recipe_of().as_yaml())
     assert main(["eval", "e.yaml"]) == 0
     rows = results(tmp_path / "out")
@@ -280,8 +254,7 @@ def test_the_command_prints_and_draws_log_perplexity(
 
 
 @pytest.mark.slow
-def test_vllm_scores_the_same_answers(recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM decodes the answers token by token; its rows equal those of hf up to 1e-5."""
+def test_vllm_scores_the_same_answers(recipe_of, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = evaluate(recipe_of(), progress=False)

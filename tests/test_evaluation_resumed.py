@@ -8,33 +8,34 @@ a part of the point's work.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interrupting import interrupted_after
 
-from rollout.evaluation.journal import Journal, point_key
 from rollout.hf import HFEngine
+from rollout.measure.journal import Journal, point_key
+from sparse_rl.commands.arguments import refuse_used
 from sparse_rl.commands.eval import evaluate
 from sparse_rl.commands.main import main
 from sparse_rl.commands.perplexity import measure
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import EvalRecipe, PerplexityRecipe, make_recipe
+from sparse_rl.recipe import EvalRecipe, make_recipe
 
 TIMES = ("seconds", "tokens_per_second")
 HOLD_A_POINT = """
 import sys
 from pathlib import Path
-from rollout.evaluation.journal import Journal
+from rollout.measure.journal import Journal
 
 with Journal(Path(sys.argv[1]), resume=True) as journal, journal.take(sys.argv[2]) as taken:
     print(taken, flush=True)
@@ -57,15 +58,15 @@ def results(folder: Path, name: str = "eval.json") -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """A directory with a tiny untrained model."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     return str(folder)
 
 
 @pytest.fixture
-def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvalRecipe]:
+def recipe_of(tmp_path, model, monkeypatch):
     """recipe_of(output_dir, **keys) -> an evaluation of two tasks under two caches, in parts of two problems."""
     monkeypatch.chdir(tmp_path)
 
@@ -84,7 +85,7 @@ def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 @pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sampled(monkeypatch):
     """A list to which each call of an engine adds the number of its prompts."""
     counts: list[int] = []
     generate, simulate = HFEngine.generate, HFEngine.simulate
@@ -102,17 +103,12 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-# ---- the journal ---------------------------------------------------------------------------------------------------
-
-
 def line(point: str, unit: int, value: Any = None) -> dict[str, Any]:
     return {"point": point, "unit": [unit], "value": value, "completion": "long text"}
 
 
-def test_half_a_line_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
-    """A process that is killed while it writes leaves an incomplete last line. The file is cut at each byte. Only its
-    complete lines are read, and a further line can be added.
-    """
+def test_half_a_line_of_a_killed_process_is_ignored(tmp_path):
+    """The file is cut at each byte."""
     file = tmp_path / "journal.jsonl"
     with Journal(file) as journal:
         journal.add([line("a", 0, 1), line("a", 1, 2)])
@@ -128,8 +124,50 @@ def test_half_a_line_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
             assert {item["value"] for item in journal.lines("a")} >= {3}
 
 
-def test_lines_are_ordered_by_unit_and_kept_once(tmp_path: Path) -> None:
-    """Lines of a point are sorted by unit. Of two lines with the same point and unit, the journal keeps the first."""
+FORGED = {  # lines that no evaluation writes
+    "deep list": "[" * 100_000, "deep mapping": '{"a":' * 100_000, "number": "1", "text": '"x"', "null": "null",
+    "list": "[1]", "list of names": '["point", "unit"]', "NUL": "\0\0", "many digits": "9" * 10_000,
+    **{
+        f"{key} {value!r}": json.dumps({"point": "a", "unit": [0], "value": 0} | {key: value})
+        for key, values in {
+            "point": [[1], {}, None, 1, True],
+            "unit": ["ab", [[1]], [{}], {}, None, 1, ["a", 1], [1.0], [True], [None], [0, "b"]],
+        }.items()
+        for value in values
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_lines_are_ignored(what, tmp_path):
+    file, forged = tmp_path / "journal.jsonl", FORGED[what].encode() + b"\n\xff\xfe\n"
+    genuine = "".join(json.dumps(line("a", unit, unit)) + "\n" for unit in (3, 1)).encode()
+    for content in (genuine, forged + genuine, genuine + forged):
+        file.write_bytes(content)
+        with Journal(file, resume=True) as journal:
+            assert [item["value"] for item in journal.lines("a")] == [1, 3]
+            journal.add([line("a", 2, 2)])
+            assert [item["value"] for item in journal.lines("a")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda file: file.symlink_to(file)])
+@pytest.mark.parametrize("name", ["journal.jsonl", "journal.jsonl.lock"])
+def test_a_journal_that_is_no_file_is_refused(make, name, tmp_path):
+    """Every command with a journal checks its folder so, before it does anything else."""
+    refuse_used(tmp_path, ("journal.jsonl",), "output_dir", overwrite=True)
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{tmp_path / name} is not a file that can be written"):
+        refuse_used(tmp_path, ("journal.jsonl",), "output_dir", overwrite=True)
+
+
+def test_a_reward_that_is_no_finite_number_ends_an_evaluation(recipe_of, tmp_path):
+    for value in ("float('nan')", "float('inf')", "-1e39"):
+        (tmp_path / "mine.py").write_text(f"def reward(completions, **_):\n    return [{value}] * len(completions)\n")
+        with pytest.raises(UserError, match=r"reward returned \S+ in row 1 of \d+; a reward is a number from"):
+            evaluate(recipe_of(accuracy=f"{tmp_path}/mine.py:reward"), progress=False)
+
+
+def test_lines_are_ordered_by_unit_and_kept_once(tmp_path):
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.add([line("a", 2, "first"), line("b", 0)])
         journal.add([line("a", 0), line("a", 2, "second")])
@@ -139,17 +177,13 @@ def test_lines_are_ordered_by_unit_and_kept_once(tmp_path: Path) -> None:
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3
 
 
-def test_only_one_process_at_a_time_works_on_a_point(tmp_path: Path) -> None:
-    """While another process holds a point, this process cannot take it, but can take other points; nor can it start a
-    new journal. After the other process is killed, it can do both.
-    """
+def test_only_one_process_at_a_time_works_on_a_point(tmp_path):
     file, point, other = tmp_path / "journal.jsonl", point_key("one"), point_key("other")
     with Journal(file) as journal:
         process = subprocess.Popen(
             [sys.executable, "-c", HOLD_A_POINT, str(file), point],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
         with journal.take(point) as taken:
             assert not taken
@@ -163,38 +197,59 @@ def test_only_one_process_at_a_time_works_on_a_point(tmp_path: Path) -> None:
         assert taken
 
 
-# ---- evaluations ---------------------------------------------------------------------------------------------------
+CONTEXTS = ["a1b2c3d4" * 5, "e5f6a7" * 5]
+WRITES = {
+    "sweep": (0, 1, 3, 6),
+    "contexts": (0, 1, 2, 3),
+    "perplexity": (0, 1, 4),
+}  # of the journal before an interrupt
 
 
-@pytest.mark.parametrize("writes", [0, 1, 3, 6])
-@pytest.mark.few(1)
-def test_an_interrupted_evaluation_continues(recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int):
-    """After an interrupt, only the unfinished problems are sampled. Results and completions equal those of a run
-    without an interrupt.
-    """
-    evaluate(recipe_of("whole"), progress=False)
-    in_all = sum(sampled)
-    sampled.clear()
+@pytest.mark.parametrize(("kind", "writes"), [(kind, writes) for kind, counts in WRITES.items() for writes in counts])
+@pytest.mark.few(3)
+def test_an_interrupted_measurement_continues(kind, writes, recipe_of, tmp_path, model, sampled):
+    """Only what is unfinished is sampled, and results equal those of a run without an interrupt."""
+    rows = [{"text": CONTEXTS[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rng = random.Random(0)
+    (tmp_path / "book.txt").write_text("".join(rng.choice("0123456789abc;?") for _ in range(160)))
+    after_contexts = {
+        "tasks": {"one": {"path": str(tmp_path / "rows.jsonl"), "columns": {"context": "text"}}},
+        "prompt_cache": [{"policy": "am", "ratio": 0.3}, {"policy": "evict", "ratio": 0.3}],
+        "sweep": {},
+    }
+    of_text = {
+        "kind": "perplexity", "model": model, "dtype": "float32", "text": str(tmp_path / "book.txt"),
+        "prompt_tokens": 12, "completion_tokens": 20, "rollout": {"engine": "hf", "max_batch": 2},
+        "sweep": {"policy": ["full", "streaming"]}, "cache": {"budget": 16},
+    }  # fmt: skip
+
+    def run(output_dir: str, **options: bool) -> int:
+        """Return the number of sampled sequences."""
+        sampled.clear()
+        if kind == "perplexity":
+            recipe: Any = make_recipe({**of_text, "output_dir": str(tmp_path / output_dir)})
+            measure(recipe, progress=False, **options)
+        else:
+            evaluate(recipe_of(output_dir, **(after_contexts if kind == "contexts" else {})), progress=False, **options)
+        return sum(sampled)
+
+    in_all = run("whole")
     with interrupted_after(writes):
-        evaluate(recipe_of(), progress=False)
+        run("out")
     kept = sum(sampled[:writes])
-    sampled.clear()
-    evaluate(recipe_of(), progress=False, resume=True)
-    assert sum(sampled) == in_all - kept
-    assert results(tmp_path / "out") == results(tmp_path / "whole")
+    assert run("out", resume=True) == in_all - kept
+    name = "perplexity.json" if kind == "perplexity" else "eval.json"
+    assert results(tmp_path / "out", name) == results(tmp_path / "whole", name)
     texts = [
         sorted((item["point"], item["unit"], item["completion"]) for item in map(json.loads, file.open()))
-        for file in (tmp_path / "out/eval_completions.jsonl", tmp_path / "whole/eval_completions.jsonl")
+        for file in sorted(tmp_path.glob("*/eval_completions.jsonl"))
     ]
-    assert texts[0] == texts[1]
+    assert texts[:1] == texts[1:]
 
 
 @pytest.mark.slow
-def test_resuming_samples_only_new_points(recipe_of: Callable, sampled: list[int]) -> None:
-    """A sweep gets a new cache and is resumed; only the points of the new cache are sampled (8 prompts). If a setting
-    that determines the completions changes (seed, temperature, accuracy, samples), all points are sampled again (16
-    prompts).
-    """
+def test_resuming_samples_only_new_points(recipe_of, sampled):
     evaluate(recipe_of(), progress=False)
     sampled.clear()
     rows = evaluate(recipe_of(), progress=False, resume=True)
@@ -210,20 +265,17 @@ def test_resuming_samples_only_new_points(recipe_of: Callable, sampled: list[int
         sampled.clear()
 
 
-def test_a_changed_model_is_sampled_again(recipe_of: Callable, tmp_path: Path, sampled: list[int]) -> None:
-    save_untrained(tmp_path / "model", 0)
+def test_a_changed_model_is_sampled_again(recipe_of, tmp_path, sampled):
+    RunningSum.save_untrained(tmp_path / "model", 0)
     evaluate(recipe_of(model=str(tmp_path / "model")), progress=False)
-    save_untrained(tmp_path / "model", 1)
+    RunningSum.save_untrained(tmp_path / "model", 1)
     sampled.clear()
     evaluate(recipe_of(model=str(tmp_path / "model")), progress=False, resume=True)
     assert sum(sampled) == 16
 
 
-def test_a_sweep_over_models_gives_the_rows_of_each_model(recipe_of: Callable, tmp_path: Path, model: str) -> None:
-    """The rows of `sweep.model` for a model equal the rows of an evaluation of this model alone. Control: the two
-    models have different rows.
-    """
-    save_untrained(tmp_path / "other", 1)
+def test_a_sweep_over_models_gives_the_rows_of_each_model(recipe_of, tmp_path, model):
+    RunningSum.save_untrained(tmp_path / "other", 1)
     swept = {"policy": ["streaming", "full"], "cache": {"budget": [16]}, "model": [model, str(tmp_path / "other")]}
     rows = evaluate(recipe_of("both", sweep=swept), progress=False)
     assert [row.model for row in rows] == [model] * 4 + [str(tmp_path / "other")] * 4
@@ -233,12 +285,7 @@ def test_a_sweep_over_models_gives_the_rows_of_each_model(recipe_of: Callable, t
 
 
 @pytest.mark.slow
-def test_a_point_that_another_process_holds_is_left_out(
-    recipe_of: Callable, tmp_path: Path, sampled: list[int]
-) -> None:
-    """While another process holds one of 4 points, the other 3 points are evaluated, and eval.json has 3 rows. After
-    the other process has ended, the fourth point is evaluated too.
-    """
+def test_a_point_that_another_process_holds_is_left_out(recipe_of, tmp_path, sampled):
     evaluate(recipe_of("whole"), progress=False)
     file = tmp_path / "out" / "eval_completions.jsonl"
     points = [json.loads(text)["point"] for text in (tmp_path / "whole/eval_completions.jsonl").open()]
@@ -247,7 +294,6 @@ def test_a_point_that_another_process_holds_is_left_out(
         [sys.executable, "-c", HOLD_A_POINT, str(file), points[0]],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
     assert process.stdout.readline() == "True\n"
     rows = evaluate(recipe_of(), progress=False, resume=True)
     assert len(rows) == len(results(tmp_path / "out")["rows"]) == 3
@@ -258,77 +304,13 @@ def test_a_point_that_another_process_holds_is_left_out(
     assert results(tmp_path / "out") == results(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3])
-@pytest.mark.few(1)
-def test_an_interrupted_evaluation_with_compacted_contexts_continues(
-    recipe_of: Callable, tmp_path: Path, sampled: list[int], writes: int
-) -> None:
-    """After an interrupt, only the unanswered questions are sampled. Results equal those of a run without an
-    interrupt.
-    """
-    contexts = ["a1b2c3d4" * 5, "e5f6a7" * 5]
-    rows = [{"text": contexts[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {
-        "tasks": {"one": {"path": str(tmp_path / "rows.jsonl"), "columns": {"context": "text"}}},
-        "prompt_cache": [{"policy": "am", "ratio": 0.3}, {"policy": "evict", "ratio": 0.3}],
-        "sweep": {},
-    }
-    evaluate(recipe_of("whole", **keys), progress=False)
-    in_all = sum(sampled)
-    sampled.clear()
-    with interrupted_after(writes):
-        evaluate(recipe_of(**keys), progress=False)
-    kept = sum(sampled[:writes])
-    sampled.clear()
-    evaluate(recipe_of(**keys), progress=False, resume=True)
-    assert sum(sampled) == in_all - kept
-    assert results(tmp_path / "out") == results(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("writes", [0, 1, 4])
-@pytest.mark.few(1)
-def test_an_interrupted_measurement_of_perplexity_continues(
-    model: str, tmp_path: Path, sampled: list[int], monkeypatch: pytest.MonkeyPatch, writes: int
-) -> None:
-    rng = random.Random(0)
-    (tmp_path / "book.txt").write_text("".join(rng.choice("0123456789abc;?") for _ in range(160)))
-
-    def recipe(output_dir: str) -> PerplexityRecipe:
-        mapping = {
-            "kind": "perplexity", "model": model, "output_dir": str(tmp_path / output_dir), "dtype": "float32",
-            "text": str(tmp_path / "book.txt"), "prompt_tokens": 12, "completion_tokens": 20,
-            "rollout": {"engine": "hf", "max_batch": 2}, "sweep": {"policy": ["full", "streaming"]},
-            "cache": {"budget": 16},
-        }  # fmt: skip
-        return make_recipe(mapping).expect(PerplexityRecipe)
-
-    measure(recipe("whole"), progress=False)
-    in_all = sum(sampled)
-    sampled.clear()
-    with interrupted_after(writes):
-        measure(recipe("out"), progress=False)
-    kept = sum(sampled[:writes])
-    sampled.clear()
-    measure(recipe("out"), progress=False, resume=True)
-    assert sum(sampled) == in_all - kept
-    assert results(tmp_path / "out", "perplexity.json") == results(tmp_path / "whole", "perplexity.json")
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------
-
-
-def test_resume_and_overwrite_exclude_each_other(
-    recipe_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_resume_and_overwrite_exclude_each_other(recipe_of, tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(recipe_of().as_yaml())
     assert main(["eval", "e.yaml", "--resume", "--overwrite"]) == 2
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_a_dry_run_checks_everything_and_writes_nothing(
-    recipe_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_dry_run_checks_everything_and_writes_nothing(recipe_of, tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(recipe_of().as_yaml())
     assert main(["eval", "e.yaml", "--dry-run"]) == 0
     output = capsys.readouterr().out
@@ -340,10 +322,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_an_evaluation_killed_at_random_moments_ends_with_the_same_results(recipe_of: Callable, tmp_path: Path):
-    """The command is killed by SIGKILL ten times, at random moments after its start, and resumed each time. Half of the
-    time a second process shares the work.
-    """
+def test_an_evaluation_killed_at_random_moments_ends_with_the_same_results(recipe_of, tmp_path):
     recipe = recipe_of("whole", samples=8)
     evaluate(recipe, progress=False)
     (tmp_path / "e.yaml").write_text(recipe_of(samples=8).as_yaml())

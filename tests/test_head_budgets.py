@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ from interrupting import interrupted_after
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
-from rollout.context.budgets import Varied, allocate, load, padding, save
-from rollout.context.competition import global_shares
-from rollout.evaluation.journal import Journal
-from rollout.hf import HFEngine
-from sparse_rl.commands.budgets import CURVES, RESULTS, budgets_table, measure
+from rollout.context.budgets import Varied, allocate, global_shares, load, padding, save
+from rollout.measure.journal import Journal
+from sparse_rl.commands.budgets import CURVES, RESULTS, BudgetsMeasurement, measure
 from sparse_rl.commands.main import main
-from sparse_rl.data.running_sum import build_tokenizer
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import WEIGHTS
-from sparse_rl.models.identity import Identity, identify
+from sparse_rl.models.weights import Identity, identify
 from sparse_rl.recipe import BudgetsRecipe, make_recipe
 
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
@@ -35,16 +32,16 @@ LAYERS, HEADS = 2, 2
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """The quickstart's model, whose tokenizer has no chat template."""
     folder = tmp_path_factory.mktemp("models") / "plain"
     shutil.copytree(QUICKSTART, folder)
-    build_tokenizer().save_pretrained(folder)
+    RunningSum.tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture
-def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BudgetsRecipe]:
+def recipe_of(tmp_path, model, monkeypatch):
     """recipe_of(output_dir, **keys) -> a recipe: six questions about three contexts, of which two are used."""
     monkeypatch.chdir(tmp_path)
     rows = [{"text": CONTEXTS[i % 3], "prompt": f"Q{c}?"} for i, c in enumerate("abcdef")]
@@ -62,21 +59,15 @@ def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 @pytest.fixture
-def written(recipe_of: Callable) -> dict[str, Any]:
+def written(recipe_of):
     """The content of a file of head budgets."""
     content = measure(recipe_of(), progress=False)
-    assert content is not None
     return content
 
 
-# ---- log-probs and curves --------------------------------------------------------------------------------------------
-
-
-def test_curves_equal_a_plain_loop_over_the_engine(written: dict[str, Any], model: str) -> None:
-    """For each context, head and ratio, the loss equals that of `simulate` after a compaction whose numbers of entries
-    are written out. The shares are those of algorithm 4 on the mean curves."""
-    engine, tokenizer = make_engine("hf", model=model, policy="full"), build_tokenizer()
-    assert isinstance(engine, HFEngine)
+def test_curves_equal_a_plain_loop_over_the_engine(written, model):
+    """The shares are those of algorithm 4 on the mean curves."""
+    engine, tokenizer = make_engine("hf", model=model, policy="full"), RunningSum.tokenizer()
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     config, sampling = PromptCacheConfig(first=0), SamplingConfig(6, 0.6, 0.95, seed=42)
     for number, text in enumerate(CONTEXTS[:2]):
@@ -95,7 +86,7 @@ def test_curves_equal_a_plain_loop_over_the_engine(written: dict[str, Any], mode
             counts = [[round(0.1 * len(tokens))] * HEADS for _ in range(LAYERS)]
             if changed is not None:
                 counts[changed[0]][changed[1]] = max(1, round(ratio * len(tokens)))
-            return engine.compact(tokens, config, counts=counts)
+            return engine.study(tokens, config).compacted(config, counts)
 
         assert written["full_losses"][number] == pytest.approx(loss(full), abs=1e-4)
         assert written["baseline_losses"][number] == pytest.approx(loss(compacted(None)), abs=1e-4)
@@ -109,10 +100,8 @@ def test_curves_equal_a_plain_loop_over_the_engine(written: dict[str, Any], mode
     assert torch.tensor(written["shares"], dtype=torch.float64) == pytest.approx((expected / expected.mean()).numpy())
 
 
-def test_equal_numbers_of_entries_share_one_loss(model: str) -> None:
-    """Of the ratios below, two keep one entry, and one is the base ratio, whose loss is given."""
+def test_equal_numbers_of_entries_share_one_loss(model):
     engine = make_engine("hf", model=model, policy="full")
-    assert isinstance(engine, HFEngine)
     varied, calls = Varied(engine.study(range(10, 50), PromptCacheConfig(first=0)), PromptCacheConfig(first=0), 0.1), []
 
     def loss(context: Any) -> float:
@@ -123,14 +112,9 @@ def test_equal_numbers_of_entries_share_one_loss(model: str) -> None:
     assert calls == [[[4, 4], [1, 4]], [[4, 4], [40, 4]]]
 
 
-# ---- shares under competition ----------------------------------------------------------------------------------------
-
-
-def test_global_shares_count_the_keys_with_the_highest_scores(model: str) -> None:
-    """Ranking all keys of all heads by their scores in a plain loop gives the same shares. At ratio 1 the shares are
-    equal. Control: negated scores give other shares."""
+def test_global_shares_count_the_keys_with_the_highest_scores(model):
+    """At ratio 1 the shares are equal. Control: negated scores give other shares."""
     engine, config = make_engine("hf", model=model, policy="full"), PromptCacheConfig(first=2, last=1)
-    assert isinstance(engine, HFEngine)
     measured = engine.study(range(10, 50), config).scores(config)
     assert measured.shape == (LAYERS, HEADS, 37)
     ratios = (0.02, 0.3, 1.0)
@@ -145,29 +129,21 @@ def test_global_shares_count_the_keys_with_the_highest_scores(model: str) -> Non
     assert not torch.equal(global_shares(-measured, ratios)[1], shares[1])
 
 
-def test_scores_choose_the_keys_of_a_compaction(model: str) -> None:
-    """The keys that a head keeps without competition are those with its highest scores."""
+def test_scores_choose_the_keys_of_a_compaction(model):
     engine, config = make_engine("hf", model=model, policy="full"), PromptCacheConfig(policy="evict", ratio=0.2)
-    assert isinstance(engine, HFEngine)
     studied = engine.study(range(10, 50), config)
     best = studied.scores(config).topk(8).indices.sort(-1).values + 1
     for place, layer in enumerate(studied.compacted(config).layers):
         assert torch.equal(layer.positions[0, :, 1:], best[place])
 
 
-def test_padding_counts_the_longest_heads() -> None:
-    """hf stores 4 + 2 entries in each head's row, vLLM 4 + 4, and the mean of the entries is 3 + 1.5."""
+def test_padding_counts_the_longest_heads():
     assert padding([[4, 2], [2, 1]]) == pytest.approx((6 / 4.5, 8 / 4.5))
     assert padding([[3, 3], [3, 3]]) == (1, 1)
 
 
-# ---- interruptions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("writes", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 7))])
-def test_an_interrupted_measurement_ends_with_the_same_file(recipe_of: Callable, tmp_path: Path, writes: int) -> None:
-    """Each line of the journal is one head or context (10 in all), and none is measured twice. The last line of an
-    interrupted journal may be cut."""
+def test_an_interrupted_measurement_ends_with_the_same_file(recipe_of, tmp_path, writes):
     measure(recipe_of("whole"), progress=False)
     with interrupted_after(writes):
         measure(recipe_of("out"), progress=False)
@@ -183,24 +159,18 @@ def test_an_interrupted_measurement_ends_with_the_same_file(recipe_of: Callable,
     assert (tmp_path / "out" / RESULTS).read_text() == (tmp_path / "whole" / RESULTS).read_text()
 
 
-def test_other_settings_do_not_continue_a_journal(recipe_of: Callable, tmp_path: Path) -> None:
+def test_other_settings_do_not_continue_a_journal(recipe_of, tmp_path):
     measure(recipe_of(), progress=False)
     content = measure(recipe_of(base=0.5), progress=False, resume=True)
-    assert content is not None
     assert content["base"] == 0.5
     assert len((tmp_path / "out" / CURVES).read_text().splitlines()) == 4 * (LAYERS * HEADS + 1)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_budgets_of_another_model_are_refused(written: dict[str, Any], model: str, tmp_path: Path) -> None:
-    """Weights in a directory and in memory are compared. Control: the model that was measured takes the file."""
+def test_budgets_of_another_model_are_refused(written, model, tmp_path):
     file, config = tmp_path / "out" / RESULTS, PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "out" / RESULTS))
     assert written["model"] == {"name": model, "fingerprint": identify(model).fingerprint}
     torch.testing.assert_close(load(file, range(LAYERS), HEADS, identify(model)).tolist(), written["shares"])
     engine = make_engine("hf", model=model, policy="full")
-    assert isinstance(engine, HFEngine)
     engine.compact(range(10, 50), config)
     engine.load_weights({n: w + 0.01 for n, w in engine.model.named_parameters()}.items())
     for use in (
@@ -212,8 +182,7 @@ def test_budgets_of_another_model_are_refused(written: dict[str, Any], model: st
         assert "\n" not in str(caught.value)
 
 
-def test_published_formats_of_head_budgets_are_read(tmp_path: Path) -> None:
-    """The formats of the paper's authors and of DuoAttention are read, of any model of the right shape."""
+def test_published_formats_of_head_budgets_are_read(tmp_path):
     shares, model = [[0.1, 0.3], [0.2, 0.2], [0.4, 0.0]], Identity("any", "12")
     expected = torch.tensor(shares, dtype=torch.float64) / 0.2
     by_name = {f"L{i}H{j}": share for i, row in enumerate(shares) for j, share in enumerate(row)}
@@ -227,10 +196,8 @@ def test_published_formats_of_head_budgets_are_read(tmp_path: Path) -> None:
             load(tmp_path / name, range(2), 3, model)
 
 
-def test_budgets_name_the_layers_without_a_window(tmp_path: Path) -> None:
-    """The files of the paper's authors for Gemma 3 name the heads of every sixth layer alone, and a file of `save` has
-    the key `layers`. Both are read for these layers, in their order, and refused for others. Control: a file without
-    names of layers is checked by its shape."""
+def test_budgets_name_the_layers_without_a_window(tmp_path):
+    """The files of the paper's authors for Gemma 3 name the heads of every sixth layer alone."""
     layers, shares = [5, 11], [[0.1, 0.3], [0.2, 0.4]]
     expected = torch.tensor(shares, dtype=torch.float64) / 0.25
     by_name = {f"L{layer}H{j}": row[j] for layer, row in zip(layers, shares, strict=True) for j in (1, 0)}
@@ -250,25 +217,20 @@ def test_budgets_name_the_layers_without_a_window(tmp_path: Path) -> None:
         load(tmp_path / "other.json", layers, 2)
 
 
-def test_budgets_of_sliding_windows_are_those_of_the_global_layers(
-    recipe_of: Callable, new_model: Callable, model: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """The heads of the second of two layers are measured, and the file says which layer that is. A compaction reads
-    the file. A model whose other layer is global refuses it."""
+def test_budgets_of_sliding_windows_are_those_of_the_global_layers(recipe_of, new_model, model, tmp_path, capsys):
     for kinds in (["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]):
         folder = tmp_path / kinds[0]
         new_model("gemma3_text", layer_types=kinds, max_position_embeddings=512).save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)
+        RunningSum.tokenizer().save_pretrained(folder)
     recipe = recipe_of(model=str(tmp_path / "sliding_attention"))
     (tmp_path / "b.yaml").write_text(recipe.as_yaml())
     assert main(["budgets", "b.yaml", "--dry-run"]) == 0
     assert "1 layers without a window x 2 kv heads x 3 ratios x 2 contexts = 12" in capsys.readouterr().out
     content = measure(recipe, progress=False)
-    assert content is not None
     assert content["layers"] == [1]
     assert [len(row) for row in content["shares"]] == [2]
     assert len((tmp_path / "out" / CURVES).read_text().splitlines()) == 2 * (2 + 1)
-    assert {*budgets_table(content).columns[0].cells} == {"1"}
+    assert {*BudgetsMeasurement.table(content).columns[0].cells} == {"1"}
     config = PromptCacheConfig(ratio=0.2, budgets=str(tmp_path / "out" / RESULTS))
     context = make_engine("hf", model=recipe.model, policy="full").compact(range(10, 50), config)
     expected = [[max(1, round(share * 0.2 * 39)) + 1 for share in row] for row in content["shares"]]
@@ -280,7 +242,7 @@ def test_budgets_of_sliding_windows_are_those_of_the_global_layers(
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path):
     save(tmp_path / "whole.json", torch.ones(2, 2))
     whole = (tmp_path / "whole.json").read_text()
     damaged = {
@@ -293,7 +255,23 @@ def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -
         "absent.json": ('{"L0H0": 1, "L0H1": 1, "L1H0": 1, "L2H0": 1}', "L1H1"),
         "ragged.tsv": ("1\t1\n1\n", "holds no head budgets"),
         "text.tsv": ("1\ta\n", "could not convert"),
-        "nan.tsv": ("nan\t1\n1\t1\n", "a head budget below 0, or no head budget above 0"),
+        "nan.tsv": ("nan\t1\n1\t1\n", r"shares\[0\]\[0\]: expected a finite number"),
+        "below.json": ('{"shares": [[-1, 1], [1, 1]]}', "a head budget below 0, or no head budget above 0"),
+        "zeros.json": ('{"shares": [[0, 0], [0, 0]]}', "a head budget below 0, or no head budget above 0"),
+        "huge.json": ('{"shares": [[1e999, 1], [1, 1]]}', "holds no head budgets"),
+        "digits.json": (f'{{"shares": [[{10**30}, {10**40}], [1, 1]]}}', "holds no head budgets"),
+        "texts.json": ('{"shares": [["a", "b"], ["c", "d"]]}', "holds no head budgets"),
+        "flags.json": ('{"shares": [[true, true], [true, true]]}', "holds no head budgets"),
+        "mappings.json": ('{"shares": [[{}, {}], [{}, {}]]}', "holds no head budgets"),
+        "flat.json": ('{"shares": 1}', "holds no head budgets"),
+        "cube.json": ('{"shares": [[[1, 1]], [[1, 1]]]}', "holds no head budgets"),
+        "model.json": (
+            '{"model": {"name": [1], "fingerprint": {}}, "shares": [[1, 1], [1, 1]]}',
+            "holds no head budgets",
+        ),
+        "listed.json": ('{"model": [], "shares": [[1, 1], [1, 1]]}', "holds no head budgets"),
+        "layers.json": ('{"layers": [0, 1e999], "shares": [[1, 1], [1, 1]]}', "holds no head budgets"),
+        "named.json": ('{"L0H0": 1, "L0H1": [1], "L1H0": 1, "L1H1": 1}', "holds no head budgets"),
     }
     for name, (text, message) in damaged.items():
         (tmp_path / name).write_text(text)
@@ -303,34 +281,8 @@ def test_damaged_files_of_head_budgets_are_refused_in_one_line(tmp_path: Path) -
         assert "\n" not in str(caught.value)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-WRONG = [
-    ({"base": 0.7}, r"ratios: name at least two ratios, from at most base \(0\.7\) to at least base"),
-    ({"ratios": [0.5, 0.1]}, "ratios: name ratios in increasing order"),
-    ({"ratios": [0.1, 1.2]}, r"ratios\[1\]: expected a number between 0 and 1"),
-    ({"tasks": {}}, "tasks: name at least one task"),
-    ({"tasks": {"a": {"path": "a.jsonl"}}}, r"tasks\.a\.columns: head budgets are measured on contexts"),
-    ({"prompt_cache": {"policy": "full"}}, r"prompt_cache\.policy: full selects no entries"),
-    ({"prompt_cache": {"budgets": "b.json"}}, r"prompt_cache\.budgets: does not apply"),
-    ({"prompt_cache": {"ratio": 0.2}}, r"prompt_cache\.ratio: does not apply"),
-    ({"prompt_cache": {"on_policy": True}}, r"prompt_cache\.on_policy: does not apply"),
-    ({"prompt_cache": {"chunking": "text"}}, r"prompt_cache\.chunking: does not apply"),
-    ({"rollout": {"engine": "vllm"}}, r"rollout\.engine: head budgets are measured with the engine hf"),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), WRONG)
-def test_a_mistake_in_the_recipe_is_a_one_line_error(keys: dict[str, Any], message: str, recipe_of: Callable) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        recipe_of(**keys)
-    assert "\n" not in str(caught.value)
-
-
-def test_mistakes_that_the_data_show_are_found_before_the_model_is_loaded(
-    recipe_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparse_rl.commands.sampling.load_for_sampling", lambda _: pytest.fail("loaded"))
+def test_mistakes_that_the_data_show_are_found_before_the_model_is_loaded(recipe_of, monkeypatch):
+    monkeypatch.setattr("sparse_rl.recipe.sampling.load_for_sampling", lambda _: pytest.fail("loaded"))
     for keys, message in (
         ({"contexts": 4}, "contexts: the tasks have 3 contexts, fewer than 4"),
         ({"prompt_cache": {"last": 60}}, r"tasks\.one: problem 1: the context has 40 tokens, but first \+ last is 60"),
@@ -340,11 +292,7 @@ def test_mistakes_that_the_data_show_are_found_before_the_model_is_loaded(
             measure(recipe_of(**keys), progress=False)
 
 
-def test_the_command_writes_a_file_that_eval_uses(
-    recipe_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture, model: str
-) -> None:
-    """A dry run writes no file. A second call needs --resume or --overwrite. `eval` and `inspect` read the file; `eval`
-    refuses it for a model with other weights."""
+def test_the_command_writes_a_file_that_eval_uses(recipe_of, tmp_path, capsys, model):
     (tmp_path / "b.yaml").write_text(recipe_of().as_yaml())
     assert main(["budgets", "b.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -356,8 +304,6 @@ def test_the_command_writes_a_file_that_eval_uses(
     assert main(["budgets", "b.yaml"]) == 2
     assert f"already holds {RESULTS}" in capsys.readouterr().err
     assert main(["budgets", "b.yaml", "--resume"]) == 0
-    assert main(["inspect", f"out/{RESULTS}"]) == 0
-    assert f"head budgets of {model}, 2 x 2 heads" in capsys.readouterr().out
     rows = [{"text": CONTEXTS[0], "prompt": "Qa?", "answer": "1"}]
     (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mapping = {
@@ -369,7 +315,6 @@ def test_the_command_writes_a_file_that_eval_uses(
     assert main(["eval", "e.yaml", "rollout.progress=false"]) == 0
     shutil.copytree(model, tmp_path / "other")
     other = make_engine("hf", model=model, policy="full")
-    assert isinstance(other, HFEngine)
     other.load_weights({n: w + 0.01 for n, w in other.model.named_parameters()}.items())
     (tmp_path / "other" / WEIGHTS).unlink()
     other.model.save_pretrained(tmp_path / "other")

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ print(json.dumps([status, heavy, time.process_time() - before]))
 
 
 @pytest.fixture
-def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
+def listen():
     """listen(answer) -> (its address, the first line of each request so far). With b"" the socket hangs up; with None
     it never answers.
     """
@@ -66,7 +65,7 @@ def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
 
 
 @pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def at(monkeypatch, tmp_path):
     """at(address) sets the hub to this address with an empty cache; both are restored afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -93,10 +92,8 @@ def fill_cache(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [NOT_FOUND, None])
-def test_with_a_reachable_hub_the_check_makes_one_request_and_no_error(answer, listen, at) -> None:
-    """The hub counts as reachable for any answer, and even if it accepts the connection and never answers. The check
-    then leaves the model to transformers, and is not repeated.
-    """
+def test_with_a_reachable_hub_the_check_makes_one_request_and_no_error(answer, listen, at):
+    """Even if the hub accepts the connection and never answers."""
     address, requests = listen(answer)
     at(address)
     for _ in range(2):
@@ -106,10 +103,8 @@ def test_with_a_reachable_hub_the_check_makes_one_request_and_no_error(answer, l
     assert not os.environ["HF_HUB_OFFLINE"]
 
 
-def test_without_a_hub_the_cached_model_is_used(listen, at, tmp_path, caplog) -> None:
-    """If the hub hangs up, a model that is not cached gives an error. A cached model is used with one warning, and the
-    libraries are set to offline mode. All of this takes one request.
-    """
+def test_without_a_hub_the_cached_model_is_used(listen, at, tmp_path, caplog):
+    """All of this takes one request."""
     address, requests = listen(b"")
     at(address)
     for _ in range(2):
@@ -129,8 +124,7 @@ def test_without_a_hub_the_cached_model_is_used(listen, at, tmp_path, caplog) ->
     assert len(requests) == 1
 
 
-def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path) -> None:
-    """With HF_HUB_OFFLINE, a model that is not cached gives an error, and a cached model does not."""
+def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path):
     address, requests = listen(NOT_FOUND)
     at(address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -141,16 +135,14 @@ def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path) -> Non
     assert not requests
 
 
-def test_an_invalid_hub_name_is_refused() -> None:
+def test_an_invalid_hub_name_is_refused():
     with pytest.raises(UserError, match="runs/a/model is neither a model directory nor a hub name"):
         hub.check_available("runs/a/model")
 
 
 @pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["rollout", "quickstart/grpo"]])
-def test_a_command_fails_after_one_request_to_the_hub(words, listen, tmp_path) -> None:
-    """Without a network a command makes one request to the hub instead of six with waits, prints one line, and imports
-    no heavy library.
-    """
+def test_a_command_fails_after_one_request_to_the_hub(words, listen, tmp_path):
+    """Instead of six with waits; and no heavy library is imported."""
     address, requests = listen(b"")
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}

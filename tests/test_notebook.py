@@ -46,7 +46,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def test_the_file_is_a_valid_notebook_of_at_most_400_kb() -> None:
+def test_the_file_is_a_valid_notebook_of_at_most_400_kb():
     notebook = json.loads(FILE.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
@@ -56,10 +56,7 @@ def test_the_file_is_a_valid_notebook_of_at_most_400_kb() -> None:
     assert FILE.stat().st_size <= 400_000
 
 
-def test_cells_were_executed_once_in_order() -> None:
-    """Code cells are numbered from 1 without a gap. Exactly the cells that print or show a figure have an output, and
-    no output is a warning.
-    """
+def test_cells_were_executed_once_in_order():
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     for number, cell in enumerate(code, 1):
@@ -70,7 +67,7 @@ def test_cells_were_executed_once_in_order() -> None:
             assert output.get("name", "stdout") == "stdout", f"code cell {number} has a warning"
 
 
-def test_outputs_contain_no_local_paths() -> None:
+def test_outputs_contain_no_local_paths():
     path = re.compile(r"(?:^|[\s'\"=(])(?:/|~/|[A-Z]:\\)\w")
     assert path.search("saved to /tmp/x")
     assert path.search("'~/x'")
@@ -79,7 +76,7 @@ def test_outputs_contain_no_local_paths() -> None:
         assert not any(path.search(text) for text in texts(cell)), f"code cell {number}"
 
 
-def test_every_link_leads_to_a_file_and_heading_of_this_repository() -> None:
+def test_every_link_leads_to_a_file_and_heading_of_this_repository():
     links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", "\n".join(sources("markdown")))
     assert len(links) > 10
     for link, heading in links:
@@ -91,16 +88,13 @@ def test_every_link_leads_to_a_file_and_heading_of_this_repository() -> None:
             assert heading in map(anchor, headings), f"{link}#{heading}"
 
 
-def test_code_cells_are_plain_python() -> None:
+def test_code_cells_are_plain_python():
     for source in sources("code"):
         compile(source, "a cell", "exec")  # the code has no magics and no shell lines
 
 
 @pytest.mark.slow
-def test_the_claims_of_the_notebook_hold(tmp_path: Path) -> None:
-    """The code cells run without errors and print as many lines as the notebook shows. RL raises the accuracy, the gap
-    is at most 1e-5 for the right record, and large for each damaged record.
-    """
+def test_the_claims_of_the_notebook_hold(tmp_path):
     (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]

@@ -5,17 +5,16 @@ readable by their owner alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.trace import EvictionTrace, save_traces
-from trainer.examples import Example
-from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
+from trainer.batch import Example
+from trainer.teacher import TeacherFacts, weights_fingerprint, write_teacher_cache
 
 
 def modes(folder: Path) -> set[int]:
@@ -24,16 +23,13 @@ def modes(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
-def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_path: Path) -> None:
-    """Traces, an untrained model and a teacher cache have the permissions of the umask; tests/trainer/test_export.py
-    checks a whole run.
-    """
+def test_written_files_follow_the_umask(umask, new_model, tmp_path):
     before = os.umask(umask)
     try:
         for name in ("traces", "model", "teacher", "plain"):
             (tmp_path / name).mkdir()
         save_traces(tmp_path / "traces/a.safetensors", [EvictionTrace.dense(2, 2, 9)])
-        save_untrained(tmp_path / "model", 0)
+        RunningSum.save_untrained(tmp_path / "model", 0)
         teacher = new_model("qwen2")
         facts = TeacherFacts("a teacher", weights_fingerprint(teacher), teacher.config.vocab_size, 1.0, 4, "float32")
         write_teacher_cache(tmp_path / "teacher", teacher, [Example([3, 4], [5, 6])], facts)

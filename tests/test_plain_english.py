@@ -49,7 +49,7 @@ def empty_names(tree: ast.AST) -> list[str]:
     return [f"{node.lineno}: {node.id}" for node in stored]
 
 
-def test_code_is_written_in_plain_english() -> None:
+def test_code_is_written_in_plain_english():
     refused = []
     for path in SOURCES:
         if path != Path(__file__):
@@ -60,7 +60,7 @@ def test_code_is_written_in_plain_english() -> None:
     assert refused == []
 
 
-def test_pages_are_written_in_plain_english() -> None:
+def test_pages_are_written_in_plain_english():
     """One section of CONTRIBUTING.md quotes refused phrases, and is left out."""
     refused = []
     for path in PAGES:
@@ -69,7 +69,7 @@ def test_pages_are_written_in_plain_english() -> None:
     assert refused == []
 
 
-def test_control_bad_patterns_are_found() -> None:
+def test_control_bad_patterns_are_found():
     tree = ast.parse(BAD_EXAMPLE)
     assert bad_openings(tree) == ["3: Whether it is so."]
     assert sorted(empty_names(tree)) == ["4: mine", "4: told", "5: each"]

@@ -63,25 +63,20 @@ PINS = pinned(lines("cuda-constraints.txt"))
 VLLM = lines("vllm-requires-dist.txt")
 
 
-def test_the_pins_satisfy_the_requirements_of_vllm() -> None:
-    """requirements/vllm-requires-dist.txt is a copy of the requirements of vLLM for CUDA, in the version that is
-    pinned.
-    """
+def test_the_pins_satisfy_the_requirements_of_vllm():
     assert not list(contradictions(PINS, VLLM))
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
 
 
-def test_the_pins_satisfy_the_requirements_of_this_project() -> None:
+def test_the_pins_satisfy_the_requirements_of_this_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
     assert not list(contradictions(PINS, required))
     assert {canonicalize_name(Requirement(item).name) for item in required} <= PINS.keys()
 
 
-def test_the_pins_satisfy_each_other() -> None:
-    """The pinned versions satisfy each other's requirements. Only packages installed on this machine in exactly the
-    pinned version can be checked.
-    """
+def test_the_pins_satisfy_each_other():
+    """Only packages installed here in exactly the pinned version can be checked."""
     required = {}
     for package in distributions():
         name = canonicalize_name(package.metadata["Name"])
@@ -101,12 +96,12 @@ def test_the_pins_satisfy_each_other() -> None:
         ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras that are not requested
     ],
 )
-def test_control_contradictions_are_found(pins: dict[str, str], wrong: int) -> None:
+def test_control_contradictions_are_found(pins, wrong):
     """`wrong` is the number of vLLM's requirements that the pins contradict."""
     assert len(list(contradictions({name: Version(pin) for name, pin in pins.items()}, VLLM))) == wrong
 
 
-def test_messages_name_a_version_of_vllm_that_this_project_asks_for() -> None:
+def test_messages_name_a_version_of_vllm_that_this_project_asks_for():
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
     assert extra == [f"vllm=={source.VLLM}"]
     assert f'pip install "{extra[0]}"' == source.INSTALL_VLLM
@@ -120,16 +115,13 @@ def test_messages_name_a_version_of_vllm_that_this_project_asks_for() -> None:
         ("git+https://there/sparse-rl", "vllm", '`pip install "sparse-rl[vllm] @ git+https://there/sparse-rl"`'),
     ],
 )
-def test_the_install_command_needs_no_package_index(
-    monkeypatch: pytest.MonkeyPatch, url: str, extra: str, command: str
-) -> None:
+def test_the_install_command_needs_no_package_index(monkeypatch, url, extra, command):
     monkeypatch.setattr("sparse_rl.source.URL", url)
     assert source.how_to_install(extra) == command
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_works_without_the_sources(tmp_path: Path) -> None:
-    """A wheel of this project is built and installed into an empty folder; from there, a dry run of a recipe works."""
+def test_an_installed_wheel_works_without_the_sources(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     sources = tmp_path / "sources"  # a copy, since building a wheel writes files among its sources
     for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):

@@ -19,8 +19,8 @@ import torch
 
 from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views import make_view
 from sparse_rl.methods.pages.view import PagedView
 from sparse_rl.trace import NEVER, EvictionTrace, TraceError, batch_traces, declared, load_traces, pack_traces
 from sparse_rl.trace.files import write_sections
@@ -28,9 +28,6 @@ from sparse_rl.trace.files import write_sections
 LAYERS, HEADS = 2, 2
 DOCS = Path(__file__).parents[1] / "docs/traces.md"
 Sections = dict[str, torch.Tensor]
-
-
-# ---- possible records, drawn at random by following a sampler query by query ----------------------------------------
 
 
 def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -157,9 +154,6 @@ def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
     length = rng.randint(2, 18)
     prompt = rng.randint(1, length - 1)
     return KINDS[kind](rng, prompt, length), prompt
-
-
-# ---- the definitions ------------------------------------------------------------------------------------------------
 
 
 def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
@@ -302,12 +296,8 @@ def accepted(sections: Sections, prompt: int | None) -> bool:
     return True
 
 
-# ---- laws -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_records_of_a_sampler_are_accepted(kind: str, tmp_path: Path) -> None:
-    """A record that is drawn by following a sampler is accepted, and can be saved, loaded and batched."""
+def test_records_of_a_sampler_are_accepted(kind, tmp_path):
     for seed in range(300):
         sections, prompt = draw_record(kind, seed)
         assert possible(sections, prompt), seed
@@ -347,10 +337,8 @@ def with_one_change(sections: Sections, rng: random.Random) -> Sections:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.few(2)
-def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind: str) -> None:
-    """A record with one random change, or with a prompt of another length, is accepted if and only if it is still
-    possible. In every section, at least 20 changes must make it impossible.
-    """
+def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind):
+    """In every section, at least 20 changes must make it impossible."""
     counts: Counter[tuple[str, bool]] = Counter()
     for seed in range(2500):
         sections, prompt = draw_record(kind, seed % 250)
@@ -370,8 +358,7 @@ def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_record_without_a_prompt_length_is_accepted_if_it_fits_some_prompt(kind: str) -> None:
-    """A trace alone or in a file is accepted if and only if it is possible for some prompt length."""
+def test_a_record_without_a_prompt_length_is_accepted_if_it_fits_some_prompt(kind):
     counts: Counter[bool] = Counter()
     for seed in range(300):
         altered = with_one_change(draw_record(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
@@ -393,9 +380,6 @@ def possible_or_not(sections: Sections, prompt: int) -> bool:
 
 def drawn_names(kind: str) -> set[str]:
     return {name for seed in range(250) for name in draw_record(kind, seed)[0]}
-
-
-# ---- traces that an earlier version accepted ------------------------------------------------------------------------
 
 
 def example(**settings: int) -> tuple[Sections, int]:
@@ -449,11 +433,8 @@ def split(sections: Sections) -> tuple[torch.Tensor, Sections]:
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Callable) -> None:
-    """Each entry of IMPOSSIBLE changes a valid record of clustered attention so that no sampler can have recorded it.
-
-    The record is refused when a trace is created from it, loaded, and replayed after its tensors were changed in place.
-    """
+def test_impossible_pages_are_refused(name, tmp_path, model_of):
+    """When a trace is created, loaded, and replayed after its tensors were changed in place."""
     change, message = IMPOSSIBLE[name]
     sections, prompt = example()
     before = EvictionTrace(*split(sections))
@@ -473,7 +454,6 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
         return
     for replayed in (
         lambda: replay_logprobs(model, [sequence]),
-        lambda: dense_logprobs(model, sequence.prompt_ids, sequence.completion_ids, before),
         lambda: pack_traces([before]),
         lambda: make_view([before], [0], 14, "cpu"),
         lambda: Rollout(sequence.prompt_ids, sequence.completion_ids, [0.0] * 10, [0.0] * 10, before, "length"),
@@ -482,10 +462,8 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
             replayed()
 
 
-def test_a_record_that_does_not_fit_the_prompt_is_refused_in_replay(model_of: Callable) -> None:
-    """A trace does not record where its prompt ends, but the sequence that is replayed does. Pages that close at 5, 7,
-    9 and 11 fit prompts of 4 or 5 tokens, but not of 6 or 9.
-    """
+def test_a_record_that_does_not_fit_the_prompt_is_refused_in_replay(model_of):
+    """Pages that close at 5, 7, 9 and 11 fit prompts of 4 or 5 tokens, but not of 6 or 9."""
     sections, prompt = example()
     trace = EvictionTrace(*split(sections))
     for tokens, refused in ((prompt, False), (5, False), (6, True), (9, True)):
@@ -497,10 +475,8 @@ def test_a_record_that_does_not_fit_the_prompt_is_refused_in_replay(model_of: Ca
             replay_logprobs(model_of("qwen3"), [sequence])
 
 
-def test_control_a_page_that_contains_a_later_token_leaks_this_token(model_of: Callable) -> None:
-    """This is the reason for the check of pages. If query 8 may open a page that contains token 9, the log-probs at
-    query 8 depend on token 9 (here 20 or 21). With the valid record they do not.
-    """
+def test_control_a_page_that_contains_a_later_token_leaks_this_token(model_of):
+    """The reason for the check of pages: the log-probs at query 8 would depend on token 9 (here 20 or 21)."""
     model = model_of("qwen3")
 
     def logits_at_query_8(token_9: int, future: bool) -> torch.Tensor:
@@ -519,11 +495,11 @@ def test_control_a_page_that_contains_a_later_token_leaks_this_token(model_of: C
     assert not torch.equal(logits_at_query_8(20, True), logits_at_query_8(21, True))
 
 
-def test_the_drawn_records_cover_every_section() -> None:
+def test_the_drawn_records_cover_every_section():
     assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
-def test_impossible_experts_are_refused() -> None:
+def test_impossible_experts_are_refused():
     """Experts of the last token, which is never fed, and a layer without experts for a single token are refused."""
     sections = next(s for s, _ in (draw_record("routed", seed) for seed in range(99)) if len(s["routed"][0]) > 4)
     layer = int((sections["routed"] >= 0).any(-1).any(-1).nonzero()[0])
@@ -535,29 +511,21 @@ def test_impossible_experts_are_refused() -> None:
 
     for changed, message in (
         (with_token(-1, [0, 1]), "routed has experts for the last token, which is never fed"),
-        (
-            with_token(2, [-1, -1]),
-            f"routed has no experts for token 2 of layer {layer}, although",
-        ),
+        (with_token(2, [-1, -1]), f"routed has no experts for token 2 of layer {layer}, although"),
     ):
         assert not possible(changed, 1)
         with pytest.raises(TraceError, match=message):
             EvictionTrace(changed["evict_at"], {"routed": changed["routed"]})
 
 
-# ---- files from other writers ---------------------------------------------------------------------------------------
-
-
-def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/traces.md shows a program that writes trace files with numpy alone. The program is run, and the files that
-    it writes load as written, for every kind of record.
-    """
+def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(import hashlib.*?)```", DOCS.read_text(), flags=re.S)
     namespace: dict[str, Any] = {}
     exec(program, namespace)
     (trace,) = load_traces("traces.safetensors", {"policy": "mine"})
-    assert trace.to_events().tolist() == [[0, 0, 1, 4]]
+    assert (trace.evict_at < NEVER).nonzero().tolist() == [[0, 0, 1]]
+    assert trace.evict_at[0, 0, 1] == 4
     assert trace.shape == (1, 2, 6)
     for kind in KINDS:
         groups: dict[tuple, list[Sections]] = {}
@@ -575,10 +543,8 @@ def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch
                 assert all(torch.equal(values, loaded.sections[name]) for name, values in row.items())
 
 
-def test_files_of_format_version_2_load_unless_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 had no section closed_at, so its files with pages are refused in one line; other files load unchanged.
-    Files of a later version than ours are refused.
-    """
+def test_files_of_format_version_2_load_unless_they_have_pages(tmp_path, monkeypatch):
+    """Version 2 had no section closed_at."""
     path, (plain, _), (pages, _) = tmp_path / "t.safetensors", draw_record("refitted", 3), example()
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 2)
     write_sections(path, [plain], None)
@@ -589,5 +555,6 @@ def test_files_of_format_version_2_load_unless_they_have_pages(tmp_path: Path, m
         load_traces(path)
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 4)
     write_sections(path, [plain], None)
+    monkeypatch.undo()
     with pytest.raises(TraceError, match="has format version '4'; the supported versions: 2 and 3"):
         load_traces(path)

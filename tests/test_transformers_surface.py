@@ -2,12 +2,9 @@
 docs/internals.md gives the reason for each.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import transformers.trainer
@@ -33,7 +30,7 @@ HELD = {
 }
 
 
-def test_our_attention_is_registered_and_adopt_selects_it(new_model: Callable) -> None:
+def test_our_attention_is_registered_and_adopt_selects_it(new_model):
     for interface in (AttentionInterface, AttentionMaskInterface):
         assert list(inspect.signature(interface.register).parameters) == ["key", "value"]
         assert ATTENTION in interface().valid_keys()
@@ -45,10 +42,8 @@ def test_our_attention_is_registered_and_adopt_selects_it(new_model: Callable) -
     assert NO_MASK.ndim == 4  # a mask that transformers takes as already prepared
 
 
-def test_checkpointed_modules_show_their_checkpointing_options(new_model: Callable) -> None:
-    """After `gradient_checkpointing_enable`, modules have the attributes from which we read if checkpointing is
-    reentrant.
-    """
+def test_checkpointed_modules_show_their_checkpointing_options(new_model):
+    """From them we read if checkpointing is reentrant."""
     model = new_model("qwen3")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     functions = [m._gradient_checkpointing_func for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
@@ -56,7 +51,7 @@ def test_checkpointed_modules_show_their_checkpointing_options(new_model: Callab
     assert all(isinstance(f, functools.partial) and f.keywords["use_reentrant"] is False for f in functions)
 
 
-def test_other_names_of_transformers_exist() -> None:
+def test_other_names_of_transformers_exist():
     assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save")
     source = inspect.getsource(transformers.trainer)
     uses = [line.strip() for line in source.splitlines() if "DEFAULT_PROGRESS_CALLBACK" in line]
@@ -67,7 +62,7 @@ def test_other_names_of_transformers_exist() -> None:
     assert 'getattr(model, "_weight_conversions", None)' in inspect.getsource(revert_weight_conversion)
 
 
-def test_conversions_of_weights_have_the_expected_parameters() -> None:
+def test_conversions_of_weights_have_the_expected_parameters():
     for function, parameters in (
         (revert_weight_conversion, "model state_dict"),
         (rename_source_key, "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse"),
@@ -78,7 +73,7 @@ def test_conversions_of_weights_have_the_expected_parameters() -> None:
         assert list(inspect.signature(function).parameters) == parameters.split(), function
 
 
-def test_the_table_in_the_docs_lists_exactly_these_names() -> None:
+def test_the_table_in_the_docs_lists_exactly_these_names():
     section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

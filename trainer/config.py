@@ -1,27 +1,29 @@
-"""The settings that several kinds of training share. Imports no torch.
-
-The settings of one component are in its own config.py: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
-"""
+"""Every setting of a training, with its default. Imports no torch. options.py lists what is refused of TRL's own."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
+    AtLeastOne,
     BelowOne,
     Configuration,
+    Fraction,
     NonNegative,
     NonNegativeInt,
+    PathText,
     Positive,
     PositiveInt,
+    Probability,
     Rule,
     Text,
     at_most,
 )
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
 
 Scheduler = Literal[
     "linear",
@@ -42,8 +44,18 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Configuration):
-    """Settings of every training. Names and meanings are as in TRL, except for the fields described here.
+    """Settings of every training. Names and meanings are as in TRL.
 
+    learning_rate, lr_scheduler_type : highest learning rate, and its course over the steps
+    num_train_epochs : number of times that the training goes through the data
+    per_device_train_batch_size : number of rows of a forward pass in each process
+    gradient_accumulation_steps : number of forward passes before each step of the optimizer
+    gradient_checkpointing : true computes activations again in the backward pass, which saves memory
+    max_grad_norm : norm to which a larger gradient is scaled down
+    adam_beta1, adam_beta2, weight_decay : settings of AdamW
+    logging_steps : number of steps between lines of metrics.jsonl
+    save_total_limit : number of checkpoints to keep, the newest; None keeps all
+    report_to, run_name : services that receive the metrics, and the name of the run there
     warmup_steps : number of warm-up steps; a value below 1 is a share of all steps
     max_steps : number of steps; overrides num_train_epochs
     save_steps : number of steps between checkpoints; 0 writes only the final model
@@ -92,6 +104,7 @@ ALL_LINEAR = "all-linear"
 class LoraConfig(Configuration):
     """Settings of low-rank adapters. They have no dropout, because dropout cannot be replayed.
 
+    r, alpha : rank of an adapter; its output is multiplied by alpha / r
     target_modules : adapted layers: a list of the last parts of their names, or a regular expression for whole names.
         all-linear adapts all linear layers except the head and, in a model with experts, only those of the attention.
         Routers and experts cannot be adapted
@@ -101,25 +114,23 @@ class LoraConfig(Configuration):
     alpha: PositiveInt = 32
     target_modules: list[Text] | Text = ALL_LINEAR
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.target_modules, str):
-            try:
-                re.compile(self.target_modules)
-            except (re.error, RecursionError, OverflowError) as error:
-                wrong = f"is not a valid regular expression ({error}); correct it, or give a list of names"
-                raise UserError(wrong, "target_modules") from None
-
-
-MOST_PROCESSES = 256  # per machine; no machine has more GPUs
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
-    """Settings of the launch. `processes` counts the processes of all machines; zero_stage 0 means no DeepSpeed."""
+    """Settings of the launch.
 
-    processes: PositiveInt = 1
+    processes : number of processes of all machines, one for each GPU
+    zero_stage : ZeRO stage of DeepSpeed; 0 means no DeepSpeed
+    offload : true keeps the optimizer's state and, at stage 3, the weights in the memory of the CPU
+    machines, machine_rank : number of machines, and the number of this machine, from 0
+    main_process_ip, main_process_port : address of machine 0, if there are several machines
+    gradient_dtype : number format in which DeepSpeed adds up the gradients of micro-batches and of processes: float32,
+        or that of the weights, which sends half as many bytes and, with 16-bit weights, keeps half as many
+    """
+
+    processes: Annotated[PositiveInt, at_most(4096)] = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
+    gradient_dtype: Literal["float32", "weights"] = "float32"
     offload: bool = False
     machines: PositiveInt = 1
     machine_rank: NonNegativeInt = 0
@@ -132,10 +143,286 @@ class LaunchConfig(Configuration):
             raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
         if self.processes % self.machines:
             raise UserError(f"{self.processes} is not divisible by machines ({self.machines})", "processes")
-        if (local := self.processes // self.machines) > MOST_PROCESSES:
-            wrong = f"{local:,} processes on each machine are too many; at most {MOST_PROCESSES} are allowed"
-            raise UserError(wrong, "processes")
         if self.machine_rank >= self.machines:
             raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
         if self.machines > 1 and not self.main_process_ip:
             raise UserError("is required with several machines; set it to the address of machine 0", "main_process_ip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLossConfig(Configuration):
+    """Settings of the loss per token of training with a teacher (trainer/losses.py).
+
+    temperature : temperature of the teacher's and the student's distribution, and of sampling; tau in the formulas
+    divergence : forward is KL(teacher || student), reverse is KL(student || teacher), and jsd is the generalised
+        Jensen-Shannon divergence
+    jsd_beta : weight of the teacher in the generalised Jensen-Shannon divergence
+    top_k : number of the teacher's most probable tokens that the divergence distinguishes; all other tokens count as
+        one outcome. None means the whole vocabulary
+    renormalise : leave all other tokens out, and renormalise both distributions over the top_k tokens
+    kl_weight : weight of the divergence, which is also multiplied by tau^2
+    ce_weight : weight of the cross-entropy of the completion tokens
+    chunk : number of positions whose logits are in memory at a time
+    """
+
+    temperature: Positive = 1.0
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    jsd_beta: Probability = 0.5
+    top_k: PositiveInt | None = None
+    renormalise: bool = False
+    kl_weight: NonNegative = 1.0
+    ce_weight: NonNegative = 0.0
+    chunk: PositiveInt = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_weight == 0 and self.ce_weight == 0:
+            raise UserError("one of kl_weight and ce_weight must be above 0", "kl_weight")
+        if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
+            raise UserError("must be above 0 and below 1; for 0 or 1 use divergence forward or reverse", "jsd_beta")
+        if self.renormalise and self.top_k is None:
+            raise UserError("needs the teacher's top k; set top_k", "renormalise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig(Configuration):
+    """Settings of the dense teacher whose token distributions the student learns.
+
+    teacher : model with the student's vocabulary; None means the starting model itself
+    teacher_cache : folder of log-probs that `sparse-rl teacher` writes and training reads; if it is set, training does
+        not load the teacher
+    teacher_cache_dtype : dtype of the log-probs in the teacher cache
+    """
+
+    teacher: PathText | None = None
+    teacher_cache: PathText | None = None
+    teacher_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorersConfig(Configuration):
+    """Settings for training the scorers of a learned policy further. Without this block they are not trained.
+
+    The scorers' boundary loss is added to the loss of the model.
+
+    weight : weight of the boundary loss
+    learning_rate : maximum learning rate of the scorers, which follows the schedule of the model's learning rate
+    target : training target of the scorers, a measure of the future attention to each token
+    boundary : settings of the boundary loss
+    """
+
+    weight: Positive = 1.0
+    learning_rate: Positive = 1e-5
+    target: TargetConfig = field(default_factory=TargetConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(Configuration):
+    """Settings of KL distillation under recorded evictions (G-KV appendix C).
+
+    The teacher has a full cache, and the student has the cache policy `cache` of the recipe.
+
+    completions : source of the completions. `data`: the dataset has them, and an engine simulates the evictions.
+        `student`: the student samples them, under eviction
+    keep : reward that selects completions of the dataset; completions that score below `keep_from` are dropped
+    keep_from : minimum score for `keep`
+    refresh_every : number of steps after which the model that simulates the evictions gets the student's current
+        weights; 0 means that it always has the weights of the starting model
+    packing : put several short sequences into one row, without attention between the sequences
+    max_length : maximum number of tokens in prompt and completion; null means the limit of the model and the engine
+    max_completion_length : maximum number of tokens in the completion
+    overlong : treatment of sequences that exceed a limit. `truncate` shortens the completion, as in G-KV section 7.4;
+        `drop` leaves the sequence out
+    """
+
+    max_completion_length: PositiveInt = 4096
+    completions: Literal["data", "student"] = "data"
+    keep: dict[str, Any] | Text | None = None
+    keep_from: Positive = 1.0
+    refresh_every: NonNegativeInt = 0
+    max_length: PositiveInt | None = None
+    overlong: Literal["truncate", "drop"] = "truncate"
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("keep", "refresh_every", "overlong"):
+            if getattr(self, key) not in (None, 0, "truncate") and self.completions == "student":
+                raise UserError("applies only to the dataset's completions (completions: data); remove it", key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopTrainingConfig(TrainingConfig):
+    """TrainingConfig with the papers' optimizer settings as defaults.
+
+    learning_rate is the learning rate of the model; KVpopConfig has the learning rate of the scorers.
+    """
+
+    learning_rate: Positive = 8e-5
+    weight_decay: NonNegative = 1e-4
+    adam_beta2: BelowOne = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopLossConfig(DistillationLossConfig):
+    """DistillationLossConfig that by default uses only the teacher's most probable tokens, as in the paper."""
+
+    top_k: PositiveInt | None = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatesConfig(Configuration):
+    """Settings for the training of DMS's gates (trainer/retrofit.py). KVpop's papers do not give these values.
+
+    NVIDIA's published code has the temperature 0.1 and the weight 1, and raises the compression over all steps, or over
+    a given number of them.
+
+    temperature : temperature of the Gumbel-sigmoid (tau)
+    weight : weight of the loss that is added if too few gates are open
+    anneal_steps : number of steps in which the target compression ratio rises linearly from 1 to cache.compression
+    """
+
+    temperature: Positive = 0.5
+    weight: Positive = 5.0
+    anneal_steps: NonNegativeInt = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopConfig(Configuration):
+    """Settings of the retrofit of the learned policy `kvpop`.
+
+    The student attends under the mask that its own scorers decide, and the scorers are trained together with it. If
+    `cache.prefill` is dense, prompt tokens see all tokens before them, as in sampling. Packed rows have no prompt.
+
+    max_length : maximum number of tokens of a text; longer texts are dropped
+    packing : true joins texts into rows of max_length tokens, where each text sees the texts before it (the papers'
+        choice); false puts one text into a row, and only the completion of the text is learned
+    target : training target of the scorers, a measure of the future attention to each token
+    boundary : settings of the scorers' loss
+    boundary_weight : weight of the scorers' loss
+    gates : settings for the gates of policy dms; under dms, target and boundary have no effect
+    scorer_learning_rate : maximum learning rate of the scorers; learning_rate and lr_scheduler_type apply to the model
+    scorer_final_learning_rate : final learning rate of the scorers, after a cosine decay
+    scorer_warmup_steps : number of steps in which the scorers' learning rate rises to its maximum
+    train_base : train the model as well as the scorers, by KL and cross-entropy
+    """
+
+    max_length: PositiveInt = 16384
+    packing: bool = True
+    target: TargetConfig = field(default_factory=TargetConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    boundary_weight: NonNegative = 1.0
+    gates: GatesConfig = field(default_factory=GatesConfig)
+    scorer_learning_rate: Positive = 1e-3
+    scorer_final_learning_rate: Positive = 8e-5
+    scorer_warmup_steps: NonNegativeInt = 100
+    train_base: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer_final_learning_rate > self.scorer_learning_rate:
+            raise UserError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTTrainingConfig(TrainingConfig):
+    """TrainingConfig with the usual learning rate and schedule of fine-tuning as defaults."""
+
+    learning_rate: Positive = 2e-5
+    lr_scheduler_type: Scheduler = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(Configuration):
+    """Settings of supervised fine-tuning with a full cache.
+
+    With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
+    `packing_strategy: wrapped`, a token also sees the documents before its own in the row.
+
+    max_length : largest number of tokens of a row, to which longer rows are cut; None cuts nothing
+    completion_only_loss : false also trains on the tokens of the prompt
+    from_scratch : initialise new weights from the recipe's seed; only configuration and tokenizer come from the model
+    stop_at_accuracy : accuracy on newly generated problems, with a full cache, at which the training stops
+    stop_check_every : number of steps between measurements of this accuracy
+    """
+
+    max_length: PositiveInt | None = 4096
+    completion_only_loss: bool = True
+    from_scratch: bool = False
+    stop_at_accuracy: Fraction | None = None
+    stop_check_every: PositiveInt = 50
+
+
+Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Configuration):
+    """Settings of the replay guard, which stops a run whose trainer and sampler disagree on log-probs.
+
+    The guard limits the mean gap |log p_trainer - log p_sampler| of a batch. The limit is `floor`, or `factor` times
+    the mean gap of the probe (texts that are sampled without evictions) if that is larger.
+
+    enabled : false only shows the gap
+    factor : multiple of the probe's mean gap; None means 10 in float32 and 3 in half precision
+    floor : minimum of the limit; None means 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
+    """
+
+    enabled: bool = True
+    factor: AtLeastOne | None = None
+    floor: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGRPOConfig(Configuration):
+    """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
+
+    num_generations, max_completion_length : completions of each prompt, and the most tokens of a completion
+    temperature, top_p, top_k : settings of sampling; 1.0, 1.0 and None draw from the model's own distribution
+    loss_type, scale_rewards : TRL's loss, and the deviation that divides the advantages
+    epsilon, epsilon_high : lower and upper bound of the ratio's clipping; epsilon_high None means epsilon
+    beta : weight of the KL divergence from the start model; 0 loads no such model
+    num_iterations, steps_per_generation : passes over each generation, and the steps of a pass; None means
+        gradient_accumulation_steps
+    train_attention : `replay` applies the recorded evictions in training. `full` attends to all tokens, as the sampler
+        did not; it is meant for comparison
+    importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
+        token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own
+    importance_clip : value above which importance_correction truncates or masks the ratio
+    zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
+    uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
+    """
+
+    num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
+    max_completion_length: PositiveInt = 4096
+    temperature: Positive = 1.0
+    top_p: Fraction = 1.0
+    top_k: PositiveInt | None = None
+    loss_type: Loss = "grpo"
+    epsilon: Annotated[Positive, at_most(1000)] = 0.2
+    epsilon_high: Annotated[Positive, at_most(1000)] | None = None
+    beta: Annotated[NonNegative, at_most(1000)] = 0.0
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    num_iterations: Annotated[PositiveInt, at_most(1000)] = 1
+    steps_per_generation: PositiveInt | None = None
+    train_attention: Literal["replay", "full"] = "replay"
+    importance_correction: Correction = "token_truncate"
+    importance_clip: Annotated[AtLeastOne, at_most(1_000_000)] = 2.0
+    zero_truncated_advantages: bool = True
+    uniform_groups: Literal["keep", "drop"] = "keep"
+    replay_guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
+            raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
+        if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
+            mend = "drop needs beta 0, and loss_type grpo or sapo, which average over responses"
+            raise UserError(mend, "uniform_groups")
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise UserError if an option of TRL (name -> value) contradicts these settings."""
+        if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":
+            raise UserError("drop needs multi_objective_aggregation sum_then_normalize", "uniform_groups")

@@ -1,27 +1,37 @@
-"""Starts the processes of a training: each machine runs the same command, with its own `machine_rank`.
+"""Starts the processes of a training, and lets them reuse what the launcher has computed.
 
-`sparse-rl train` runs itself once per process through torch's elastic launcher, which `torchrun` uses too. A process
-whose environment variable RANK is set launches no other processes.
+`sparse-rl train` runs itself once per process through torch's elastic launcher, which `torchrun` uses too, on each
+machine with its own `machine_rank`. The launcher keeps tokenised datasets and the digests of checkpoints in a folder
+that exists as long as the command runs, and passes its path in an environment variable. Processes started by torchrun
+or accelerate launch have no such folder, and reuse nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from sparse_rl.temporary import temporary_folder
 from trainer.config import LaunchConfig
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 
 def launched() -> bool:
-    """Return True if a launcher has started this process, which then must not launch others."""
     return "RANK" in os.environ
 
 
 def take_device() -> None:
-    """Make this process's GPU the current device. Otherwise "cuda" would mean GPU 0 in every process."""
+    """Make this process's GPU the current device; "cuda" would otherwise mean GPU 0 in every process."""
     import torch
 
     if torch.cuda.is_available():
@@ -29,11 +39,8 @@ def take_device() -> None:
 
 
 def leave_group() -> None:
-    """Destroy the process group at the end of a successful run.
-
-    Threads of a remaining process group can crash the process as it exits, and the launcher then reports a failed run.
-    Do not call this after an error: other processes may still wait in the group.
-    """
+    """Destroy the process group at the end of a successful run (after an error, other processes may still wait in it).
+    Threads of a remaining process group can crash the process as it exits."""
     from torch import distributed
 
     if launched() and distributed.is_available() and distributed.is_initialized():
@@ -41,7 +48,6 @@ def leave_group() -> None:
 
 
 def needs_launch(asked: LaunchConfig) -> bool:
-    """Return True if a run uses several processes or DeepSpeed, or can choose between GPUs."""
     import torch
 
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
@@ -59,10 +65,7 @@ def crowded(asked: LaunchConfig) -> str | None:
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in each process of this machine, and return the exit status (2 for a user error).
-
-    If the user interrupts the run, the processes are interrupted too, and KeyboardInterrupt is raised.
-    """
+    """Run `sparse-rl ARGUMENTS` in each process of this machine, and return the exit status (2 for a user error)."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
@@ -93,3 +96,56 @@ def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
     except SignalException as error:
         raise KeyboardInterrupt from error
     return 0
+
+
+FOLDER = "SPARSE_RL_LAUNCH_FOLDER"
+T = TypeVar("T")
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Compute each result of `once` only once in this block and in the processes launched from it."""
+    place = temporary_folder()
+    if launched():  # the launcher's folder is used; it outlives this process
+        yield
+        return
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+def once(what: str, make: Callable[[], T]) -> T:
+    """Return the result that the launcher has stored under the name `what`; if there is none, return make()."""
+    if FOLDER not in os.environ:
+        return make()
+    file = Path(os.environ[FOLDER]) / hashlib.sha256(what.encode()).hexdigest()
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    result = make()
+    if not launched():  # launched processes would overwrite each other's file
+        file.write_bytes(pickle.dumps(result))
+    return result
+
+
+def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
+    """Return the dataset of `make`, read from a copy that all processes share, with the results of its `map`."""
+    import datasets
+
+    if FOLDER not in os.environ:
+        return make()
+
+    def saved() -> str:
+        place = tempfile.mkdtemp(dir=os.environ[FOLDER])
+        result, bars_shown = make(), not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            result.save_to_disk(place)
+        finally:
+            if bars_shown:
+                datasets.enable_progress_bars()
+        return place
+
+    return datasets.load_from_disk(once(what, saved))

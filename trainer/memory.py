@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import Linear
 
-from sparse_rl.experts.routing import routed_experts
+from sparse_rl.experts import routed_experts
 from trainer.config import ALL_LINEAR, LaunchConfig, LoraConfig
 
 
@@ -16,12 +16,10 @@ def count_parameters(model: Any) -> int:
 
 
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
-    """Return (name, module) of every module of any class that `lora.target_modules` selects.
+    """Return (name, module) of every module that `lora.target_modules` selects (see LoraConfig).
 
     PEFT's rules apply, except that `all-linear` selects only linear layers of the attention in a model with experts:
-    PEFT would select routers and experts too, and can select no other layer without these. In other models it selects
-    all linear layers except the head. Any other text is a regular expression for whole names. A list holds the last
-    parts of dotted names, such as q_proj.
+    PEFT would select routers and experts too, and can select no other layer without these.
     """
     attention_only = routed_experts(model) > 0
 
@@ -44,15 +42,14 @@ def lora_parameters(model: Any, lora: LoraConfig) -> int:
 def training_state(
     parameters: int, trainable: int, *, itemsize: int, adapters: bool, launch: LaunchConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the memory of one process as {part: (bytes on the device, bytes in host memory)}.
-
-    The parts are weights, gradients and optimizer (AdamW's state).
+    """Return the memory of one process as {part: (bytes on the device, bytes in host memory)}: weights, gradients and
+    optimizer (AdamW's state).
 
     Without DeepSpeed, each weight has `itemsize` bytes, and AdamW keeps two float32 moments per trained parameter.
     Adapters are additional weights in float32. With several processes, DDP's buckets hold the gradients a second time.
 
     DeepSpeed keeps float32 master weights and two moments. It partitions these over the processes from stage 1 on,
-    gradients from stage 2 on, and weights in stage 3 (table in the ZeRO paper).
+    gradients (in launch.gradient_dtype) from stage 2 on, and weights in stage 3 (table in the ZeRO paper).
     """
     if not launch.zero_stage:
         weights = parameters * itemsize + (4 * trainable if adapters else 0)
@@ -63,13 +60,11 @@ def training_state(
         return -(-size // launch.processes) if launch.zero_stage >= stage else size
 
     weights = share((parameters + (trainable if adapters else 0)) * itemsize, 3)
+    gradients = share((4 if launch.gradient_dtype == "float32" else itemsize) * trainable, 2)
     optimizer = share(12 * trainable, 1)
     moved = launch.offload and launch.zero_stage == 3
-    return {
-        "weights": (0, weights) if moved else (weights, 0),
-        "gradients": (share(itemsize * trainable, 2), 0),
-        "optimizer": (0, optimizer) if launch.offload else (optimizer, 0),
-    }
+    parts = {"weights": (weights, moved), "gradients": (gradients, moved), "optimizer": (optimizer, launch.offload)}
+    return {name: (0, size) if in_host else (size, 0) for name, (size, in_host) in parts.items()}
 
 
 def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
@@ -77,10 +72,8 @@ def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool
 
     Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (two norms, residuals), 2 more for
     each further norm (Gemma 3 has four), two copies of queries, keys and values (RoPE), the attention output, and the
-    vectors of the MLP (`mlp_values`). With gradient checkpointing, only one layer at a time keeps these additional
-    tensors.
+    vectors of the MLP (`mlp_values`): with gradient checkpointing, only one layer at a time.
 
-    model : the model, which may be on the meta device
     logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
         whose fused head holds only tiles of the logits
     """
@@ -88,15 +81,12 @@ def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attended = dim * (3 * heads + 4 * config.num_key_value_heads)
-    layers = [norm_values(layer, config) + attended + mlp_values(layer, config) for layer in model.get_decoder().layers]
+    layers = []
+    for layer in model.get_decoder().layers:
+        norms = sum("norm" in name for name, _ in layer.named_children())
+        layers.append((6 + 2 * max(0, norms - 2)) * int(config.hidden_size) + attended + mlp_values(layer, config))
     kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
     return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
-
-
-def norm_values(layer: Any, config: Any) -> int:
-    """Return the values per token that the norms and residuals of a layer keep."""
-    norms = sum("norm" in name for name, _ in layer.named_children())
-    return (6 + 2 * max(0, norms - 2)) * int(config.hidden_size)
 
 
 def mlp_values(layer: Any, config: Any) -> int:

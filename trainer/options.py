@@ -1,8 +1,5 @@
-"""Lists the TRL and transformers options that a training refuses, each with the advice to show in the error.
-
-A refused option would have no effect, break replay, or make a resumed run inexact. Recipes are checked against the list
-(sparse_rl/recipe/refused.py), and so are the arguments made in Python (trainer/arguments.py). Imports no torch.
-"""
+"""Lists the TRL and transformers options that a training refuses, each with the advice to show in the error: a refused
+option would have no effect, break replay, or make a resumed run inexact. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,36 +15,24 @@ _FUSED = "its fused forward pass ignores the eviction trace; remove it"
 
 ANY: dict[str, str] = {  # in any training
     "use_vllm": "use the key rollout.engine (in Python: make_engine)",
-    "use_transformers_paged": _SAMPLES,
-    "use_transformers_continuous_batching": _SAMPLES,
-    "transformers_continuous_batching_config": _SAMPLES,
+    **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching", "min_p"), _SAMPLES),
+    **dict.fromkeys(("transformers_continuous_batching_config", "generation_kwargs", "repetition_penalty"), _SAMPLES),
     "cache_implementation": "use the cache block (in Python: the policy of the engine)",
-    "generation_kwargs": _SAMPLES,
-    "min_p": _SAMPLES,
-    "repetition_penalty": _SAMPLES,
     "max_tool_calling_iterations": "tools are not supported; remove it",
     "chat_template_kwargs": "use the key data.thinking (in Python: the argument thinking)",
     "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
-    "use_liger_kernel": _FUSED,
-    "liger_kernel_config": _FUSED,
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), _FUSED),
     "trust_remote_code": "code from a model's repository is never run; remove it",
-    "bf16_full_eval": "validation runs in the dtype of training; remove it",
-    "fp16_full_eval": "validation runs in the dtype of training; remove it",
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "validation runs in the dtype of training; remove it"),
     "parallelism_config": "use the launch block instead",
     "auto_find_batch_size": "another batch size could split a group; lower per_device_train_batch_size instead",
     "save_only_model": "resuming needs the optimizer too; remove it",
-    "ignore_data_skip": _EXACT,
-    "accelerator_config": _EXACT,
-    "dataloader_in_order": _EXACT,
+    **dict.fromkeys(("ignore_data_skip", "accelerator_config", "dataloader_in_order"), _EXACT),
     "enable_jit_checkpoint": "it saves in the middle of a step, where no run can resume exactly; use save_steps",
     "save_on_each_node": "checkpoints need a file system that all machines share; remove it",
     "logging_nan_inf_filter": "a loss that is NaN or infinite stops the run; remove it",
-    "do_predict": _IDLE,
-    "label_names": _IDLE,
-    "length_column_name": _IDLE,
-    "prediction_loss_only": _IDLE,
-    "include_for_metrics": _IDLE,
-    "batch_eval_metrics": _IDLE,
+    **dict.fromkeys(("do_predict", "label_names", "length_column_name", "prediction_loss_only"), _IDLE),
+    **dict.fromkeys(("include_for_metrics", "batch_eval_metrics"), _IDLE),
 }
 
 TAUGHT: dict[str, str] = {  # under evictions
@@ -68,18 +53,12 @@ GRPO: dict[str, str] = {
 
 SFT: dict[str, str] = {
     **ANY,
-    "metric_for_best_model": "recipes of this kind have no validation; remove it",
-    "greater_is_better": "recipes of this kind have no validation; remove it",
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "this kind has no validation; remove it"),
     "dataset_text_field": "rows have a prompt and a completion; remove it",
     "dataset_kwargs": "rows are always prepared; remove it",
 }
 
-REFUSED: dict[str, dict[str, str]] = {  # by kind of recipe
-    "grpo": GRPO,
-    "distill": TAUGHT,
-    "kvpop": TAUGHT,
-    "sft": SFT,
-}
+REFUSED: dict[str, dict[str, str]] = {"grpo": GRPO, "distill": TAUGHT, "kvpop": TAUGHT, "sft": SFT}  # by kind
 
 PREFIXES: dict[str, str] = {
     "vllm_importance_sampling": "use importance_correction and importance_clip",

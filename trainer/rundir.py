@@ -1,7 +1,4 @@
-"""Writes the files of the run directory, and checks the login to Weights & Biases (W&B).
-
-The files are the resolved recipe, the package versions, metrics.jsonl and the sampled completions.
-"""
+"""Writes the files of the run directory, and checks the login to Weights & Biases (W&B)."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from accelerate.utils import patch_environment
 from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError, one_line
-from sparse_rl.files import replace_text
-from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
-from trainer.resume import versions
+from sparse_rl.files import make_folder, replace_text
+from sparse_rl.metrics import ENVIRONMENT_FILE, METRICS_FILE, RECIPE_FILE, read_metrics
+from trainer.checkpoint import versions
 
 logger = logging.getLogger("sparse_rl")
 
@@ -28,12 +25,9 @@ COMPLETIONS_PER_STEP = 4
 def prepare(output_dir: str, recipe: str) -> Path:
     """Create the directory, write recipe.yaml (with the text `recipe`) and environment.json. Return the path."""
     folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / RECIPE_FILE, recipe)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
-    replace_text(folder / "environment.json", json.dumps(versions(), indent=2) + "\n")
+    make_folder(folder, "output_dir")
+    replace_text(folder / RECIPE_FILE, recipe)
+    replace_text(folder / ENVIRONMENT_FILE, json.dumps(versions(), indent=2) + "\n")
     return folder
 
 
@@ -43,45 +37,39 @@ def wandb_offline_without_key(folder: Path) -> bool:
     Returns False if W&B cannot even run offline, because it cannot read its settings. Both cases are logged.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
-    if os.environ.get("WANDB_MODE"):
+    if os.environ.get("WANDB_MODE") or (why := _without_login()) is None:
         return True
-    try:
-        if (server := _server_without_login()) is None:
-            return True
-        why = f"nobody is logged in to Weights & Biases at {server}"
-    except (Exception, SystemExit) as error:  # training does not need W&B, so no failure of W&B stops it
-        why = f"the login to Weights & Biases failed ({one_line(error, 300)})"
     os.environ["WANDB_MODE"] = "offline"
-    try:
-        _server_without_login()
-    except (Exception, SystemExit) as error:
-        why = one_line(error, 300)
-        logger.warning("this run is not logged to Weights & Biases, which cannot start: %s", why)
+    if (wrong := _without_login()) is not None:
+        logger.warning("this run is not logged to Weights & Biases, which cannot start: %s", wrong)
         return False
     mend = f"Log in with `wandb login` or WANDB_API_KEY; upload {folder}/wandb later with `wandb sync`"
     logger.warning("%s: this run is logged offline. %s", why, mend)
     return True
 
 
-def _server_without_login() -> str | None:
-    """Return the W&B server to which nobody is logged in, or None if a user is logged in or no server is used.
+def _without_login() -> str | None:
+    """Return the reason why W&B has no login, or None if a user is logged in or no server is used.
 
     W&B itself looks up the server and the key. Without `silent`, W&B would contact the server to print the user's name.
     WANDB_SILENT also silences a line about the settings file, which W&B prints before it reads `silent`. W&B is torn
     down afterwards, because it would ignore a WANDB_MODE that is set later.
     """
-    import wandb
+    try:
+        import wandb
 
-    if wandb.run is not None:  # the caller's own run, which the training joins
-        return None
-    with patch_environment(WANDB_SILENT="true"):
-        try:
-            settings = wandb.setup(wandb.Settings(silent=True)).settings
-            if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
-                return None
-            return str(settings.base_url)
-        finally:
-            wandb.teardown()
+        if wandb.run is not None:  # the caller's own run, which the training joins
+            return None
+        with patch_environment(WANDB_SILENT="true"):
+            try:
+                settings = wandb.setup(wandb.Settings(silent=True)).settings
+                if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+                    return None
+                return f"nobody is logged in to Weights & Biases at {settings.base_url}"
+            finally:
+                wandb.teardown()
+    except (Exception, SystemExit) as error:  # training does not need W&B, so no failure of W&B stops it
+        return f"the login to Weights & Biases failed ({one_line(error, 300)})"
 
 
 def check_world(processes: int) -> None:
@@ -115,10 +103,7 @@ class RunLog(TrainerCallback):
 
 
 class CompletionLog(RunLog):
-    """Writes the first few sampled completions of each step, with advantages and rewards, to completions.jsonl.
-
-    A reward is null if the reward function returned None.
-    """
+    """Writes the first few sampled completions of each step, with advantages and rewards, to completions.jsonl."""
 
     name = "completions.jsonl"
     trainer: Any = None

@@ -1,8 +1,4 @@
-"""Gives the trainer's weights to an engine, either as the live module or as a copy.
-
-The weights of a copy are named as in a Hugging Face checkpoint. For checkpoints, this module also saves and
-restores a reference model that follows the trained model (TRL's `sync_ref_model`).
-"""
+"""Gives the trainer's weights to an engine, as the live module or as a copy, and a reference model's to checkpoints."""
 
 from __future__ import annotations
 
@@ -16,16 +12,17 @@ from torch import Tensor
 from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine
-from sparse_rl.models.directory import SCORERS
-from trainer.scored.trainer import check_scorers_in
+from sparse_rl.errors import StoppedError
+from sparse_rl.methods.kvpop.policy import LearnedPolicy
+from sparse_rl.methods.kvpop.scorers import head_digests
+from sparse_rl.models.directory import SCORERS, check_scorers, load_scorers
+from sparse_rl.policies.base import Policy
 
 
 @contextmanager
 def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
-    """Let an engine sample from the live module in this block, with the numerics of training.
-
-    gather : under ZeRO-3, True gathers all weights for the whole block
-    """
+    """Let an engine sample from the live module in this block, with the numerics of training. gather : under ZeRO-3,
+    True gathers all weights for the whole block"""
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     options: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
     with unwrap_model_for_generation(model, accelerator, gather, **options), accelerator.autocast():
@@ -33,7 +30,7 @@ def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
 
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of every weight, one at a time.
+    """Yield the name (as in a Hugging Face checkpoint) and the tensor of every weight, one at a time.
 
     A head that is tied to the embedding is yielded once, under the embedding's name. Under ZeRO-3 all processes gather
     each weight together: exhaust the iterator on all processes. An adapted weight is yielded as a new tensor, the sum
@@ -44,14 +41,38 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
         if "lora_" in name:
             continue
         with gathered(weight, accelerator):
-            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), _merged(module, name, weight)
+            whole = weight.detach()
+            if name.endswith(".base_layer.weight"):
+                adapted = module.get_submodule(name.removesuffix(".base_layer.weight"))
+                whole = whole + sum(adapted.get_delta_weight(adapter).detach() for adapter in adapted.active_adapters)
+            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), whole
+
+
+def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
+    """Return the model, with the frozen scorers of `directory` if the policy is learned. Raises UserError if the
+    directory contains no scorers, or those of another policy."""
+    if isinstance(policy, LearnedPolicy) and not hasattr(model, SCORERS):
+        check_scorers(directory, policy)
+        load_scorers(directory, model, policy)
+        getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 needs a single dtype
+    return model
+
+
+def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
+    """Raise StoppedError if an engine's scorers differ from the scorers in the trainer's `weights`."""
+    prefix = f"{SCORERS}."
+    scorers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    held = engine.scorer_digests() if scorers else {}
+    wrong = [name for name, value in head_digests(scorers).items() if held.get(name) != value]
+    if wrong:
+        raise StoppedError(
+            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(scorers)} tensors, such as {wrong[0]}): "
+            "evictions by stale scorers would not show in the replay gap. The last checkpoint is untouched"
+        )
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Update an engine's copy of the weights to the weights of `model`.
-
-    Raises StoppedError if the scorers in the engine then differ from the scorers of `model`.
-    """
+    """Update an engine's copy of the weights to those of `model`. Raises StoppedError if its scorers then differ."""
     scorers: dict[str, Tensor] = {}
 
     def collecting_scorers() -> Iterator[tuple[str, Tensor]]:
@@ -65,15 +86,9 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
 
 
 def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
-    """Return name -> weight (on the CPU) on the first process, and an empty dict on the other processes.
-
-    Every process must call this function and `load_reference`: under ZeRO-3 each process holds a part of every weight.
-    """
-    kept: dict[str, Tensor] = {}
-    for name, weight in named_weights(model, accelerator):
-        if accelerator.is_main_process:
-            kept[name] = weight.to("cpu", copy=True)
-    return kept
+    """Return name -> weight (on the CPU) on the first process, and an empty dict on the others, which call it too."""
+    first, weights = accelerator.is_main_process, named_weights(model, accelerator)
+    return {name: weight.to("cpu", copy=True) for name, weight in weights if first}
 
 
 @torch.no_grad()
@@ -94,20 +109,10 @@ def partitioned(accelerator: Any) -> bool:
 
 
 def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = None) -> Any:
-    """Return a context manager that makes a weight whole on every process. Without ZeRO-3 it does nothing.
-
-    writer : rank whose changes are sent to all processes; None if the weight is only read
-    """
+    """Return a context manager that makes a weight whole on every process under ZeRO-3, and then sends the changes of
+    rank `writer` to all."""
     if not partitioned(accelerator):
         return nullcontext()
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=writer)
-
-
-@torch.no_grad()
-def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> Tensor:
-    if not name.endswith(".base_layer.weight"):
-        return weight.detach()
-    adapted = module.get_submodule(name.removesuffix(".base_layer.weight"))
-    return weight + sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)

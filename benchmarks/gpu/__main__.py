@@ -6,12 +6,16 @@
     python -m benchmarks.gpu --device cpu --small     # all stages in a small form on a CPU: tests that they run
 
 Each stage (stages.py) runs in a process of its own with a time limit, and its rows are saved as they come. A stage that
-fails, hangs or is killed is reported, and the other stages run.
+fails, hangs or is killed is reported, and the other stages run. A stage's status is done, cut, failed, not run or
+running; it remains running if the whole command is killed. A row's `call` is an index in `calls`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
 import signal
 import sys
 import time
@@ -19,138 +23,106 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.process import Outcome, run_stage
-from benchmarks.gpu.record import Record
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.stages import STAGES, Stage
-from benchmarks.gpu.worker import Row
+from benchmarks.gpu.stages import ENVIRONMENT, STAGES, Stage
+from benchmarks.gpu.worker import FAILURE, Options, Row, run_stage
 
 OUT = Path("runs/gpu/results.json")
-ENVIRONMENT = "benchmarks.gpu.environment:describe"
-ENVIRONMENT_LIMIT = 120.0  # seconds
+FORMAT = 2
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Triton interprets its kernels, and nothing is compiled: for small sizes compilation takes too long.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Results:
+    """The results of all calls. Every change is on disk when the method returns."""
+
+    def __init__(self, file: Path, content: dict[str, Any]) -> None:
+        self.file, self.content, self.stages = file, content, content["stages"]
+
+    def save(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_name(f"{self.file.name}.new")
+        new.write_text(json.dumps(self.content, indent=1, default=str) + "\n")
+        os.replace(new, self.file)
+
+    def run(self, stage: Stage, seconds: float) -> None:
+        """Run a stage for at most `seconds`. Rows of an earlier call that was cut remain, except failed rows."""
+        held = self.stages[stage.name]
+        earlier = [] if held["status"] == "done" else [row for row in held["rows"] if FAILURE not in row]
+        held |= {"status": "running", "reason": "the command was ended during this stage", "rows": list(earlier)}
+        self.save()
+        options, start = Options(self.content["device"], self.content["small"], earlier), time.monotonic()
+
+        def add(row: Row) -> None:
+            held["rows"].append({**row, "call": len(self.content["calls"]) - 1})
+            self.save()
+
+        outcome = run_stage(stage.function, options, seconds, add)
+        if outcome["reason"] == "ended without a row" and earlier:  # earlier calls had measured them all
+            outcome = {"status": "done", "reason": "", "log": []}
+        held |= outcome | {"seconds": held["seconds"] + time.monotonic() - start}
+        self.save()
 
 
 def main(arguments: Sequence[str], stages: Sequence[Stage] = STAGES, environment: str = ENVIRONMENT) -> int:
-    """Run the command, and return its exit status: 0 if the report is written, even if stages failed.
+    """Run the command, and return 0 if the report is written, even if stages failed.
 
     stages : all stages, the most important ones first
     environment : "module:name" of the stage that runs at the start of each call and describes the machine
     """
-    parser = _parser(stages)
+    names = [stage.name for stage in stages]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="small sizes, to test the stages")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="leave out stages that do not fit into it")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from these results")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=OUT, help=f"results; default: {OUT}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STAGE", default=names, help=", ".join(names))
     options = parser.parse_args(arguments)
-    if options.report is not None:
-        print(f"report: {write_report(Record.load(options.report), stages)}")
-        return 0
-    record = _record(options, parser)
+    if options.resume is not None:
+        try:
+            results = Results(options.resume.absolute(), json.loads(options.resume.read_text()))
+            if results.content["format"] != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--resume: {options.resume} cannot be read: {error}")
+    elif options.out.exists():
+        parser.error(f"--out: {options.out} exists; continue it with --resume {options.out}, or name another file")
+    else:
+        given = {"format": FORMAT, "device": options.device, "small": options.small}
+        results = Results(options.out.absolute(), {**given, "calls": [], "stages": {}})
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, lambda number, _: sys.exit(128 + number))
-    start = time.monotonic()
-    _describe(record, environment, options)
-    try:
-        _run_all(record, stages, options, start)
-    finally:
-        place = write_report(record, stages)
-    print(f"results: {record.file}\nreport: {place}", flush=True)
+    os.environ.update(OFFLINE | (ON_CPU if results.content["device"] == "cpu" else {}))
+    run(results, stages, options, environment)
     return 0
 
 
-def _parser(stages: Sequence[Stage]) -> argparse.ArgumentParser:
-    names = [stage.name for stage in stages]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or the device of the resumed results")
-    parser.add_argument("--small", action="store_true", help="small sizes, to test the stages")
-    parser.add_argument("--minutes", type=float, help="leave out stages that do not fit into this time")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from these results")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"results; default: the resumed file, or {OUT}")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="recorded traces (*.safetensors) for attention")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="STAGE", help=f"run only these stages: {', '.join(names)}"
-    )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report of these results; run nothing")
-    return parser
-
-
-def _record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Record:
-    """Return the results to continue from, or new results. Ends the command with a message if arguments disagree."""
-    if options.trace is not None and not options.trace.is_dir():
-        parser.error(f"--trace: {options.trace} is not a folder")
-    if options.resume is None:
-        out = options.out or OUT
-        if out.exists():
-            parser.error(f"--out: {out} exists; continue it with --resume {out}, or name another file")
-        options.device = options.device or "cuda"
-        return Record.new(out.absolute(), options.device, options.small)
-    try:
-        record = Record.load(options.resume)
-    except (OSError, ValueError) as error:
-        parser.error(f"--resume: {options.resume} cannot be read: {error}")
-    held, options.device = record.content, options.device or record.content["device"]
-    if (options.device, options.small or held["small"]) != (held["device"], held["small"]):
-        size = "small" if held["small"] else "full"
-        parser.error(f"--resume: {options.resume} has {size} sizes on {held['device']}; use the same, or no --resume")
-    options.small = held["small"]
-    record.file = (options.out or options.resume).absolute()
-    return record
-
-
-def _describe(record: Record, environment: str, options: argparse.Namespace) -> None:
-    """Begin a call: enter the machine and the versions into the record."""
-    rows: list[Row] = []
-    given: dict[str, Any] = {"device": options.device, "small": options.small, "limit": ENVIRONMENT_LIMIT}
-    outcome = run_stage(environment, on_row=rows.append, **given)
-    findings = {row["topic"]: row["finding"] for row in rows if "topic" in row}
-    if outcome.status != "done":
-        findings["environment"] = f"not known: {outcome.reason}"
-    measured = next((row["measured"] for row in rows if "measured" in row), {})
-    command = " ".join(["python -m benchmarks.gpu", *(["--small"] * options.small)])
-    record.begin_call({**measured, "command": f"{command} --device {options.device}"}, findings)
-
-
-def _run_all(record: Record, stages: Sequence[Stage], options: argparse.Namespace, start: float) -> None:
+def run(results: Results, stages: Sequence[Stage], options: argparse.Namespace, environment: str) -> None:
     """Run the stages. Stages that an earlier call began and did not complete run last: one may have ended that call."""
+    end, call = time.monotonic() + 60 * options.minutes, dict[str, Any]()
+    outcome = run_stage(environment, Options(results.content["device"], results.content["small"]), 120, call.update)
+    results.content["calls"].append(call | ({"not known": outcome["reason"]} if outcome["reason"] else {}))
+    new = {"status": "not run", "reason": "not reached", "seconds": 0.0, "log": []}
     for stage in stages:
-        record.stage(stage.name)
-    begun = {stage.name for stage in stages if record.interrupted(stage.name)}
-    for number, stage in enumerate(sorted(stages, key=lambda stage: stage.name in begun), 1):
-        outcome = _run_one(record, stage, options, start)
-        if outcome is not None:
-            held = record.stage(stage.name)
-            words = f"{held['status']}, {len(held['rows'])} rows, {outcome.seconds:.0f} s"
-            why = f": {held['reason']}" if held["reason"] else ""
-            print(f"[{number}/{len(stages)}] {stage.name}: {words}{why}", flush=True)
-
-
-def _run_one(record: Record, stage: Stage, options: argparse.Namespace, start: float) -> Outcome | None:
-    """Run one stage if it is wanted and possible, else return None."""
-    if options.only is not None and stage.name not in options.only:
-        record.leave_out(stage.name, "left out by --only")
-        return None
-    if (reason := record.wants(stage.name, options.only is not None)) is not None:
-        print(f"{stage.name}: not run again, {reason}", flush=True)
-        return None
-    left = float("inf") if options.minutes is None else options.minutes - (time.monotonic() - start) / 60
-    if missing := stage.missing():
-        reason = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-    elif stage.minutes > left:
-        have = f"{max(left, 0):.1f} of {options.minutes:g} minutes are left"
-        reason = f"left out: {have}, and it needs about {stage.minutes:g}"
-    if reason is not None:
-        record.leave_out(stage.name, reason)
-        print(f"{stage.name}: {reason}", flush=True)
-        return None
-    earlier = record.begin(stage.name)
-    outcome = run_stage(
-        stage.function,
-        device=options.device,
-        small=options.small,
-        limit=60 * min(stage.limit, left),
-        on_row=lambda row: record.add(stage.name, row),
-        trace=options.trace and options.trace.absolute(),
-        folder=record.file.parent,
-        earlier=earlier,
-    )
-    record.end(stage.name, outcome, len(earlier))
-    return outcome
+        results.stages.setdefault(stage.name, {**new, "rows": []})
+    named, begun = len(options.only) < len(stages), ("running", "cut", "failed")
+    try:
+        for stage in sorted(stages, key=lambda stage: results.stages[stage.name]["status"] in begun):
+            held, left = results.stages[stage.name], (end - time.monotonic()) / 60
+            if stage.name not in options.only or (held["status"] == "done" and not named):
+                continue
+            if missing := [library for library in stage.needs if importlib.util.find_spec(library) is None]:
+                held["reason"] = f"not installed: {', '.join(missing)}"
+            elif stage.minutes > left:
+                held["reason"] = f"left out: it needs about {stage.minutes:g} minutes, and {max(left, 0):.1f} are left"
+            else:
+                results.run(stage, 60 * min(stage.limit, left))
+            print(f"{stage.name}: {held['status']}, {len(held['rows'])} rows. {held['reason']}", flush=True)
+    finally:
+        results.save()
+        print(f"results: {results.file}\nreport: {write_report(results.file, results.content)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,72 +1,61 @@
-"""Describes the machine and the versions of a call: the lines of `sparse-rl doctor`, the driver, and two speeds."""
+"""The machine and the versions of a call, and the tests of tests/gpu. A skipped test does not count as passed."""
 
 from __future__ import annotations
 
-import platform
-import shutil
-import statistics
+import os
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
-from benchmarks.gpu.worker import Options, Row, attempt
+from benchmarks.gpu.worker import HOUSE, NotRunError, Options, Row
 
-PACKAGES = ("triton", "numpy", "pytest", "safetensors", "flash-attn", "flashinfer-python")
+VLLM_FILES = ("test_vllm_cuda.py", "test_waits_cuda.py")
+OUTCOME = re.compile(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?: \((.*)\))?")
+REASON = re.compile(r"(?:FAILED|ERROR) (\S+::.+?) - (.*)")
 
 
-def describe(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield rows with a topic and a finding, and one row that says how results are measured."""
+def describe(options: Options) -> Iterator[Row]:
+    """Yield rows of topics and findings: the lines of `sparse-rl doctor`, and how the call is measured."""
     import torch
 
     from benchmarks.results import measured
     from sparse_rl.commands.doctor import environment
 
-    yield {"measured": measured()}
-    for topic, finding in environment():
-        yield {"topic": topic, "finding": finding}
-    for package in PACKAGES:
-        yield {"topic": package, "finding": _version(package)}
-    yield {"topic": "kernel", "finding": platform.release()}
-    if device == "cuda" and not torch.cuda.is_available():
-        yield {"topic": "warning", "finding": "torch sees no GPU: all stages on cuda will fail"}
-    elif device == "cuda":
-        yield {"topic": "driver", "finding": _driver()}
-        yield attempt({"topic": "matrix product"}, lambda: {"finding": _product_speed()})
-        yield attempt({"topic": "copy"}, lambda: {"finding": _copy_speed()})
+    yield {**measured(), **{str(topic): finding for topic, finding in environment()}}
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU: all stages on cuda will fail")
+        query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,clocks.max.sm", "--format=csv,noheader"]
+        yield {"driver": subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()}
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def kernel_tests(options: Options) -> Iterator[Row]:
+    """Yield the rows of all tests of tests/gpu that do not need vLLM."""
+    names = sorted(place.name for place in (HOUSE / "tests/gpu").glob("test_*.py"))
+    yield from run_tests([f"tests/gpu/{name}" for name in names if name not in VLLM_FILES], options)
 
 
-def _driver() -> str:
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return "unknown: nvidia-smi is not installed"
-    query = [tool, "--query-gpu=driver_version,name,memory.total,clocks.max.sm", "--format=csv,noheader"]
-    ran = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    return ran.stdout.strip().replace("\n", "; ") or f"unknown: {ran.stderr.strip()}"
+def vllm_tests(options: Options) -> Iterator[Row]:
+    """Yield the rows of the tests of tests/gpu that need vLLM."""
+    yield from run_tests([f"tests/gpu/{name}" for name in VLLM_FILES], options)
 
 
-def _product_speed(size: int = 8192) -> str:
-    import torch
-
-    from benchmarks.gpu.timing import interleaved
-
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = interleaved({"product": lambda: a @ b}, "cuda", 10)["product"]
-    assert isinstance(times, list), times
-    return f"{2 * size**3 / statistics.median(times) / 1e9:.0f} TFLOP/s, {size} x {size} x {size} in bfloat16"
-
-
-def _copy_speed(size: int = 2**31) -> str:
-    import torch
-
-    from benchmarks.gpu.timing import interleaved
-
-    a, b = (torch.empty(size, device="cuda", dtype=torch.uint8) for _ in range(2))
-    times = interleaved({"copy": lambda: b.copy_(a)}, "cuda", 10)["copy"]
-    assert isinstance(times, list), times
-    return f"{2 * size / statistics.median(times) / 1e9:.2f} TB/s, read and written"
+def run_tests(files: list[str], options: Options) -> Iterator[Row]:
+    """Yield a row for each test as it ends, and then the reasons of failures. Raises NotRunError if all skip."""
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-rfE"]
+    command += ["-o", "addopts=", *(f"--deselect={row['test']}" for row in options.earlier), *files]
+    wide = {**os.environ, "COLUMNS": "500"}  # pytest cuts reasons at the width
+    process = subprocess.Popen(command, cwd=HOUSE, env=wide, text=True, stdout=subprocess.PIPE)
+    ran, reasons = len(options.earlier), dict[str, None]()
+    for line in process.stdout:
+        print(line, end="")
+        if match := OUTCOME.match(line):
+            test, outcome, reason = match.groups()
+            ran += outcome != "SKIPPED"
+            reasons |= {str(reason): None} if outcome == "SKIPPED" else {}
+            yield {"test": test, "outcome": outcome.lower()}
+        elif match := REASON.match(line):
+            yield {"test": match[1], "reason": match[2]}
+    if not ran:
+        raise NotRunError(f"all tests skip: {', '.join(reasons)}" if reasons else f"pytest ended with {process.wait()}")

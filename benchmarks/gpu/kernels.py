@@ -1,94 +1,157 @@
-"""The kernels beside attention: running top-k, the redundancy of keys, and the sampler, each beside its reference."""
+"""Kernels beside their references: attention under evictions, running top-k, redundancy of keys, sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import sizes
-from benchmarks.gpu.timing import compared
-from benchmarks.gpu.worker import FAILURE, Options, Row, attempt
-from benchmarks.sampler import SETTINGS, by_scan, in_rows, in_two_levels
-from benchmarks.topk import SINKS, WINDOW
-from rollout import SamplingConfig
-from rollout.sampling import sample
-from rollout.sampling_reference import sample_reference
+from benchmarks.gpu.stages import sizes
+from benchmarks.gpu.worker import FAILURE, Options, Row, attempt, in_a_line
+from benchmarks.speed import SINKS, attentions, evictions, sampler
 from sparse_rl.kernels import mean_similarity, running_topk
-from sparse_rl.kernels.redundancy import redundancy_choice
-from sparse_rl.kernels.topk import topk_choice
+from sparse_rl.kernels.flex import make_tiles, padded, segment_of
+from sparse_rl.kernels.masked import make_chunks, masked_attention, visited_share
+from sparse_rl.kernels.parity import check_parity
 
 
-def topk(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each implementation of running_topk, and on a GPU the implementation that sparse-rl chooses."""
-    length, heads = sizes(small).topk
-    scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0)).to(device)
-    given: dict[str, Any] = {"window": min(WINDOW, length // 8), "k": min(2016, length // 4)}
-    works = {name: partial(running_topk, scores, SINKS, kernel=name, **given) for name in ("torch", "triton")}
-    keys = {"S": length, "kv heads": heads, "k": given["k"]}
-    rows = compared(works, device, sizes(small).runs, reference="torch")
-    right = works["torch"]()
-    for name, row in rows.items():
-        if FAILURE not in row:
-            result = works[name]()
-            pairs = [(result.evict_at, right.evict_at), (result.cutoff_rank, right.cutoff_rank)]
-            row["different numbers"] = sum(int((a != b).sum()) for a, b in pairs)
-        yield {**keys, "kernel": name, **row}
-    if device == "cuda":
-        yield attempt({**keys, "kernel": "choice of the product"}, lambda: {"finding": str(topk_choice())})
+def seconds(work: Callable[[], Any]) -> float:
+    """Return the duration of one run, after a GPU has finished its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-def redundancy(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield a row for each implementation of mean_similarity, and on a GPU the one that sparse-rl chooses."""
-    rows_of_cache, heads, entries, dim = sizes(small).redundancy
+def compared(works: Mapping[str, Callable[[], Any]], runs: int, reference: str) -> dict[str, Row]:
+    """Return name -> row: median of interleaved runs, spread, median ratio to the reference's time; or the failure."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    rows: dict[str, Row] = {}
+    for _ in range(runs + 2):
+        for name in [name for name in works if name not in rows]:
+            try:
+                times[name].append(seconds(works[name]))
+            except Exception as error:  # the other works are still wanted
+                traceback.print_exc()
+                rows[name] = {FAILURE: in_a_line(error)}
+    for name, all_runs in times.items():
+        if name not in rows:
+            own = all_runs[2:]
+            median = statistics.median(own)
+            rows[name] = {"ms": 1e3 * median, "spread": (max(own) - min(own)) / median}
+            if FAILURE not in rows.get(reference, {}):
+                ratios = (theirs / ours for theirs, ours in zip(times[reference][2:], own, strict=True))
+                rows[name][f"times faster than {reference}"] = statistics.median(ratios)
+    return rows
+
+
+def let_flex_train(options: Options) -> None:
+    """On a CPU, let torch differentiate FlexAttention's plain operator, which it otherwise refuses."""
+    if options.device == "cpu":
+        module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+        module._validate_device = lambda *_: None
+
+
+def parity(options: Options) -> Iterator[Row]:
+    """Yield a row for each kernel and length: the errors, and the errors that are allowed beside SDPA's."""
+    let_flex_train(options)
+    heads, kv_heads, dim = sizes(options).heads
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+
+    def row(kernel: str, length: int) -> Row:
+        result = check_parity(kernel, options.device, getattr(torch, options.dtype), length=length, **shape)
+        if not result.errors:
+            raise RuntimeError(result.failure)
+        errors = {name: f"{error:.1e} / {allowed:.1e}" for name, (error, allowed) in result.errors.items()}
+        return {"exact": result.failure is None, "largest error": max(e for e, _ in result.errors.values()), **errors}
+
+    for length in sorted(length for length in sizes(options).lengths if length <= sizes(options).dense):
+        for kernel in ("flex_sorted", "flex"):
+            if not options.measured(kernel=kernel, S=length):
+                yield attempt({"kernel": kernel, "S": length}, partial(row, kernel, length))
+
+
+def speed(options: Options) -> Iterator[Row]:
+    """Yield a row for each length, kernel, and passes (forward and backward, or forward)."""
+    let_flex_train(options)
+    for length in sizes(options).lengths:
+        for passes in ("forward and backward", "forward"):
+            keys = {"S": length, "passes": passes}
+            if not options.measured(**keys):
+                kernel_rows = attempt({}, partial(timed, options, length, passes != "forward"))
+                for kernel, row in kernel_rows.items():
+                    yield {**keys, "kernel": kernel, **row} if isinstance(row, dict) else {**keys, kernel: row}
+
+
+def timed(options: Options, length: int, trains: bool) -> dict[str, Row]:
+    """Return kernel -> row with times and tiles (of gather: pairs)."""
+    (heads, kv_heads, dim), dtype = sizes(options).heads, getattr(torch, options.dtype)
+    budget, on_gpu = sizes(options).budget, options.device == "cuda"
+    evict_at = evictions("uniform", length, budget, kv_heads, window=16)[None].to(options.device)
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(rows_of_cache, heads, 16, dim, generator=generator)
-    cluster = torch.randint(16, (rows_of_cache, heads, entries, 1), generator=generator).expand(-1, -1, -1, dim)
-    keys = centres.gather(2, cluster) + torch.randn(rows_of_cache, heads, entries, dim, generator=generator)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # Triton's interpreter cannot multiply bfloat16
-    keys = keys.to(device, dtype)
-    positions = torch.arange(entries, device=device).expand(rows_of_cache, heads, -1)
-    lengths = torch.full((rows_of_cache,), entries, device=device)
-    works = {name: partial(mean_similarity, keys, positions, lengths, name) for name in ("torch", "triton")}
-    shape = {"rows": rows_of_cache, "kv heads": heads, "entries": entries, "head dim": dim, "dtype": str(dtype)}
-    rows = compared(works, device, sizes(small).runs, reference="torch")
-    right = works["torch"]()
-    for name, row in rows.items():
-        if FAILURE not in row:
-            apart = (works[name]() - right).abs() * entries  # in units of one similarity
-            row["largest error"] = float(apart[apart <= 0.4].max())
-            row["share decided otherwise"] = float((apart > 0.4).float().mean())  # a cosine near the threshold
-        yield {**shape, "kernel": name, **row}
-    if device == "cuda":
-        choice = partial(redundancy_choice, dtype, dim)
-        yield attempt({**shape, "kernel": "choice of the product"}, lambda: {"finding": str(choice())})
+    q, k, v, grad = (
+        torch.randn(1, h, length, dim, generator=generator).to(options.device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    attends: dict[str, Any] = {**attentions(evict_at, dim**-0.5, grouped=on_gpu, compiled=on_gpu)}
+    for kernel in ("gather", "sdpa"):
+        attends[kernel] = partial(masked_attention, lambda: evict_at, scaling=dim**-0.5, kernel=kernel)
+
+    def run(attend: Any) -> None:
+        with torch.set_grad_enabled(trains):
+            inputs = [x.detach().requires_grad_(trains) for x in (q, k, v)]
+            out = attend(*inputs)
+            if trains:
+                torch.autograd.grad(out, inputs, grad)
+
+    works = {name: partial(run, attend) for name, attend in attends.items()}
+    rows = compared(works, sizes(options).runs, reference="flex")
+    width = padded(length)
+    rows["flex_sorted"]["tiles"] = make_tiles(evict_at[0], width, segment_of(width)).visited
+    rows["flex"]["tiles"] = make_tiles(evict_at[0], width).visited
+    rows["gather"]["tiles"] = visited_share(make_chunks(evict_at[0]))
+    return rows
 
 
-def sampler(device: str, small: bool, options: Options) -> Iterator[Row]:
-    """Yield rows of the sampler and its reference for each setting, and rows of two ways to draw from the CDF."""
-    batch, vocabulary = sizes(small).sampler
-    generator, runs = torch.Generator().manual_seed(0), sizes(small).runs
-    logits = (3 * torch.randn(batch, vocabulary, generator=generator)).to(device)
-    uniform = torch.rand(batch, generator=generator, dtype=torch.float64).to(device)
-    size = {"rows": batch, "vocabulary": vocabulary, "dtype": f"float32, computed on {device}"}
-    for setting in SETTINGS:
-        name = ", ".join(f"{key} {value}" for key, value in setting.items()) or "whole distribution"
-        given = logits, SamplingConfig(1, **setting), uniform
-        works = {"reference": partial(sample_reference, *given), "sampler": partial(sample, *given)}
-        rows = compared(works, device, runs, reference="reference")
-        if not any(FAILURE in row for row in rows.values()):
-            (tokens, logprobs, _), (right_tokens, right_logprobs, _) = sample(*given), sample_reference(*given)
-            same = tokens == right_tokens
-            rows["sampler"]["other tokens"] = int((~same).sum())
-            rows["sampler"]["error of log-probs"] = float((logprobs - right_logprobs)[same].abs().max())
-        for kernel, row in rows.items():
-            yield {"setting": name, "kernel": kernel, **row, **size}
-    logprobs = logits.log_softmax(-1)
-    ways = {"scan": by_scan, "two levels": in_two_levels}
-    works = {name: partial(in_rows, way, logprobs, uniform) for name, way in ways.items()}
-    for name, row in compared(works, device, runs, reference="scan").items():
-        if FAILURE not in row:
-            row["other tokens"] = int((works[name]() != works["scan"]()).sum())
-        yield {"setting": "CDF", "kernel": name, **row, **size}
+def topk(options: Options) -> Iterator[Row]:
+    """Yield a row for each implementation of running_topk."""
+    length, heads = sizes(options).topk
+    scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0)).to(options.device)
+    given: dict[str, Any] = {"window": min(256, length // 8), "k": min(2016, length // 4)}
+    works = {name: partial(running_topk, scores, SINKS, kernel=name, **given) for name in ("torch", "triton")}
+    for name, row in compared(works, sizes(options).runs, reference="torch").items():
+        yield {"S": length, "kv heads": heads, "k": given["k"], "kernel": name, **row}
+
+
+def redundancy(options: Options) -> Iterator[Row]:
+    """Yield a row for each implementation of mean_similarity, on keys in clusters."""
+    rows, heads, entries, dim = sizes(options).redundancy
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(rows, heads, 16, dim, generator=generator)
+    cluster = torch.randint(16, (rows, heads, entries, 1), generator=generator).expand(-1, -1, -1, dim)
+    keys = centres.gather(2, cluster) + torch.randn(rows, heads, entries, dim, generator=generator)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float16  # Triton interprets no product of bfloat16
+    positions = torch.arange(entries, device=options.device).expand(rows, heads, -1)
+    lengths = torch.full((rows,), entries, device=options.device)
+    given = keys.to(options.device, dtype), positions, lengths
+    works = {name: partial(mean_similarity, *given, name) for name in ("torch", "triton")}
+    for name, row in compared(works, sizes(options).runs, reference="torch").items():
+        yield {"rows": rows, "kv heads": heads, "entries": entries, "dtype": str(dtype), "kernel": name, **row}
+
+
+def sampling(options: Options) -> Iterator[Row]:
+    """Yield rows of the sampler and its reference for each setting; their tokens are checked to be the same."""
+    batch, vocabulary = sizes(options).sampler
+    for top_k, top_p in ((None, 1.0), (20, 1.0), (None, 0.95), (20, 0.95)):
+        works = sampler(batch, vocabulary, top_k, top_p, options.device)
+        for kernel, row in compared(works, sizes(options).runs, reference="reference").items():
+            yield {"rows": batch, "vocabulary": vocabulary, "top_k": top_k, "top_p": top_p, "kernel": kernel, **row}

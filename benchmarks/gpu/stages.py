@@ -1,16 +1,18 @@
-"""The stages of `python -m benchmarks.gpu`, the most important ones first, in case the time is short.
-
-A stage is a generator function `stage(device, small, options)` that yields rows (dicts of JSON values) as soon as they
-are measured. It runs in a process of its own (worker.py), and may raise anything.
-"""
+"""The stages of `python -m benchmarks.gpu`, the most important ones first, and their full and small sizes."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+from benchmarks.gpu.worker import Options
+from sparse_rl.models.hub import SHAPES
+
+ENVIRONMENT = "benchmarks.gpu.environment:describe"
 LIMIT = 8.0  # minutes; a call of ten minutes then has room for a stage and for the report
+BENCH = ("matplotlib", "pandas")  # which sparse-rl bench imports
+VLLM = ("vllm", *BENCH)
 TRAINING = ("trl", "datasets", "accelerate", "deepspeed")
 
 
@@ -18,120 +20,96 @@ TRAINING = ("trl", "datasets", "accelerate", "deepspeed")
 class Stage:
     """One measurement.
 
-    name : name for `--only`, the results and the report
-    question : the question that the stage answers, one line of the report
-    function : "module:name" of the generator function
-    needs : libraries without which the stage does not run, by their import names
+    place : "module:name" of the generator function, in this package
     minutes : expected minutes on an H100; `--minutes` leaves out a stage that does not fit
+    needs : libraries without which the stage does not run, by their import names
     limit : minutes after which the stage is ended
     """
 
     name: str
-    question: str
-    function: str
+    place: str
+    minutes: float
     needs: tuple[str, ...] = ()
-    minutes: float = 1.0
     limit: float = LIMIT
 
-    def missing(self) -> list[str]:
-        """Return the needed libraries that are not installed."""
-        return [library for library in self.needs if not is_installed(library)]
+    @property
+    def function(self) -> str:
+        return f"benchmarks.gpu.{self.place}"
 
 
-def is_installed(library: str) -> bool:
-    """Return True if a library can be imported. The library is not imported."""
-    try:
-        return importlib.util.find_spec(library) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _stage(name: str, question: str, place: str, needs: Sequence[str] = (), minutes: float = 1.0) -> Stage:
-    return Stage(name, question, f"benchmarks.gpu.{place}", tuple(needs), minutes)
-
-
-STAGES: tuple[Stage, ...] = (
-    _stage(
-        "attention_parity",
-        "Are output, gradients and log-sum-exp of each attention kernel those of the dense float64 reference?",
-        "attention:parity",
-        minutes=2.5,
-    ),
-    _stage(
-        "attention_speed",
-        "How fast is attention under recorded evictions, and how many tiles does it visit?",
-        "attention:speed",
-        minutes=6.0,
-    ),
-    _stage("tests_kernels", "Do the tests of the kernels pass on this GPU?", "tests:kernels", ["pytest"], 5.0),
-    _stage(
-        "vllm_modes",
-        "Does vLLM sample the same tokens in eager mode, with piecewise and with full CUDA graphs, and how fast?",
-        "vllm:modes",
-        ["vllm"],
-        6.0,
-    ),
-    _stage("tests_vllm", "Do the tests of the vLLM engine pass on this GPU?", "tests:vllm", ["pytest", "vllm"], 7.0),
-    _stage(
-        "grpo_quickstart",
-        "Does GRPO in bfloat16 run end to end, and what is the gap between sampler and trainer?",
-        "training:grpo_quickstart",
-        TRAINING,
-        3.0,
-    ),
-    _stage(
-        "compaction",
-        "How long does a compaction of all layers of a 7B model take, and how many kernels does it launch?",
-        "compaction:compaction",
-        minutes=1.5,
-    ),
-    _stage(
-        "decoding",
-        "What share of decoding with a 7B model in the hf engine does compaction take?",
-        "compaction:decoding",
-        minutes=6.0,
-    ),
-    _stage(
-        "vllm_1.5b",
-        "How many tokens a second does vLLM decode with a 1.5B model, under a full and under a small cache?",
-        "vllm:throughput_small_model",
-        ["vllm"],
-        7.0,
-    ),
-    _stage(
-        "vllm_7b",
-        "How many tokens a second does vLLM decode with a 7B model, under a full and under a small cache?",
-        "vllm:throughput_large_model",
-        ["vllm"],
-        7.5,
-    ),
-    _stage(
-        "vllm_equal_memory",
-        "How many tokens a second does vLLM sample if all caches have the same number of blocks?",
-        "vllm:equal_memory",
-        ["vllm"],
-        6.0,
-    ),
-    _stage(
-        "training_steps",
-        "How long do the forward and backward passes of distillation and of KVpop's retrofit take?",
-        "training:steps",
-        minutes=4.0,
-    ),
-    _stage(
-        "grpo_1.5b",
-        "How long does each part of a GRPO step with a 1.5B model take, and is its memory the predicted one?",
-        "training:grpo_model",
-        TRAINING,
-        6.0,
-    ),
-    _stage("running_topk", "How fast is the running top-k in torch and in Triton?", "kernels:topk"),
-    _stage("redundancy", "How fast is the redundancy of keys in torch and in Triton?", "kernels:redundancy"),
-    _stage("sampler", "How fast is the sampler, and does it draw the reference's tokens?", "kernels:sampler"),
-    _stage(
-        "one_shot_compaction",
-        "How long does each stage of the compaction of a long context take?",
-        "contexts:one_shot",
-        minutes=4.0,
-    ),
+STAGES = (
+    Stage("attention_parity", "kernels:parity", 2.5),  # are the kernels those of the dense float64 reference?
+    Stage("attention_speed", "kernels:speed", 6.0),  # under recorded evictions
+    Stage("tests_kernels", "environment:kernel_tests", 5.0, ("pytest",)),
+    Stage("vllm_modes", "engines:modes", 6.0, VLLM),  # piecewise and full CUDA graphs
+    Stage("tests_vllm", "environment:vllm_tests", 7.0, ("pytest", "vllm")),
+    Stage("grpo_quickstart", "training:grpo_quickstart", 3.0, TRAINING),  # end to end; the gap in bfloat16
+    Stage("compaction", "engines:compaction", 1.5),  # of all layers of a 7B model; kernel launches
+    Stage("decoding", "engines:decoding", 6.0, BENCH),  # a 7B model in the hf engine; the share of compactions
+    Stage("vllm_1.5b", "engines:small_model", 7.0, VLLM),
+    Stage("vllm_7b", "engines:large_model", 7.5, VLLM),
+    Stage("vllm_equal_memory", "engines:equal_memory", 6.0, VLLM),  # all caches have the same number of blocks
+    Stage("training_steps", "training:steps", 4.0),  # passes of a model over a long sequence
+    Stage("grpo_1.5b", "training:grpo_model", 6.0, TRAINING),  # parts of a step; memory beside `doctor`'s prediction
+    Stage("running_topk", "kernels:topk", 1.0),
+    Stage("redundancy", "kernels:redundancy", 1.0),
+    Stage("sampler", "kernels:sampling", 1.0),
+    Stage("one_shot_compaction", "engines:one_shot", 4.0, BENCH),  # of a long context
 )
+
+VOCABULARY = 512  # prompts have token ids below it, which every model here has
+TINY_MODEL = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128, "intermediate_size": 192, "vocab_size": VOCABULARY, "max_position_embeddings": 8192,
+    "tie_word_embeddings": True, "head_dim": 32,
+}  # fmt: skip
+SIZES: dict[str, tuple[Any, Any]] = {  # name -> full size, small size
+    "large_model": (SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"], TINY_MODEL),
+    "small_model": (SHAPES["Qwen/Qwen2.5-1.5B-Instruct"], TINY_MODEL),
+    "heads": ((28, 4, 128), (4, 2, 32)),  # query heads, kv heads, head dim of attention that is timed alone
+    "lengths": ((16384, 32768, 4096), (256, 384)),  # of attention
+    "budget": (2048, 64),  # of its evictions
+    "dense": (16384, 384),  # longest sequence that is compared with the dense float64 reference
+    "topk": ((16384, 64), (600, 2)),  # tokens, kv heads
+    "redundancy": ((28, 4, 2176, 128), (2, 2, 96, 32)),  # rows, kv heads, entries, head dim
+    "sampler": ((64, 151_936), (4, 2000)),  # rows, vocabulary
+    "requests": ((8, 64, 1), (1, 2)),  # of compaction and decoding
+    "cache": ({"budget": 512, "period": 128, "window": 16}, {"budget": 48, "period": 16, "window": 8}),
+    "decoded": ((512, 129), (48, 48)),  # prompt tokens and generated tokens in the hf engine
+    "served": ((64, 16, 256), (2, 4)),  # vLLM's batch sizes
+    "lengths_served": ((4096, 16384), (128,)),
+    "generated": (512, 48),  # tokens that vLLM generates for each sequence
+    "trained": (16384, 384),  # tokens of a training step
+    "context": (60_000, 400),  # tokens of the context that is compacted once
+    "runs": (7, 2),  # repetitions of a timing
+    "grpo": (  # overrides of the recipe
+        {"max_steps": 4},
+        {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 96},
+    ),
+    "grpo_model": (  # more for the model with dummy weights
+        {"max_completion_length": 512, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+        {"gradient_accumulation_steps": 2},
+    ),
+}
+
+
+def sizes(options: Options) -> Any:
+    """Return the sizes as attributes."""
+    return SimpleNamespace(**{name: pair[options.small] for name, pair in SIZES.items()})
+
+
+def config_of(shape: dict[str, Any], **changes: Any) -> Any:
+    """Return the configuration of a shape. Attention logits of dummy weights have a deviation of about 2."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{**shape, "initializer_range": (2.24 / shape["hidden_size"]) ** 0.5, **changes})
+
+
+def dummy_model(config: Any, options: Options) -> Any:
+    """Return a model with dummy weights, which are drawn on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()

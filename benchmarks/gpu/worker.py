@@ -1,29 +1,29 @@
-"""The process of one stage: calls its function and appends each row to a file, as one line of JSON.
+"""Runs one stage in a process group of its own, passes on its rows as they come, and ends all its processes.
 
-    python -m benchmarks.gpu.worker SPECIFICATION      (JSON; started by process.py)
-
-What the stage prints goes to its standard error. A row of measurement is a dict of JSON values; NaN and infinities are
-written as text.
+A stage is a generator function of Options that yields rows (dicts of JSON values). It may raise anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-import json
-import math
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+HOUSE = Path(__file__).parents[2]
 Row = dict[str, Any]
 FAILURE = "failure"  # key of a row whose measurement raised an exception
-NOT_RUN = "not run"  # key of a line that says why a stage measured nothing
 PR_SET_PDEATHSIG = 1
 
 
@@ -33,29 +33,26 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """Inputs of a stage besides its device and its size.
+    """Inputs of a stage. earlier : rows of this stage from earlier calls that were cut"""
 
-    trace : folder of recorded traces, or None
-    folder : folder for files that later calls may use again
-    earlier : rows of this stage from earlier calls that were cut
-    """
-
-    trace: Path | None = None
-    folder: Path = Path(".")
+    device: str
+    small: bool
     earlier: Sequence[Row] = field(default=())
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that the stages compute in."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
     def measured(self, **keys: Any) -> bool:
-        """Return True if an earlier call has a row with these values, and this row is no failure."""
-        wanted = json.loads(json.dumps(keys))
-        return any(FAILURE not in row and wanted.items() <= row.items() for row in self.earlier)
+        """Return True if an earlier call has a row with these values."""
+        return any(keys.items() <= row.items() for row in self.earlier)
 
 
 def attempt(keys: Row, work: Callable[[], Row]) -> Row:
     """Return the row `keys` with the results of `work`. If `work` raises, return it with the failure in one line."""
     try:
         return {**keys, **work()}
-    except NotRunError:
-        raise
     except Exception as error:  # the other rows of the stage are still wanted
         traceback.print_exc()
         return {**keys, FAILURE: in_a_line(error)}
@@ -66,51 +63,61 @@ def attempt(keys: Row, work: Callable[[], Row]) -> Row:
 
 def in_a_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, at most 300 characters."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"[:300]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-def plain(value: Any) -> Any:
-    """Return a value in which NaN and infinities, which JSON does not have, are text."""
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def load(function: str) -> Callable[..., Iterator[Row]]:
-    """Import a function from its name "module:name"."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process as soon as the process that started it has ended."""
-    if sys.platform == "linux":
+def work(function: str, options: Options, log: str, rows: Connection) -> None:
+    """Be the process of a stage. Send each row, and in the end the status and its reason."""
+    os.setsid()
+    if sys.platform == "linux":  # the kernel kills this process as soon as its parent has ended
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main(specification: str) -> None:
-    end_with_parent()
-    given = json.loads(specification)
-    os.dup2(2, 1)  # libraries print to the standard output
-    options = Options(given["trace"] and Path(given["trace"]), Path(given["folder"]), given["earlier"])
-    with open(given["rows"], "a", encoding="utf-8") as file:
-
-        def write(line: Row) -> None:
-            file.write(json.dumps(plain(line)) + "\n")
-            file.flush()
-
-        try:
-            for row in load(given["function"])(given["device"], given["small"], options):
-                write(row)
-        except NotRunError as error:
-            write({NOT_RUN: str(error)})
-
-
-if __name__ == "__main__":
-    # The stages import this module under its name, so `main` must catch NotRunError of that module, not of __main__.
-    importlib.import_module("benchmarks.gpu.worker").main(sys.argv[1])
+    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    module, _, name = function.partition(":")
+    try:
+        for row in getattr(importlib.import_module(module), name)(options):
+            rows.send(row)
+        rows.send(("done", ""))
+    except NotRunError as error:
+        rows.send(("not run", str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        rows.send(("failed", in_a_line(error)))
     sys.stderr.flush()
     os._exit(0)  # a library's thread or destructor must not turn a finished stage into a failure
+
+
+def run_stage(function: str, options: Options, limit: float, on_row: Callable[[Row], None]) -> dict[str, Any]:
+    """Run a stage for at most `limit` seconds, call `on_row` with each row, and return status, reason and log."""
+    context, rows, measured = multiprocessing.get_context("spawn"), 0, 0
+    end = time.monotonic() + limit
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        process = context.Process(target=work, args=(function, options, log.name, sender))
+        process.start()
+        sender.close()
+        status, reason = "", f"reached its limit of {limit:.0f} s"
+        try:
+            while receiver.poll(max(0.0, end - time.monotonic())):
+                row = receiver.recv()
+                if isinstance(row, tuple):
+                    status, reason = row
+                    break
+                rows += 1
+                measured += FAILURE not in row
+                on_row(row)
+        except EOFError:
+            process.join()
+            killer = signal.Signals(-(process.exitcode or 0) or signal.SIGKILL).name
+            status, reason = "failed", f"was killed by {killer}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
+        status = status or ("cut" if measured else "failed")
+        if status == "done" and not measured:
+            status, reason = "failed", "all its rows failed" if rows else "ended without a row"
+        lines = log.read().replace(f"{HOUSE}/", "").replace(f"{sys.prefix}/", "").splitlines()[-12:]
+    return {"status": status, "reason": reason, "log": lines if status in ("cut", "failed") else []}

@@ -4,7 +4,7 @@ appendix E, algorithm 4).
 A head's sensitivity curve gives the model's loss as a function of the ratio of its entries that this head keeps, while
 all other heads keep a base ratio. Budgets are moved, one step at a time, from the head whose loss grows least to the
 head whose loss falls most. The step size and the interpolation between the measured ratios are our own choice. Budgets
-are measured once per model, and serve for all contexts. `sparse-rl budgets` measures them (evaluation/budgets.py).
+are measured once per model (`sparse-rl budgets`), and serve for all contexts.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.context.cache import Context, LayerEntries, joined
+from rollout.context.cache import Context, joined
 from rollout.context.config import BASE, RATIOS, PromptCacheConfig
-from sparse_rl.config import show
+from sparse_rl.config import Source, coerce, show
 from sparse_rl.errors import UserError, reason
-from sparse_rl.files import read_text, replace_text
-from sparse_rl.models.identity import UNKNOWN, Identity
+from sparse_rl.files import read_json, read_text, replace_text
+from sparse_rl.models.weights import UNKNOWN, Identity
 
 FORMAT_VERSION = 1
 STEPS = 200  # a step moves 1 / STEPS of the mean number of entries per head
@@ -36,29 +36,15 @@ NAME = re.compile(r"L\d+H\d+")  # of a kv head, in the files of the paper's auth
 STEEP = 20  # in a pyramid, the mean layer keeps STEEP times as much as the last layer (PyramidKV's beta)
 
 
-class Studied(Protocol):
-    """A prefilled context, each of whose kv heads can be compacted to any number of entries (compact.py)."""
-
-    whole: Context
-
-    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """Return the entries that kv head `head` of layer `place` keeps: `count` chosen ones, the first `config.first`
-        and the last `config.last`.
-        """
-        ...
-
-
 def planned(
     config: PromptCacheConfig, tokens: int, layers: Sequence[int], kv_heads: int, model: Identity = UNKNOWN
 ) -> list[list[int]]:
-    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
-
-    The numbers do not include the first `config.first` and the last `config.last` entries, which are always kept.
+    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head], not
+    counting the first `config.first` and the last `config.last` entries.
 
     layers : indices in the model of the layers that are compacted, which are those without a sliding window
 
-    Raises UserError if the context has at most `config.first` + `config.last` tokens, or if `config.budgets` is not a
-    file of head budgets for this model, with these layers and this number of kv heads.
+    Raises UserError if `config.budgets` is not a file of head budgets for this model, these layers and kv heads.
     """
     mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
@@ -76,23 +62,17 @@ def planned(
 
 
 def partition(shares: Tensor, ratio: float, between: int) -> list[list[int]]:
-    """Return the number of entries that each kv head keeps if some heads keep all entries, and all others one entry.
-
-    The heads that keep everything are the share `ratio` of all heads with the largest budgets (AM appendix B.3, after
+    """Return the number of entries that each kv head keeps if the share `ratio` of all heads with the largest budgets
+    `shares` [L, Hkv] keeps all `between` entries that compete, and all others one entry (AM appendix B.3, after
     DuoAttention). Among equal budgets, the earlier head comes first.
-
-    shares : [L, Hkv], head budgets, or other scores of heads
-    between : number of entries that compete
     """
     order = shares.flatten().sort(descending=True, stable=True).indices[: round(ratio * shares.numel())]
     return torch.ones(shares.numel(), dtype=torch.long).index_fill(0, order, between).view_as(shares).tolist()
 
 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:
-    """Return, for each layer, the number of entries that each of its kv heads keeps.
-
-    The number falls linearly with the layer index. The mean over the layers is `mean`, and no layer's number
-    exceeds `most` (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
+    """Return, for each layer, the number of entries that each of its kv heads keeps. It falls linearly with the layer
+    index, with the mean `mean`, and at most `most` (PyramidKV, section 4.2, with the bounds of PyramidKV's code).
     """
     last = max(mean / STEEP, 1, 2 * mean - most) if layers > 1 else mean
     shares = (mean + (mean - last) * (1 - 2 * layer / max(1, layers - 1)) for layer in range(layers))
@@ -100,25 +80,26 @@ def pyramid(mean: int, most: int, layers: int) -> list[int]:
 
 
 class Varied:
-    """A compacted context in which all heads keep the ratio `base` of their entries, except one head at a time."""
+    """A compaction of a `studied` context (compact.py) in which all heads but one keep the ratio `base` of entries."""
 
-    def __init__(self, studied: Studied, config: PromptCacheConfig, base: float = BASE) -> None:
+    def __init__(self, studied: Any, config: PromptCacheConfig, base: float = BASE) -> None:
         self.studied, self.config = studied, config
         self.whole = studied.whole
-        self.kv_heads = self.whole.layers[0].keys.shape[1]
         self.count = self._count(base)
-        places = range(len(self.whole.layers))
-        self.heads = [[self._head(layer, head, self.count) for head in range(self.kv_heads)] for layer in places]
+        self.kv_heads = self.whole.layers[0].keys.shape[1]
+        self.heads = [
+            [studied.head(config, layer, head, self.count) for head in range(self.kv_heads)]
+            for layer in range(len(self.whole.layers))
+        ]
         self.layers = [joined(heads) for heads in self.heads]
 
     def unvaried(self) -> Context:
-        """Return the compaction in which all heads keep the ratio `base`."""
         return replace(self.whole, layers=self.layers, fitted=self.config.policy == "am")
 
     def varied(self, layer: int, head: int, count: int) -> Context:
         """Return the compaction in which one kv head keeps `count` chosen entries instead."""
         heads = list(self.heads[layer])
-        heads[head] = self._head(layer, head, count)
+        heads[head] = self.studied.head(self.config, layer, head, count)
         layers = [*self.layers[:layer], joined(heads), *self.layers[layer + 1 :]]
         return replace(self.unvaried(), layers=layers)
 
@@ -130,12 +111,8 @@ class Varied:
         loss: Callable[[Context], float],
         unvaried_loss: float | None = None,
     ) -> list[float]:
-        """Return the sensitivity curve of a kv head: the loss at each ratio.
-
-        Ratios with equal numbers of entries share one call of `loss`.
-
-        loss : function compaction of the context -> the model's loss with this compaction
-        unvaried_loss : loss of `unvaried()`; None means that it has not been computed
+        """Return the sensitivity curve of a kv head: the loss at each ratio, with one call of `loss` for ratios with
+        equal numbers of entries, and none for that of `unvaried()` if its loss is given.
         """
         losses = {} if unvaried_loss is None else {self.count: unvaried_loss}
         counts = [self._count(ratio) for ratio in ratios]
@@ -147,21 +124,17 @@ class Varied:
     def _count(self, ratio: float) -> int:
         return max(1, round(ratio * self.config.between(len(self.whole.tokens))))
 
-    def _head(self, layer: int, head: int, count: int) -> LayerEntries:
-        return self.studied.head(self.config, layer, head, count)
-
 
 def sensitivity(
-    contexts: Sequence[Studied],
+    contexts: Sequence[Any],
     config: PromptCacheConfig,
     loss: Callable[[int, Context], float],
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> Tensor:
     """Measure sensitivity curves: for each kv head and each ratio of `ratios`, the loss if the head keeps this ratio of
-    its entries, and all other heads keep the ratio `base`.
-
-    Returns mean losses over the contexts: float64 [L, Hkv, number of ratios], for L layers of Hkv kv heads.
+    its entries, and all other heads keep the ratio `base`. Returns means over the contexts: float64 [L, Hkv, number of
+    ratios].
 
     loss : function (index in `contexts`, a compaction of that context) -> the model's loss with this compaction
     """
@@ -175,9 +148,8 @@ def sensitivity(
 
 
 def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
-    """Distribute a mean ratio over the heads by greedy swaps on their sensitivity curves.
-
-    Returns the ratio of entries that each head keeps, float64 [L, Hkv], from 0 to 1, with mean `ratio`.
+    """Distribute a mean ratio over the heads by greedy swaps on their sensitivity curves. Returns the ratio of entries
+    that each head keeps, float64 [L, Hkv], from 0 to 1, with mean `ratio`.
 
     curves : [L, Hkv, number of ratios], each head's losses at `ratios`; the ratios are in increasing order. Between and
         beyond them, the loss is taken as linear in the logarithm of the ratio; below the smallest ratio above 0, the
@@ -206,7 +178,7 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
 
 def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
-    """Interpolate losses [heads, number of ratios] at the ratios `wanted`. Returns [heads, number of wanted ratios]."""
+    """Interpolate losses [heads, number of ratios] at the ratios `wanted`."""
     lowest = min(ratio for ratio in ratios if ratio > 0)
     scaled, wanted_scaled = (
         x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
@@ -217,9 +189,7 @@ def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
 
 
 def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
-    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as [layer][kv head].
-
-    The first `config.first` and the last `config.last` entries are not counted.
+    """Return the number of entries that each kv head keeps of a context of `tokens` tokens, as `planned` does.
 
     shares : [L, Hkv], head budgets; only their ratios to their mean matter
     ratio : mean ratio of entries that a head keeps
@@ -230,28 +200,46 @@ def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig)
 
 
 def padding(counts: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the memory of a compacted context over the memory of its entries alone, in hf and in vLLM.
-
-    In hf each head is padded to the longest head of its layer, in vLLM to the longest head of all layers (AM, footnote
-    3).
-
-    counts : number of entries of each kv head, as [layer][kv head]
+    """Return the memory of a compacted context over that of its `counts` [layer][kv head] of entries alone: in hf,
+    where each head is padded to the longest of its layer, and in vLLM, of all layers (AM, footnote 3).
     """
     longest = [max(heads) for heads in counts]
     entries = sum(map(sum, counts)) / len(counts[0])
     return sum(longest) / entries, max(longest) * len(counts) / entries
 
 
+# ---- keys of all kv heads that compete by their attention (KVzip; Attention Matching, appendices B.3 and E) ---------
+
+
+def competing_counts(scores: Tensor, total: int) -> list[list[int]]:
+    """Return the number of keys that each kv head keeps, as [layer][kv head], if the `total` keys with the highest
+    scores [L, Hkv, N] are kept, and the best key of each head.
+    """
+    scores = scores.scatter(2, scores.argmax(2, keepdim=True), float("inf"))
+    order = scores.flatten().sort(descending=True, stable=True).indices
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept[order[: max(total, scores.shape[0] * scores.shape[1])]] = True
+    return kept.view_as(scores).sum(-1).tolist()
+
+
+def global_shares(scores: Tensor, ratios: Sequence[float]) -> Tensor:
+    """Return the share of the kept keys that each kv head gets if the keys with the highest scores [L, Hkv, N] of all
+    heads are kept, at least one: float64 [number of ratios, L, Hkv], which adds up to 1 at each ratio.
+    """
+    layers, heads, count = scores.shape
+    owner = torch.arange(layers * heads).repeat_interleave(count)
+    ranked = owner[scores.flatten().sort(descending=True, stable=True).indices]
+    kept = (ranked[: max(1, round(ratio * len(owner)))] for ratio in ratios)
+    shares = [torch.bincount(owners, minlength=layers * heads).double() / len(owners) for owners in kept]
+    return torch.stack(shares).view(-1, layers, heads)
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def save(path: str | Path, shares: Tensor, model: Identity = UNKNOWN, **more: Any) -> dict[str, Any]:
-    """Write head budgets [L, Hkv] to a JSON file as [layer][kv head], divided by their mean. Return the content of
-    the file.
-
-    model : the model of which they are the budgets; if it has layers with a sliding window, `more` needs the key
-        `layers`, the indices of the L other layers
-    more : further keys of the file
+    """Write head budgets [L, Hkv] of a model to a JSON file as [layer][kv head], divided by their mean, with further
+    keys: if the model has layers with a sliding window, `layers`, the indices of the L others. Return the content.
     """
     content = {"format_version": FORMAT_VERSION, "model": asdict(model), **more}
     content["shares"] = (shares / shares.mean()).tolist()
@@ -263,58 +251,49 @@ def load(path: str | Path, layers: Sequence[int], kv_heads: int, model: Identity
     """Read head budgets. Returns float64 [L, Hkv], with mean 1.
 
     Three formats are read: a file of `save`; a JSON mapping {"L0H0": share, ...}, as the paper's authors publish; and a
-    file *.tsv with a line for each layer and a column for each kv head, as DuoAttention publishes. The last two name no
-    model, so only their layers and kv heads are checked, of a *.tsv only their numbers.
+    file *.tsv with a line for each layer and a column for each kv head, as DuoAttention publishes.
 
     layers : indices in the model of its L layers without a sliding window
 
     Raises UserError if the file does not hold budgets for this model, with these layers and this number of kv heads.
     """
     try:
-        text = read_text(path)
-        content = {"shares": _table(text)} if Path(path).suffix == ".tsv" else json.loads(text)
-        if not isinstance(content, dict):
-            raise TypeError("it is not a mapping")
+        if Path(path).suffix == ".tsv":
+            lines = filter(str.strip, read_text(path).splitlines())
+            content: dict[str, Any] = {"shares": [[float(cell) for cell in line.split("\t")] for line in lines]}
+        else:
+            content = read_json(path)
         if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
             wrong = f"it has format version {show(content['format_version'])}, but {FORMAT_VERSION} is read"
             raise UserError(f"{wrong}; measure it again")
-        maker = Identity(**content.get("model", {}))
+        maker = coerce(content.get("model", {}), Identity, "model", Source())
         if any(NAME.fullmatch(name) for name in content):
             content = _by_name(content)
-        shares = torch.tensor(content["shares"], dtype=torch.float64)
-        named = [int(layer) for layer in content.get("layers", layers)]
+        rows = coerce(content["shares"], list[list[float]], "shares", Source(), promote=False)
+        shares = torch.tensor(rows, dtype=torch.float64)
+        named = coerce(content.get("layers", list(layers)), list[int], "layers", Source(), promote=False)
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}; measure head budgets: sparse-rl budgets RECIPE") from error
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
-    if not bool((shares >= 0).all() and shares.isfinite().all() and shares.sum() > 0):
+    shares /= shares.mean()
+    if not bool((shares >= 0).all() and shares.isfinite().all()):
         raise UserError(f"{path} has a head budget below 0, or no head budget above 0")
     if shares.shape != (len(layers), kv_heads):
         wrong = f"{list(shares.shape)}, but the model has {[len(layers), kv_heads]} layers and kv heads"
         raise UserError(f"{path} has head budgets of shape {wrong}")
     if named != list(layers):
-        own = f"but the model's layers without a sliding window are {listing(layers)}"
-        raise UserError(f"{path} has head budgets of the layers {listing(named)}, {own}")
+        theirs, own = (", ".join(map(str, numbers)) for numbers in (named, layers))
+        wrong = f"{theirs}, but the model's layers without a sliding window are {own}"
+        raise UserError(f"{path} has head budgets of the layers {wrong}")
     maker.check(model, str(path))
-    return shares / shares.mean()
-
-
-def _table(text: str) -> list[list[float]]:
-    return [[float(cell) for cell in line.split("\t")] for line in text.splitlines() if line.strip()]
+    return shares
 
 
 def _by_name(shares: dict[str, float]) -> dict[str, Any]:
-    """Return the content of a file of `save` for a mapping from names to shares, such as {"L5H0": 0.1}.
-
-    Only the layers without a sliding window are named. Raises ValueError for another name, and KeyError for an absent
-    head.
-    """
+    """Return the content of a file of `save` for {"L5H0": 0.1, ...}, of the layers without a sliding window."""
     if other := next((name for name in shares if not NAME.fullmatch(name)), None):
         raise ValueError(f"{other} does not name a layer and a kv head, as L0H0 does")
     places = [tuple(map(int, name[1:].split("H"))) for name in shares]
     layers, heads = sorted({layer for layer, _ in places}), range(1 + max(head for _, head in places))
-    return {"layers": layers, "shares": [[float(shares[f"L{n}H{head}"]) for head in heads] for n in layers]}
-
-
-def listing(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    return {"layers": layers, "shares": [[shares[f"L{n}H{head}"] for head in heads] for n in layers]}

@@ -1,4 +1,4 @@
-"""Context, the kept entries of a compacted context; ContextCache, the cache of sequences that continue it.
+"""Context, the kept entries of a compacted context, and the caches of sequences that continue it; contexts as files.
 
 Every sequence of a batch attends to the same entries of the context, with their biases, and to its own tokens after
 them, which are never evicted.
@@ -6,19 +6,26 @@ them, which are never evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
-from sparse_rl.attention.windows.cache import WindowCache, WindowedCache
-from sparse_rl.errors import UserError
-from sparse_rl.models.identity import UNKNOWN, Identity
+from sparse_rl.attention.interface import KVView
+from sparse_rl.attention.views import CacheMap, map_of_caches
+from sparse_rl.attention.windows import WindowCache
+from sparse_rl.config import NonNegativeInt, Source, coerce
+from sparse_rl.errors import NotWrittenError, UserError, reason
+from sparse_rl.kernels.exact import computing_dtype, sdpa
+from sparse_rl.models.weights import UNKNOWN, Identity
+from sparse_rl.policies.cache import cache_bytes
 from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace.files import read_sealed, write_sealed
 
 GROW = 128  # number of slots added at a time while tokens are decoded one by one
 MOST_LOGITS = 2**26  # with more logits, the queries are split into groups, because the mask is as large as the logits
@@ -42,23 +49,21 @@ class LayerEntries:
 
 
 def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
-    """Join kv heads with different numbers of entries into one layer.
-
-    Padding has the bias -inf, and otherwise repeats the head's first entry, or is 0 if the head has none.
+    """Join kv heads with different numbers of entries into one layer. Padding has the bias -inf, and otherwise repeats
+    the head's first entry, or is 0 if the head has none.
     """
+
+    def repeated(x: Tensor, count: int) -> Tensor:
+        first = x[:, :, :1] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, *x.shape[3:])
+        return torch.cat([x, first.repeat_interleave(count, dim=2)], dim=2)
+
     most, padded = max(head.keys.shape[2] for head in heads), []
     for head in heads:
         missing = most - head.keys.shape[2]
-        keys, values, bias, positions = (_repeated(x, missing) for x in head)
+        keys, values, bias, positions = (repeated(x, missing) for x in head)
         bias[:, :, most - missing :] = float("-inf")
         padded.append((keys, values, bias, positions))
     return LayerEntries(*(torch.cat(parts, dim=1) for parts in zip(*padded, strict=True)))
-
-
-def _repeated(x: Tensor, count: int) -> Tensor:
-    """Append `count` copies of the first entry of x [1, Hkv, N, ...], or zeros if N is 0."""
-    first = x[:, :, :1] if x.shape[2] else x.new_zeros(*x.shape[:2], 1, *x.shape[3:])
-    return torch.cat([x, first.repeat_interleave(count, dim=2)], dim=2)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Context:
     fitted : True if entries differ from those that the model computes as it reads the context: biases and values were
         fitted, or parts of the context were read alone
     seconds : stage of the compaction -> its duration in seconds
-    recorded : trace sections from which a trainer can recompute the fits (record.py); {} if there are none
+    recorded : trace sections from which a trainer can recompute the fits (compact.py); {} if there are none
     model : the model that made the context
     of_windows : the last tokens, in the layers with a sliding window, which no compaction changes; None without them
     """
@@ -103,8 +108,7 @@ class Context:
     def check_model(self, shape: tuple[int, int, int], windows: Sequence[int], model: Identity) -> None:
         """Raise UserError if the context was not made by this model.
 
-        shape : (layers without a sliding window, kv heads per layer, head size) of the model
-        windows : the sliding window of each layer of the model, 0 for a layer without one
+        shape, windows : its (layers without a sliding window, kv heads per layer, head size), and its sliding windows
         model : the model; weights whose fingerprint is unknown are not compared
         """
         _, kv_heads, _, dim = self.layers[0].keys.shape
@@ -116,34 +120,35 @@ class Context:
         self.model.check(model, "the context")
 
     def trace(self, length: int) -> EvictionTrace:
-        """Return the trace of a sequence of `length` tokens, including the context, that continues this context. The
-        trace has no layers with a sliding window.
-
-        If `fitted`, the trace gets the section `compacted_at`, and the sections `recorded`. No trainer can replay a
-        trace with `compacted_at` alone.
+        """Return the trace of a sequence of `length` tokens, including the context, that continues this context, in the
+        layers without a sliding window. If `fitted`, the trace gets the sections `compacted_at` and `recorded`. No
+        trainer can replay a trace with `compacted_at` alone.
         """
-        evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
+        evict_at = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         sections = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32), **self.recorded}
-        return EvictionTrace.recorded(evictions, sections if self.fitted else {})
+        return EvictionTrace.recorded(evict_at, sections if self.fitted else {})
 
     def unrecorded(self) -> Context:
         """Return the context with traces that no trainer can replay, as for a model whose experts are not recorded."""
         return replace(self, fitted=True, recorded={})
 
     def evict_at(self) -> Tensor:
-        """Return the eviction positions of the context's tokens: int32 [L, Hkv, number of tokens].
-
-        The position is NEVER for kept tokens, and the context's length for all others.
-        """
-        count = len(self.tokens)
-        evictions = []
-        for layer in self.layers:
-            whole = torch.full((layer.keys.shape[1], count), count, dtype=torch.int32)
-            evictions.append(whole.scatter_(1, layer.positions[0].cpu(), NEVER))
-        return torch.stack(evictions)
+        """Return int32 [L, Hkv, number of tokens]: NEVER for kept tokens, the context's length for all others."""
+        count, layers = len(self.tokens), self.layers
+        evict_at = torch.full((len(layers), layers[0].keys.shape[1], count), count, dtype=torch.int32)
+        for of_layer, layer in zip(evict_at, layers, strict=True):
+            of_layer.scatter_(1, layer.positions[0].cpu(), NEVER)
+        return evict_at
 
 
-class ContextCache:
+def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Return the bytes of a context with `entries` entries per kv head: keys, values, float32 biases, int64
+    positions.
+    """
+    return cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + 12 * layers * kv_heads * entries
+
+
+class ContextCache(KVView):
     """The cache of B sequences that continue one context. Implements `Cache` (sparse_rl/policies/cache.py).
 
     context : the context; None means that there is none, and sequences begin at position 0
@@ -165,14 +170,9 @@ class ContextCache:
         """Number of tokens that each row has seen, including the context."""
         return [self.past + n for n in self.lengths]
 
-    # ---- the engine's side ----------------------------------------------------------------------------------------
-
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """Prepare for a forward pass over the next tokens of each row, right-padded to equal length.
-
-        prompt_lengths : number of tokens of each row in this pass; 0 for a row whose prompt has already ended
-
-        A long prompt may be read in several passes.
+        """Prepare for a forward pass over the next tokens of each row, right-padded to equal length; 0 for a row whose
+        prompt has already ended.
         """
         self._starts_at(self.lengths or [0] * len(prompt_lengths), device)
         self.lengths = [held + n for held, n in zip(self._starts, prompt_lengths, strict=True)]
@@ -183,7 +183,6 @@ class ContextCache:
         self._starts_at([n - 1 for n in self.lengths], device)
 
     def _starts_at(self, starts: list[int], device: torch.device) -> None:
-        """Set the slot in each row at which the tokens of the next forward pass begin."""
         self._starts, self._at = starts, torch.tensor(starts, device=device)[:, None]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -199,14 +198,14 @@ class ContextCache:
         forked.select(rows)
         return forked
 
-    def as_context(self, tokens: list[int]) -> Context:
+    def as_context(self, tokens: list[int], of_windows: WindowCache | None) -> Context:
         """Return the entries of the only row, which has read `tokens` without a context, as a whole context."""
         layers = []
         for pair in self.own.values():
             keys, values = (x[:, :, : len(tokens)] for x in pair)
             positions = torch.arange(len(tokens), device=keys.device).expand(keys.shape[:3])
             layers.append(LayerEntries(keys, values, torch.zeros(keys.shape[:3], device=keys.device), positions))
-        return Context(tokens, layers, False)
+        return Context(tokens, layers, False, of_windows=of_windows)
 
     def captured(self, layer: int) -> Tensor:
         """Return one layer's queries, after RoPE, of all T own tokens so far: [B, Hq, T, D]. Requires `captures`."""
@@ -216,12 +215,8 @@ class ContextCache:
         """Release the captured queries of one layer."""
         self._queries.pop(layer, None)
 
-    def queries(self, layer: int) -> Tensor:
-        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries [B, Hq, W, D]."""
-        raise UserError("the cache of a compacted context keeps no last queries")
-
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """Return the trace of a row of `length` tokens, including the context. The trace is the same for all rows."""
+        """Return the trace of a row of `length` tokens, including the context."""
         assert self.context is not None  # sampling always has a context
         return self.context.trace(length)
 
@@ -230,18 +225,9 @@ class ContextCache:
         own = sum(t.untyped_storage().nbytes() for pair in self.own.values() for t in pair)
         return own + (0 if self.context is None else self.context.nbytes)
 
-    # ---- the attention's side -------------------------------------------------------------------------------------
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store the keys and values of T new tokens per row, and compute their attention.
-
-        Each query attends to the context's entries and to the row's own tokens up to the query's token.
-
-        query : [B, Hq, T, D], after RoPE
-        key, value : [B, Hkv, T, D], keys after RoPE
-        scaling : the factor on q . k
-
-        Returns the attention output, [B, Hq, T, D].
+        """Store `key` and `value` [B, Hkv, T, D] of T new tokens per row. Returns the attention output of `query`
+        [B, Hq, T, D], after RoPE, to the context's entries and to the row's own tokens up to the query's.
         """
         self.scaling = scaling
         if self.captures:
@@ -252,10 +238,7 @@ class ContextCache:
         return attention(query, keys, values, at, past, scaling)
 
     def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, Hkv, T, D] of T new tokens at slots `at` [B, T].
-
-        Returns the keys and the values of all own tokens in this layer, [B, Hkv, C, D] each, for C slots.
-        """
+        """Store T new tokens at slots `at` [B, T]. Returns keys and values of all own tokens, [B, Hkv, C, D] each."""
         keys, values = self.own.get(layer) or (key[:, :, :0], value[:, :, :0])
         missing = max(self._starts) + key.shape[2] - keys.shape[2]
         if missing > 0:
@@ -267,25 +250,13 @@ class ContextCache:
         return keys, values
 
 
-class WindowedContextCache(WindowedCache):
-    """A ContextCache beside the sliding windows of the other layers."""
-
-    def as_context(self, tokens: list[int]) -> Context:
-        """See `ContextCache.as_context`."""
-        return replace(self.inner.as_context(tokens), of_windows=self.of_windows)
-
-
-def cache_after(context: Context | None, windows: Sequence[int], captures: bool = False) -> Any:
-    """Return the cache of sequences that continue a context, or that begin without one.
-
-    windows : the sliding window of each layer of the model, 0 for a layer without one
-    captures : see `ContextCache`
+def cache_after(context: Context | None, windows: Sequence[int], captures: bool = False) -> CacheMap:
+    """Return the cache of sequences that continue a context, or that begin without one, for a model with these sliding
+    windows, 0 for a layer without one. captures : see `ContextCache`
     """
-    cache = ContextCache(context, captures)
-    if not any(windows):
-        return cache
     before = None if context is None else context.of_windows
-    return WindowedContextCache(cache, WindowCache(windows) if before is None else before.fork([0]))
+    of_windows = WindowCache(windows) if before is None else before.fork([0])
+    return map_of_caches(ContextCache(context, captures), of_windows)
 
 
 def attention(
@@ -316,13 +287,8 @@ def attention(
 
 
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
-    """Return the mask that is added to the logits of queries: the context's biases, then 0 or -inf for own slots.
-
-    at : [B, T], slots of the T queries of each row
-    slots : [C], all slots for own tokens; a query sees the slots up to its own
-    past : the context's N entries in this layer; None means that there is no context
-
-    Returns [B, Hkv, T, N + C], or [B, 1, T, C] without a context.
+    """Return the mask that is added to the logits of queries at the slots `at` [B, T]: the context's N biases, if there
+    is one, then 0 or -inf for the C own `slots`: [B, Hkv, T, N + C], or [B, 1, T, C].
     """
     mask = torch.zeros(*at.shape, len(slots), dtype=dtype, device=at.device)
     mask = mask.masked_fill_(slots > at[..., None], float("-inf"))[:, None]
@@ -330,3 +296,130 @@ def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dty
         return mask
     bias = past.bias.to(dtype)[:, :, None].expand(len(at), -1, at.shape[1], -1)
     return torch.cat([bias, mask.expand(-1, bias.shape[1], -1, -1)], dim=3)
+
+
+# ---- on-policy reference queries ------------------------------------------------------------------------------------
+
+
+class LayerwiseView(KVView):
+    """The `kv_view` of one forward pass over texts that continue a context, and compact it layer by layer (Attention
+    Matching, section 3.1 and appendix C.4).
+
+    In each layer, attention takes the queries, compacts the layer with them, and then attends to the compacted entries.
+    A layer needs the queries of all tokens first, so the texts are not read in pieces, but packed into one row. Each
+    text begins at the position after the context, and sees the compacted entries and its own tokens, but no other text.
+
+    past : number of tokens of the whole context
+    texts : the texts of each kind of reference queries, as token ids
+    compact : function (layer, reference queries [1, Hkv, number of queries, D]) -> the entries of the compacted layer;
+        layers with a sliding window are not counted
+    of_windows : the context's tokens in the layers with a sliding window, which stay as they are
+
+    After the pass, `layers` has the entries of all compacted layers.
+    """
+
+    def __init__(
+        self,
+        past: int,
+        texts: Sequence[Sequence[list[int]]],
+        compact: Callable[[int, Tensor], LayerEntries],
+        of_windows: WindowCache | None = None,
+    ) -> None:
+        self.past, self.texts, self.compact, self.of_windows = past, texts, compact, of_windows
+        self.layers: list[LayerEntries] = []
+        flat = [text for kind in texts for text in kind]
+        self.ids = [token for tokens in flat for token in tokens]
+        self.positions = [past + place for tokens in flat for place in range(len(tokens))]
+        self._lengths = [len(tokens) for tokens in flat]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compact the layer with the texts' queries, [1, Hq, T, D] after RoPE, and return their attention output."""
+        queries, keys, values = (x.split(self._lengths, dim=2) for x in (query, key.to(value.dtype), value))
+        if self.of_windows is not None and self.of_windows.sizes[layer]:
+            of_windows, start = self.of_windows, torch.tensor([self.past], device=key.device)
+            of_texts = zip(queries, keys, values, strict=True)
+            return torch.cat([of_windows.after(layer, q, k, v, scaling, start) for q, k, v in of_texts], dim=2)
+        remaining, kinds = iter(queries), []
+        for texts in self.texts:
+            kinds.append(by_kv_head(torch.cat([next(remaining) for _ in texts], dim=2), key))
+        self.layers.append(self.compact(len(self.layers), torch.cat(kinds, dim=2)))
+        outs = []
+        for q, k, v in zip(queries, keys, values, strict=True):
+            at = torch.arange(q.shape[2], device=q.device)[None]
+            outs.append(attention(q, k, v, at, self.layers[-1], scaling))
+        return torch.cat(outs, dim=2)
+
+
+def by_kv_head(query: Tensor, keys: Tensor) -> Tensor:
+    """Group the queries of T tokens by the kv head of `keys`: [1, Hq, T, D] -> [1, Hkv, G x T, D]."""
+    return query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+#
+# tokens                                     int64 [T], token ids of the whole context
+# layers.N.{keys, values, bias, positions}   entries of the N-th layer without a sliding window, as in LayerEntries
+# windows.N.{keys, values}                   tokens of layer N, which has a sliding window, as in WindowCache
+# recorded.NAME                              trace sections of the fits, if they can be replayed
+# metadata                                   fitted, seconds, model (name and fingerprint), windows (JSON)
+#
+# Version 2 of the format has no sliding windows. Contexts without them are still written in it.
+
+FORMAT = "sparse_rl.context"
+FORMAT_VERSION, WITHOUT_WINDOWS = "3", "2"
+RECORDED, WINDOWS = "recorded.", "windows."
+PARTS = tuple(part.name for part in fields(LayerEntries))
+
+
+def save_context(path: str | Path, context: Context) -> None:
+    """Write a context to one safetensors file. Raises NotWrittenError if the file cannot be written."""
+    tensors = {"tokens": torch.tensor(context.tokens)}
+    for number, layer in enumerate(context.layers):
+        # Cloned, because layers may share memory, which safetensors rejects.
+        tensors |= {
+            f"layers.{number}.{name}": x.cpu().clone().contiguous() for name, x in zip(PARTS, layer, strict=True)
+        }
+    tensors |= {RECORDED + name: values.clone().contiguous() for name, values in context.recorded.items()}
+    texts = {"fitted": context.fitted, "seconds": context.seconds, "model": asdict(context.model)}
+    version = WITHOUT_WINDOWS
+    if context.of_windows is not None:
+        version, texts["windows"] = FORMAT_VERSION, context.of_windows.sizes
+        for number, pair in context.of_windows.layers.items():
+            names = (f"{WINDOWS}{number}.{name}" for name in ("keys", "values"))
+            tensors |= {name: x.cpu().clone().contiguous() for name, x in zip(names, pair, strict=True)}
+    metadata = {name: json.dumps(value) for name, value in texts.items()}
+    try:
+        write_sealed(path, tensors, format=FORMAT, format_version=version, **metadata)
+    except Exception as error:  # safetensors raises its own errors for a full disk and for a missing folder
+        raise NotWrittenError(str(path), reason(error)) from error
+
+
+def load_context(path: str | Path, device: str | torch.device = "cpu") -> Context:
+    """Read a context that `save_context` wrote, and move its entries to `device`.
+
+    Raises UserError if the file is missing, damaged, of another kind or of another format version.
+    """
+    versions = [WITHOUT_WINDOWS, FORMAT_VERSION]
+    tensors, metadata = read_sealed(path, "a compacted context", FORMAT, versions, "compact the context")
+    try:
+        return _context({name: x.to(device) for name, x in tensors.items()}, metadata)
+    except (LookupError, ValueError, RecursionError) as error:  # a file from another program
+        raise UserError(f"{path} is not a compacted context: {reason(error)}") from error
+
+
+def _context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Context:
+    def read(name: str, hint: Any) -> Any:
+        return coerce(json.loads(metadata[name]), hint, name, Source(), promote=False)
+
+    ids = tensors["tokens"].tolist()
+    numbers = range(len({name.split(".")[1] for name in tensors if name.startswith("layers.")}))
+    layers = [LayerEntries(*(tensors[f"layers.{number}.{name}"] for name in PARTS)) for number in numbers]
+    of_windows = None
+    if "windows" in metadata:
+        of_windows = WindowCache(read("windows", list[NonNegativeInt]))
+        of_windows.seen = [len(ids)]
+        for number in (layer for layer, size in enumerate(of_windows.sizes) if size):
+            of_windows.layers[number] = tensors[f"{WINDOWS}{number}.keys"], tensors[f"{WINDOWS}{number}.values"]
+    recorded = {name.removeprefix(RECORDED): x.cpu() for name, x in tensors.items() if name.startswith(RECORDED)}
+    facts = read("fitted", bool), read("seconds", dict[str, float]), recorded, read("model", Identity)
+    return Context(ids, layers, *facts, of_windows)

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from rollout.context.cache import Context, LayerEntries
 from rollout.context.config import CartridgeConfig, PromptCacheConfig
-from rollout.context.conversations import Conversation, Reader, conversations
-from rollout.context.stages import Stages
-from sparse_rl.methods.eviction.cache import at_slots
+from rollout.context.reader import Conversation, Reader, Stages, conversations
+from sparse_rl.policies.cache import at_slots
 
 
 class Cartridge:
-    """The entries of a context in training: all but the first `fixed`. Biases are trained only if they were fitted.
-
-    Parameters have at least the precision of float32. `context` rounds them to the dtype of the start.
+    """The entries of a context in training, all but the first `fixed`, in float32 or wider. Biases are trained only if
+    they were fitted. `context` rounds to the dtype of the start.
     """
 
     def __init__(self, start: Context, fixed: int) -> None:
@@ -37,7 +35,6 @@ class Cartridge:
         ]
 
     def parameters(self) -> list[Tensor]:
-        """Return the trained tensors: keys and values, [1, Hkv, N - fixed, D], and fitted biases."""
         return [x for layer in self.of_layer for x in layer if x.requires_grad]
 
     def context(self) -> Context:
@@ -67,9 +64,8 @@ def beginning(whole: Context, kept: int, first: int, last: int) -> Context:
 def train(
     cartridge: Cartridge, whole: Context, texts: Sequence[Conversation], settings: CartridgeConfig, reader: Reader
 ) -> Iterator[int]:
-    """Train a cartridge. Yields the number of steps so far before each step, and after the last one.
-
-    A step takes `settings.batch` texts, in random order without replacement until all have been taken.
+    """Train a cartridge. Yields the number of steps so far before each step, and after the last one. A step takes
+    `settings.batch` texts, in random order without replacement until all have been taken.
     """
     generator, order = torch.Generator().manual_seed(0), torch.zeros(0, dtype=torch.long)
     parameters = cartridge.parameters()
@@ -91,10 +87,7 @@ def train(
 
 
 def logprobs(reader: Reader, context: Context, texts: Sequence[Conversation]) -> Tensor:
-    """Return the log-probs of each token of the answers, given the tokens before it: [n, V], float32 or wider.
-
-    The first of them are those at the last token of the starter.
-    """
+    """Return the log-probs of each token of the answers, given the tokens before it: [n, V], float32 or wider."""
     logits = reader.logits([text.tokens for text in texts], reader.cache(context))
     spans = [slice(len(text.starter) - 1, len(text.tokens) - 1) for text in texts]
     rows = torch.cat([row[span] for row, span in zip(logits, spans, strict=True)])
@@ -111,10 +104,6 @@ def divergence(full: Tensor, own: Tensor) -> Tensor:
 
 
 def trained(whole: Context, config: PromptCacheConfig, reader: Reader, seconds: Stages) -> Context:
-    """Train a cartridge of `config.kept` entries for a context.
-
-    Raises UserError if there are no prompts for self-study.
-    """
     stages = Stages(seconds)
     with stages.timed("self-study"):
         texts = conversations(whole, config, reader)

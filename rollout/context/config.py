@@ -135,20 +135,18 @@ class PromptCacheConfig(Configuration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chooses and not self.queries:
+        if not self.chooses:
+            return
+        if not self.queries:
             raise UserError("name at least one kind of queries, for example [repeat]", "queries")
-        if self.pool > 1 and self.chooses and self.pursues:
+        if self.pool > 1 and self.pursues:
             wrong = f"select: {self.select} has no scores to combine"
             raise UserError(f"{wrong}; use select: attention, or pool: 1", "pool")
-        if self.chooses:
-            self._check_heads()
-        if self.on_policy and self.chooses and ON_POLICY.isdisjoint(self.queries):
+        if self.on_policy and ON_POLICY.isdisjoint(self.queries):
             wrong = "only queries of repeat, self_study and question can be on-policy"
             raise UserError(f"{wrong}; add one of them to queries, or use on_policy: false", "on_policy")
         if self.on_policy and self.by_text:
             raise UserError("queries cannot be on-policy with chunking: text; use chunking: kv", "on_policy")
-
-    def _check_heads(self) -> None:
         if self.heads in ("pyramid", "global") and self.budgets is not None:
             wrong = "head budgets already set how much each head keeps"
             raise UserError(f"{wrong}; use heads: equal or heads: partition with them", "heads")
@@ -197,11 +195,8 @@ class PromptCacheConfig(Configuration):
         return self.policy == "am" and (self.fit_biases or self.fit_values)
 
     def between(self, tokens: int) -> int:
-        """Return the number of tokens between the first `first` and the last `last` tokens of a context.
-
-        tokens : length of the context
-
-        Raises UserError if there are no tokens in between.
+        """Return the number of tokens between the first `first` and the last `last` ones of a context of `tokens`
+        tokens. Raises UserError if there are none.
         """
         between = tokens - self.first - self.last
         if between < 1:
@@ -212,12 +207,7 @@ class PromptCacheConfig(Configuration):
         return between
 
     def parts(self, tokens: int) -> list[Part]:
-        """Return the equal parts in which the tokens between the first `first` and the last `last` ones compete.
-
-        tokens : length of the context
-
-        Raises UserError if the context has at most `first` + `last` tokens.
-        """
+        """Return the equal parts in which the tokens of `between` compete."""
         between = self.between(tokens)
         number = math.ceil(between / self.chunk) if self.in_parts else 1
         if self.chunks is not None and (self.chooses or self.summary is not None):
@@ -225,12 +215,7 @@ class PromptCacheConfig(Configuration):
         return [Part(between * n // number, between * (n + 1) // number, between) for n in range(number)]
 
     def kept(self, tokens: int) -> int:
-        """Return the mean number of entries that a kv head keeps between the first `first` and the last `last` ones.
-
-        tokens : length of the context
-
-        Raises UserError if the context has at most `first` + `last` tokens.
-        """
+        """Return the mean number of entries that a kv head keeps of the tokens of `between`."""
         between = self.between(tokens)
         if self.sized:
             return max(1, round(self.ratio * between))

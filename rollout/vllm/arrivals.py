@@ -1,11 +1,9 @@
 """The paged cache under a learned policy. If a kv head holds `budget` entries when a new token comes, one entry is
 evicted before the layer attends. The new token's key and value take the slot of the evicted entry.
 
-Before the forward pass, a candidate for eviction is found in each kv head, for all layers together (the layers are
-folded into the rows). The candidate has the lowest priority of the entries that are neither sinks nor in the window.
-
-If tokens are scored on arrival, the candidate is evicted. The new tokens are scored after the forward pass, for all
-layers together (the layers are folded into the heads).
+Before the forward pass, a candidate for eviction is found in each kv head, for all layers together: the entry of lowest
+priority that is neither a sink nor in the window. If tokens are scored on arrival, the candidate is evicted, and the
+new tokens are scored after the forward pass, again for all layers together.
 
 If scores are delayed, a token is scored when it leaves the window. The score depends on the new token's key in the
 layer, so each layer runs one step of its scorer before it attends. If the leaving token's priority is at most that of
@@ -14,28 +12,25 @@ the candidate, the leaving token is evicted; otherwise the candidate is evicted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
-from rollout.vllm.messages import Begun
-from rollout.vllm.plan import Fixed, Group, Plan
-from rollout.vllm.state import CacheState
-from sparse_rl.errors import UserError
+from rollout.vllm.state import Begun, CacheState, Fixed, Group, Plan
 from sparse_rl.methods.kvpop.policy import PRIORITY, KVpop
-from sparse_rl.methods.kvpop.scorers.base import Scorer
-from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.policies.entries import Chunk
+from sparse_rl.methods.kvpop.scorers import StackedScorers
+from sparse_rl.models.directory import stored_scorers
+from sparse_rl.policies.base import Chunk
 
 
 @dataclass
 class Singles:
-    """R requests that add one token each in this forward pass.
+    """R requests that add one token each.
 
     tokens : indices of these tokens in the batch, a slice or int64 [R]
     first, seen : int64 [R], first block of each request, and number of tokens that it has seen
@@ -59,8 +54,6 @@ class Singles:
 class Leaving:
     """The tokens that leave the window of recent tokens, one for each of R requests ("leaving tokens").
 
-    A leaving token is scored once the new token has entered the scorer's memory.
-
     positions : int64 [R]; a negative position means that no token leaves
     block, place : int64 [L, R, Hkv], slot of the leaving token: block, and place in the block
     competes : bool [R], True if the leaving token may be evicted
@@ -80,55 +73,14 @@ class Leaving:
     rows: Tensor | None = None
 
 
-class Scorers:
-    """Scorers of L layers, for this rank's Hkv kv heads.
-
-    One scorer per layer (`of_layer`) and one for all L x Hkv heads (`all`) share the memory of the weights.
-    """
-
-    def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
-        config = policy.config.scorer
-        self.heads, self.device = heads, device
-        self.log_decay: Tensor
-        self.all: Scorer = sketch_scorer(config, heads=layers * heads, dim=dim).to_empty(device=device)
-        self.all.requires_grad_(False)
-        self.of_layer = [sketch_scorer(config, heads=heads, dim=dim) for _ in range(layers)]
-        for layer, scorer in enumerate(self.of_layer):
-            for name, weight in self.all.named_parameters():
-                layer_weight = weight[layer * heads : (layer + 1) * heads]
-                setattr(scorer, name, nn.Parameter(layer_weight, requires_grad=False))
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the weights of all layers' scorers, and compute `log_decay` [L, Hkv], the log of each head's decay.
-
-        weights : name in cache_scorer.safetensors (layer number, ".", parameter name) -> weight [kv heads of all ranks,
-            ...]
-        """
-        parameters = self.by_name()
-        if parameters.keys() != weights.keys():
-            raise UserError(
-                "the given weights do not have the names of the scorers' parameters; the differing names are "
-                f"{', '.join(sorted(parameters.keys() ^ weights.keys())[:3])}"
-            )
-        for name, weight in parameters.items():
-            weight.copy_(weights[name][paged.own_heads(self.heads)])
-        self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
-
-    def by_name(self) -> dict[str, Tensor]:
-        """Return this rank's parameters by their names in cache_scorer.safetensors."""
-        return {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
-
-
 class ArrivalState(CacheState):
-    """The caches of all layers of one worker under a learned policy."""
-
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         super().__init__(vllm_config, config, kv_caches)
         policy = config.policy
         assert isinstance(policy, KVpop)
         layers, heads, dim = len(self.caches), len(self.heads), self.slab.keys.shape[-1]
-        self.scorers = Scorers(policy, layers, heads, dim, self.device)
-        self.scorers.load(paged.stored_scorers(vllm_config))
+        self.scorers = StackedScorers(policy.config.scorer, layers, heads, dim, self.device)
+        self.scorers.load(stored_scorers(vllm_config.model_config.model), paged.own_heads(heads))
         self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
         self.memory = {  # name -> [L, rows, Hkv, ...]
@@ -147,7 +99,7 @@ class ArrivalState(CacheState):
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Do nothing: slots differ between layers and heads, so `arrive` and `after_forward` write the entries."""
+        """Do nothing: slots differ between layers and heads; `arrive` and `after_forward` write the entries."""
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
@@ -197,10 +149,8 @@ class ArrivalState(CacheState):
             fixed.copy_fields(self.singles, len(self.singles.first))
 
     def _at(self, blocks: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (block, place in the block), [L, R, Hkv] each, of slots of R requests in all L layers.
-
-        blocks : [R, max blocks], blocks of each request
-        slot : [L x R, Hkv], counted from the request's first block
+        """Return (block, place in the block), [L, R, Hkv] each, of slots [L x R, Hkv], counted from the first of each
+        request's `blocks` [R, max blocks].
         """
         slot = slot.view(len(self.caches), len(blocks), -1)
         block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
@@ -243,11 +193,8 @@ class ArrivalState(CacheState):
             torch.where(evicted, leaving_slot, target, out=target)
 
     def _take_in(self, layer: int, request: int, cached: int, key: Tensor, value: Tensor) -> None:
-        """Write a chunk of a prompt to one layer's cache. During prefill, slots are in the order of positions.
-
-        request : index of the request in the batch
-        cached : number of the prompt's tokens before the chunk
-        key, value : [T, Hkv, D], keys and values of the chunk
+        """Write a chunk of a prompt, [T, Hkv, D] each, after `cached` tokens, to one layer's cache. During prefill,
+        slots are in the order of positions.
         """
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
@@ -285,23 +232,18 @@ class ArrivalState(CacheState):
         layers = torch.arange(len(self.caches), device=self.device)[:, None, None]
         where = layers, singles.block, self.heads, singles.place
         self.positions[where] = now.int()[:, None]
-        if singles.leaving is not None:
-            self._settle(singles, singles.leaving, layers)
-            self.state[PRIORITY][where] = 0.0
-        else:
+        if (leaving := singles.leaving) is None:
             self.state[PRIORITY][where] = self._score(singles, now)
+        else:
+            evicted = leaving.priority <= leaving.candidate
+            singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
+            self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
+            slot, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
+            left = (leaving.positions >= 0)[:, None]
+            priorities[slot] = torch.where(left, leaving.priority, priorities[slot])
+            priorities[where] = 0.0
         if self.record is not None:
             self.record.arrive(self.number[singles.first], now, singles.dropped)
-
-    def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
-        """Write the priorities of the leaving tokens, and the positions of the evicted ones into `singles.dropped`."""
-        evicted = leaving.priority <= leaving.candidate
-        singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
-        self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
-        leaving_slot, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
-        priorities[leaving_slot] = torch.where(
-            (leaving.positions >= 0)[:, None], leaving.priority, priorities[leaving_slot]
-        )
 
     def _score(self, singles: Singles, now: Tensor) -> Tensor:
         """Score the new tokens, at the positions `now` [R]. Returns their priorities, float32 [L, R, Hkv]."""
@@ -316,6 +258,5 @@ class ArrivalState(CacheState):
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
     def _fail(self, first: Tensor, is_nan: Tensor) -> None:
-        """Mark the requests with these first blocks [R] as failed if `is_nan` [L, R, Hkv] is True anywhere for them."""
         rows = self.row[first]
         self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

@@ -1,22 +1,45 @@
-"""Messages from scheduler to workers in every step (messages.py), over vLLM's KV connector. No cache is transferred."""
+"""The messages of vLLM's scheduler to its workers in every step, over vLLM's KV connector. No cache is transferred.
+
+A request may continue a compacted context (rollout/context); its own tokens are then never evicted. To vLLM, it seems
+that the connector has loaded the context's tokens, so a request keeps its whole prompt and its logical positions. In
+the cache, its own tokens follow the context's entries. Requests share the blocks that a context fills completely; each
+has its own copy of the last, partly filled block.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from rollout.context.cache import Context, load_context
 from rollout.vllm.arrivals import ArrivalState
-from rollout.vllm.compat import arguments, refusals
-from rollout.vllm.messages import Begun, Behind, Due, Step
-from rollout.vllm.state import CacheState
+from rollout.vllm.compat import arguments, paged
+from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.scheduler import ASKED, refuse_cache
+from rollout.vllm.state import Begun, Behind, CacheState, Due, Plan
 from sparse_rl.errors import UserError
+from sparse_rl.methods.am.policy import BIAS
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """The messages of one step to the workers.
+
+    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block
+    """
+
+    ended: list[int] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
+    due: list[Due] = field(default_factory=list)
 
 
 class EvictionConnector(KVConnectorBase_V1):
@@ -29,8 +52,8 @@ class EvictionConnector(KVConnectorBase_V1):
         config = arguments.cache_config(vllm_config)
         if config is None or not config.physical:
             raise UserError(f"{type(self).__name__} needs a policy: set {arguments.KEY} in kv_connector_extra_config")
-        refusals.refuse_unsupported(vllm_config, config.full_graphs)
-        refusals.refuse_cache(kv_cache_config)
+        arguments.refuse_unsupported(vllm_config, config.full_graphs)
+        refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
         self.running: dict[str, Begun] = {}
@@ -39,14 +62,13 @@ class EvictionConnector(KVConnectorBase_V1):
     # ---- the worker's side ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        refusals.refuse_cache(self._kv_cache_config, kv_caches)
+        refuse_cache(self._kv_cache_config, kv_caches)
         kind = ArrivalState if self.schedule.before_attending else self.kind
         self.state = kind(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Remove requests that have ended, and add requests that begin. vLLM calls this before each forward pass.
-
-        The V1 runner builds the attention metadata after this call, the V2 runner before it.
+        """Remove requests that have ended, and add requests that begin. vLLM calls this before each forward pass, in
+        the V1 runner also before it builds the attention metadata.
         """
         assert isinstance(kv_connector_metadata, Step)
         self.step = kv_connector_metadata
@@ -72,7 +94,6 @@ class EvictionConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True unless the engine was started with `full_graphs`."""
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -87,7 +108,7 @@ class EvictionConnector(KVConnectorBase_V1):
         self.step.begun.append(begun)
 
     def behind(self, request: Any, blocks: list[int]) -> Behind | None:
-        """Return the compacted context that a request with these blocks continues, if any (contexts.py)."""
+        """Return the compacted context that a request with these blocks continues, if any."""
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
@@ -113,3 +134,96 @@ class EvictionConnector(KVConnectorBase_V1):
     def _end(self, request_id: str) -> None:
         if request_id in self.running:
             self.step.ended.append(self.running.pop(request_id).block)
+
+
+# ---- contexts: the worker's side ------------------------------------------------------------------------------------
+
+UNSEEN = -3e4  # replaces a bias of -inf that is stored as a coordinate of a key: kernels may turn -inf into NaN there
+
+
+class ContextState(CacheState):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gone = torch.zeros_like(self.prompt_length)  # `Behind.gone` of each request, indexed by its first block
+        self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # name -> (keys, values, bias) of each layer
+
+    def hold(self, name: str, context: Context) -> None:
+        """Keep a context's entries, for this rank's kv heads, in host memory, in place of one of the same name."""
+        rank_heads = paged.own_heads(len(self.heads))
+        self.contexts[name] = []
+        for layer in context.layers:
+            missing = context.entries - layer.keys.shape[2]  # all layers have the same blocks; a bias hides the padding
+            keys, values = (F.pad(x[0, rank_heads].cpu(), (0, 0, 0, missing)) for x in (layer.keys, layer.values))
+            bias = F.pad(layer.bias[0, rank_heads].cpu(), (0, missing), value=float("-inf"))
+            self.contexts[name].append((keys.transpose(0, 1), values.transpose(0, 1), bias.T))
+
+    def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        for newcomer in begun:
+            self.gone[newcomer.block] = 0 if newcomer.behind is None else newcomer.behind.gone
+            if newcomer.behind is not None:
+                self._fill(newcomer.behind)
+
+    def _fill(self, behind: Behind) -> None:
+        start = behind.shared * self.block_size
+        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # empty if all blocks are shared
+        for layer, entries in enumerate(self.contexts[behind.name]):
+            for cache in self.caches[layer]:
+                cache[blocks] = 0  # the last block has slots without entries, which must be zero (`CleanSpec`)
+            *keys_values, bias = (x[start:].to(self.device) for x in entries)
+            slots = torch.arange(len(bias), device=self.device)
+            where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]
+            for cache, new in zip(self.caches[layer], keys_values, strict=True):
+                cache[where] = new.to(cache.dtype)
+            self.state[BIAS][layer][where] = bias
+            if self.folded:
+                self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
+
+    def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
+        missing_slots = self.gone[block_table[:, 0].long()].to(seq_lens.dtype)
+        return super().make_plan(block_table, seq_lens - missing_slots, starts, starts_cpu)
+
+
+class ContextConnector(EvictionConnector):
+    kind = ContextState
+    state: ContextState
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.served: list[tuple[list[int], Behind]] = []  # in a server: (tokens, context) that prompts may begin with
+        self.compared: WeakKeyDictionary[Any, Behind | None] = WeakKeyDictionary()  # request -> its context
+        if role == KVConnectorRole.SCHEDULER:
+            for path in self.config.contexts or ():
+                context = load_context(path)
+                self.served.append((context.tokens, Behind(path, len(context.tokens), context.entries)))
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        for path in self.config.contexts or ():
+            self.state.hold(path, load_context(path))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        behind = self._behind(request)
+        if behind is None:
+            return 0, False
+        ASKED[request.request_id] = behind
+        return behind.tokens, False
+
+    def _behind(self, request: Any) -> Behind | None:
+        if request.skip_reading_prefix_cache or request.lora_request is not None:  # its whole prompt is computed
+            return None
+        if not self.served:  # an engine; a server ignores the name, because a client could write any name
+            named = (request.sampling_params.extra_args or {}).get(KEY, {}).get("context")
+            return None if named is None else Behind(*named)
+        if request not in self.compared:  # vLLM asks again at each attempt to schedule the request
+            prompt = request.prompt_token_ids or ()
+            begins = (b for tokens, b in self.served if len(prompt) > len(tokens) and prompt[: len(tokens)] == tokens)
+            self.compared[request] = next(begins, None)
+        behind = self.compared[request]
+        return None if behind is None else replace(behind)
+
+    def behind(self, request: Any, blocks: list[int]) -> Behind | None:
+        behind = ASKED.get(request.request_id)
+        if behind is None:
+            return None
+        size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        return replace(behind, blocks=blocks[behind.shared : -(-behind.entries // size)])

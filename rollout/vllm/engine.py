@@ -13,9 +13,10 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,21 +26,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
-from rollout.context.files import save_context
+from rollout.context.cache import save_context
 from rollout.engine import Rollout, sampling_stage
-from rollout.requests import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
-from rollout.vllm.beside import beside_cache
-from rollout.vllm.compat import arguments, plugin, refusals
+from rollout.sampling import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
+from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
-from rollout.vllm.handover import handed_over
-from rollout.vllm.record import Result
+from rollout.vllm.memory import beside_cache
+from rollout.vllm.sampling import Result
 from sparse_rl.attention.families import cache_shape, windows_of
+from sparse_rl.clock import Clock
 from sparse_rl.errors import StoppedError, UserError
-from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.methods.kvpop.policy import LearnedPolicy
 from sparse_rl.models.directory import attach_scorers, check_scorers
-from sparse_rl.models.identity import UNKNOWN, identify
 from sparse_rl.models.load import load_config, load_generation_config
-from sparse_rl.models.weights import stored_shapes
+from sparse_rl.models.weights import UNKNOWN, identify, stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage
 from sparse_rl.temporary import temporary_folder
@@ -47,31 +47,22 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
+STEP = 64  # in the file of handed-over weights, each weight begins at a multiple of STEP bytes
 ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, a preemption makes an attempt fail
 
 
 class VLLMEngine:
-    """Samples with vLLM. Threads that use the same engine wait for each other.
+    """Samples with vLLM. Threads that use the same engine wait for each other. Options as in RolloutConfig, and:
 
-    model : model directory
-    dtype : dtype of weights, cache and forward pass
-    max_batch : maximum number of sequences that run at a time (vLLM's max_num_seqs)
-    max_model_len : maximum length of prompt + completion; None means the model's context length
+    model, dtype : model directory; dtype of weights, cache and forward pass
     max_prompt : maximum length of a prompt, which the cache must hold completely; None means max_model_len
-    kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means 1 on a
-        CPU, and on a GPU that `gpu_memory_utilization` is the limit
-    gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
     block_size : tokens in a cache block; None means 32 on a CPU, and vLLM's choice on a GPU
     max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
         means vLLM's choice
-    tensor_parallel : number of processes that share the model's heads
     multiprocess : run the engine in a separate process (always done for tensor_parallel > 1)
-    progress : show a progress bar
-    exact : in float32 on a CPU, compute attention by the trainer's function (exact.py)
     sleep_mode : let `sleep` release a GPU's memory; has no effect on a CPU
     context_entries : maximum number of entries of a sequence that continues a compacted context (rollout/context),
         under a full cache; None means that no sequence may continue a context
-    full_graphs : on a GPU, run a decode step as one CUDA graph
 
     Raises UserError if an option is invalid, if vLLM is missing or has another version, if vLLM cannot run the policy
     or the model on this platform, or if this process already has an engine.
@@ -112,7 +103,7 @@ class VLLMEngine:
         plugin.register()
         self.config = config = load_config(str(model))
         self.can_sleep = sleep_mode and not arguments.on_cpu()
-        refusals.refuse_engine(policy, config, self.can_sleep, OTHERWISE)
+        arguments.refuse_engine(policy, config, OTHERWISE)
         stored_shapes(model)
         check_scorers(model, policy)
         layers, kv_heads, _ = cache_shape(config)
@@ -127,24 +118,31 @@ class VLLMEngine:
         self.shape = layers, kv_heads
         self.identity = identify(model)  # read now: files that replace these later have other weights
         self.generation_config = load_generation_config(model)
-        context_options: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
+        contexts = None if context_entries is None else ()
         policy_options = arguments.engine_arguments(
-            policy, dtype=dtype, max_prompt=max_prompt, exact=exact, full_graphs=full_graphs, **context_options
+            policy,
+            dtype=dtype,
+            max_prompt=max_prompt,
+            exact=exact,
+            contexts=contexts,
+            most=context_entries,
+            full_graphs=full_graphs,
         )
-        bound = arguments.BehindContext(policy.config) if context_options else policy
+        bound = policy if contexts is None else arguments.BehindContext(policy.config)
         itemsize = 4 if dtype == "float32" else 2
         beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
+        self.had_group = distributed.is_available() and distributed.is_initialized()
+        launched = self.had_group and "LOCAL_RANK" in os.environ and not self.separate
         options: dict[str, Any] = {
             "dtype": dtype,
             "enable_sleep_mode": self.can_sleep,  # releases the memory of the cache, but not of our own buffers
-            "max_model_len": max_model_len,
+            **arguments.length_arguments(config, max_model_len),
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
-            **arguments.launch_arguments(self.separate),
+            "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
         }
-        self.had_group = distributed.is_available() and distributed.is_initialized()
         with plugin.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(
                 str(model),
@@ -169,7 +167,6 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """Implement `Engine.generate`. If the policy evicts, a preempted sequence is sampled again."""
         return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size, context), sampling)
 
     def simulate(
@@ -187,14 +184,9 @@ class VLLMEngine:
         """Implement `Engine.logprobs`, token by token: `simulate`."""
         return [torch.tensor(r.model_logprobs) for r in self.simulate(prompts, completions, context=context)]
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
-        """Raise UserError, because vLLM cannot return its cache."""
-        raise UserError("the vllm engine cannot hand out a prefilled cache; use the engine hf")
-
     def _rollouts(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         self._check_room(requests, sampling)
-        rollouts: dict[int, Rollout] = {}
-        waiting = requests
+        rollouts, waiting = dict[int, Rollout](), requests
         with self.turn, sampling_stage(requests, self.progress) as stage:
             for _ in range(ATTEMPTS):
                 rollouts.update(self._run(waiting, sampling, stage))
@@ -202,32 +194,27 @@ class VLLMEngine:
                 if not waiting:
                     return [rollouts[request.place] for request in requests]
                 stage.advance(-len(waiting))
-        raise StoppedError(
-            f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
-        )
+        often = f"{len(waiting)} sequences were preempted {ATTEMPTS} times"
+        raise StoppedError(f"{often}; lower max_batch or raise kv_cache_gb")
 
     def _check_room(self, requests: list[Request], sampling: SamplingConfig) -> None:
         for request in requests:
             length, number, context = len(request.tokens), request.place // sampling.n, request.context
             if context is None and length > self.max_prompt:
                 raise UserError(f"prompt {number} has {length} tokens, but max_prompt is {self.max_prompt}")
-            if length + request.max_tokens > self.max_model_len:
-                raise UserError(
-                    f"prompt {number} has {length} tokens: with max_tokens {request.max_tokens} that is more than "
-                    f"max_model_len {self.max_model_len}"
-                )
+            held = length + request.max_tokens
+            if held > self.max_model_len:
+                wrong = f"prompt {number} has {length} tokens: with max_tokens {request.max_tokens}"
+                raise UserError(f"{wrong} that is more than max_model_len {self.max_model_len}")
             if context is not None:
                 context.check_model(cache_shape(self.config), windows_of(self.config), self.identity)
                 if self.context_entries is None:
                     raise UserError("this engine cannot continue a context; pass context_entries to make_engine")
-            held = length + request.max_tokens - (0 if context is None else len(context.tokens) - context.entries)
-            if self.context_entries is not None and held > self.context_entries:
-                raise UserError(
-                    f"prompt {number} may need {held} entries; raise context_entries, which is {self.context_entries}"
-                )
+                held -= len(context.tokens) - context.entries
+            if (most := self.context_entries) is not None and held > most:
+                raise UserError(f"prompt {number} may need {held} entries; raise context_entries, which is {most}")
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
-        """Run the requests once. Returns place -> rollout, without the requests that were preempted."""
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
@@ -245,7 +232,6 @@ class VLLMEngine:
         self.held = context
 
     def _sample(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Any]:
-        """Sample the requests. Returns place -> vLLM's output."""
         import vllm
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
@@ -253,13 +239,14 @@ class VLLMEngine:
         sampled: dict[int, Any] = {}
         try:
             for request in requests:
-                extra: dict[str, Any] = {"place": request.place}
-                extra |= {"seed": request.seed} if request.forced is None else {"forced": request.forced}
+                extra: dict[str, Any] = {"place": request.place, "seed": request.seed}
+                if request.forced is not None:
+                    extra["forced"] = request.forced
                 if (context := request.context) is not None:
                     extra["context"] = [CONTEXT, len(context.tokens), context.entries]
                 parameters = vllm.SamplingParams(
                     max_tokens=request.max_tokens,
-                    temperature=1.0,  # samplers.py applies the real temperature, top_p, top_k and the seed
+                    temperature=1.0,  # sampling.py applies the real temperature, top_p, top_k and the seed
                     extra_args={KEY: extra},
                     stop_token_ids=stop,
                     ignore_eos=True,  # stop_token_ids already includes the end-of-sequence tokens
@@ -271,7 +258,7 @@ class VLLMEngine:
                 for output in engine.step():
                     if output.finished:
                         place, sequence = int(output.request_id), output.outputs[0]
-                        if sequence.finish_reason == "error":  # only compat/finite.py ends our requests this way
+                        if sequence.finish_reason == "error":  # only compat/plugin.py ends our requests this way
                             raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
                         sampled[place] = sequence
                         stage.advance()
@@ -281,9 +268,8 @@ class VLLMEngine:
                 engine.abort_request([str(request.place) for request in requests])
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
-        """Yield (place, rollout) for each request that was not preempted, from vLLM's outputs and the workers' records.
-
-        The records are fetched for max_batch sequences at a time.
+        """Yield (place, rollout) for each request that was not preempted, from vLLM's outputs and the workers' records,
+        which are fetched for max_batch sequences at a time.
         """
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
@@ -298,7 +284,6 @@ class VLLMEngine:
                 yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
 
     def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:
-        """Return the trace of a sequence of `length` tokens. ranks : results of all ranks, which route tokens alike"""
         routed = ranks[0]["routed"]
         if request.context is not None:
             return (request.context if routed is None else request.context.unrecorded()).trace(length)
@@ -315,41 +300,38 @@ class VLLMEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights of the model and its scorers, each given as (name in transformers' module, tensor).
-
-        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may then be replaced.
+        """Replace all weights of the model and its scorers, each given as (name in transformers' module, tensor). After
+        an error, some weights may be replaced.
         """
         checked = self._checked(weights)
         self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
-        if not self.separate:
-            self._replace("replace_weights", checked)
-            return
-        with handed_over(checked) as (path, places):
-            self._replace("receive_weights", path, places)
+        with self.turn, ExitStack() as stack:
+            if self.separate:
+                self.llm.collective_rpc("receive_weights", args=stack.enter_context(handed_over(checked)))
+            else:
+                self.llm.collective_rpc("replace_weights", args=(checked,))
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Check the weights (vLLM would not notice a missing part of a fused one), and name them as in a checkpoint."""
         model, shapes, required = self._expected
         missing = set(required)
+        wrong = "the engine cannot take the weights: "
         for name, tensor in weights:
             if name not in shapes:
-                raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
+                raise UserError(f"{wrong}its model has no {name!r}")
             if tensor.shape != shapes[name]:
-                wrong = f"{name!r} must have shape {[*shapes[name]]}, got {[*tensor.shape]}"
-                raise UserError(f"the engine cannot take the weights: {wrong}")
+                raise UserError(f"{wrong}{name!r} must have shape {[*shapes[name]]}, got {[*tensor.shape]}")
             missing.discard(name)
             yield from revert_weight_conversion(model, {name: tensor.detach()}).items()
         if missing:
-            names = ", ".join(sorted(missing)[:3])
-            raise UserError(f"the engine cannot take the weights: these were not handed over: {names}")
+            raise UserError(f"{wrong}these were not handed over: {', '.join(sorted(missing)[:3])}")
 
     @cached_property
     def _expected(self) -> tuple[Any, dict[str, torch.Size], frozenset[str]]:
         """Return a model without data, name -> shape of the accepted weights, and the names of the required ones."""
-        # `from_config` would partition the weights under ZeRO-3.
         with torch.device("meta"):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-            model = model_class(self.config)
+            model = model_class(self.config)  # `from_config` would partition the weights under ZeRO-3
             if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
         # `state_dict` has buffers, and both names of a tied head.
@@ -360,10 +342,6 @@ class VLLMEngine:
         ranks = self.llm.collective_rpc("scorer_digests")
         return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
 
-    def _replace(self, method: str, *source: Any) -> None:
-        with self.turn:
-            self.llm.collective_rpc(method, args=source)
-
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
@@ -371,23 +349,17 @@ class VLLMEngine:
 
         level : 1 keeps the weights in host memory; 2 drops them, so that `load_weights` must precede `generate`
         """
-        if level not in (1, 2):
-            raise UserError(f"level must be 1 or 2, got {level!r}")
         if self.can_sleep:
             with self.turn:
                 self.llm.sleep(level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory that `sleep` has released.
-
-        tags : "weights", which `load_weights` needs, "kv_cache", or both; None means both
-        """
+        """Allocate the memory that `sleep` has released: of "weights", which `load_weights` needs, and "kv_cache"."""
         if self.can_sleep:
             with self.turn:
                 self.llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
-        """Free the engine and its cache, and end its processes."""
         if getattr(self, "llm", None) is None:
             return
         with self.turn, plugin.undisturbed(self.had_group):
@@ -396,3 +368,51 @@ class VLLMEngine:
         if not self.separate:
             VLLMEngine.in_process = None
         gc.collect()
+
+
+@contextmanager
+def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
+    """Write the weights to a file in memory, and yield the two arguments with which `worker.received` reads the file,
+    until the `with` block ends. Its size is not limited, unlike that of /dev/shm, which is 64 MB in a container.
+    """
+    with open(os.memfd_create("weights"), "wb") as file:
+        places = []
+        for name, weight in weights:
+            start = file.seek(-(-file.tell() // STEP) * STEP)
+            places.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), start])
+            file.write(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}", places
+
+
+@contextmanager
+def steps_reported(llm: Any) -> Iterator[None]:
+    """Report each step of a `vllm.LLM` of this process to the running clock (sparse_rl/clock.py)."""
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
+    free = pool.get_num_free_blocks()
+    plain_step, finished, reported = engine.step, 0, 0
+
+    def step() -> Any:
+        nonlocal finished, reported
+        running = len(scheduler.running)
+        outputs = plain_step()
+        finished += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
+        unfinished = [*scheduler.running, *scheduler.waiting]
+        sampled = finished + sum(request.num_output_tokens for request in unfinished)
+        reads = any(request.num_computed_tokens < request.num_prompt_tokens for request in unfinished)
+        if Clock.running is not None:
+            at_once = max(running, len(scheduler.running))  # the first step starts sequences, the last one ends them
+            used = free - pool.get_num_free_blocks()
+            Clock.running.step(sampled - reported, used * block_bytes, at_once, prefilled=not reads)
+        reported = sampled
+        return outputs
+
+    engine.step = step
+    try:
+        yield
+    finally:
+        del engine.step  # the attribute of the object, which hides the method

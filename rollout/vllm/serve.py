@@ -1,26 +1,25 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
 `serve` makes all checks that need no loaded model, builds vLLM's command line, and replaces this process with a new
-Python, which runs `run` below. The new process inherits the environment, but no imports.
-
-Evictions are not recorded. After a preemption, vLLM prefills the request's prompt and its sampled tokens again,
-densely, and the policy evicts from them as from any prompt.
+Python, which runs `run` below. Evictions are not recorded. After a preemption, vLLM prefills the request's prompt and
+its sampled tokens again, densely, and the policy evicts from them as from any prompt.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import re
+import shutil
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,127 +27,101 @@ import torch
 
 from rollout.config import ALONE
 from rollout.context import PromptCacheConfig
-from rollout.vllm.beside import beside_cache
-from rollout.vllm.compat import arguments, refusals
-from sparse_rl.attention.families import cache_shape, context_length
+from rollout.context.cache import save_context
+from rollout.context.reader import ContextPrompts
+from rollout.engine import make_engine
+from rollout.vllm.compat import arguments
+from rollout.vllm.memory import beside_cache
+from sparse_rl.attention.families import context_length
 from sparse_rl.config import Source, build
-from sparse_rl.errors import UserError
+from sparse_rl.data.tokens import Prompt, prompt_ids, split_prompt, with_context
+from sparse_rl.errors import UserError, unread
+from sparse_rl.files import read_text
 from sparse_rl.models.directory import check_scorers, saved_policy
-from sparse_rl.models.load import load_config, load_tokenizer
+from sparse_rl.models.load import load_config, load_tokenizer, misread_tokenizer
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.registry import make_policy
+from sparse_rl.policies.make import make_policy
 from sparse_rl.source import INSTALL_VLLM
-from sparse_rl.temporary import remove_temporary_folder
+from sparse_rl.temporary import remove_temporary_folder, temporary_folder
 
 PROGRAM = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from sparse_rl.temporary import remove_temporary_folder
-def end(*_):  # for the seconds that the import takes
+def end(*_):  # during the start; afterwards vLLM's server handles signals itself
+    for child in multiprocessing.active_children():
+        child.kill()
     remove_temporary_folder()
+    print("sparse-rl: interrupted", file=sys.stderr, flush=True)
     os._exit(130)
-signal.signal(signal.SIGINT, end)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, end)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 from rollout.vllm.serve import run
 run(sys.argv[1:])
 """
 PLUGIN = "sparse_rl"  # name of our entry point in the group vllm.general_plugins
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+BEHIND = ("\n\nWhat", " 0", "a")  # continuations of a text; the text has only the tokens that do not depend on them
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def serve(
-    model: str,
-    cache: Mapping[str, Any],
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    dtype: str | None = None,
-    max_batch: int = 64,
-    max_model_len: int | None = None,
-    kv_cache_gb: float | None = None,
-    allowed_hosts: Sequence[str] = (),
-    allowed_origins: Sequence[str] = (),
-    context: str | None = None,
-    prompt_cache: Mapping[str, Any] | None = None,
-    full_graphs: bool = False,
-    further: Sequence[str] = (),
-    verbose: bool = False,
-) -> NoReturn:
+def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any], options: Namespace) -> NoReturn:
     """Replace this process with vLLM's OpenAI-compatible server for a model.
 
-    model : model directory or hub name, with tokenizer
     cache : the policy, or changes to the policy saved with the model; see `choose_policy`
-    dtype : dtype of weights, cache and forward pass; None means vLLM's choice for the model, except that float32 stays
-        float32 on a CPU
-    max_batch : maximum number of sequences that run at a time
-    max_model_len : maximum length of prompt + completion; None means the model's context length, or the longest prompt
-        that the cache can hold if that is shorter
-    kv_cache_gb : GiB for the cache; None means most of a GPU's memory, or 1 on a CPU
-    allowed_hosts : names, in addition to `host`, by which clients may call the server; "*" allows any
-    allowed_origins : web pages, in addition to the server's own, that may use the server, for example
-        https://example.com; "*" allows any
-    context : path of a text file, which is compacted once; prompts that begin with the text continue the compacted text
-    prompt_cache : settings of that compaction (`PromptCacheConfig`)
-    full_graphs : on a GPU, run a decode step as one CUDA graph
-    further : arguments for `vllm serve` itself; they take precedence, but cannot change settings that eviction needs
-    verbose : show vLLM's log
-
-    Raises UserError or ValueError for errors that can be found before the model is loaded.
+    prompt_cache : settings with which the text `options.context` is compacted (`PromptCacheConfig`)
+    options : the other options of the command (sparse_rl/commands/serve.py), and whether to show vLLM's log (`verbose`)
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"serving needs vLLM, which is not installed: {INSTALL_VLLM}")
     _check_plugin()
     policy, source = choose_policy(model, cache)
-    compaction = _choose_compaction(context, prompt_cache or {}, policy)
+    compaction = _choose_compaction(options.context, prompt_cache, policy)
     config = load_config(model)
     check_scorers(model, policy)
-    flags = {word.partition("=")[0] for word in further}
-    _check_files(model, flags)
-    _set_environment(verbose)
-    _check_platform(policy, config, "--enable-sleep-mode" in flags)
+    flags = {word.partition("=")[0] for word in options.further}
+    tokenizer = _check_files(model, config, flags)
+    _set_environment(options.verbose)
+    arguments.check_version()
+    arguments.refuse_engine(policy, config)
     model_dtype = str(config.dtype).removeprefix("torch.")
+    dtype = options.dtype
     if dtype is None:  # on a CPU vLLM would convert float32 to a 16-bit dtype
         dtype = "float32" if arguments.on_cpu() and model_dtype == "float32" else "auto"
     itemsize = BYTES.get(dtype, BYTES.get(model_dtype, 2))
-    bound = policy if context is None else arguments.BehindContext(policy.config)
-    beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch)
-    memory = arguments.memory_arguments(kv_cache_gb, ALONE, beside)
-    if max_model_len is not None:
-        _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
-    _check_address(host, port)
-    _check_access(allowed_hosts, allowed_origins)
+    bound = policy if options.context is None else arguments.BehindContext(policy.config)
+    beside = beside_cache(bound, config, itemsize=itemsize, max_batch=options.max_batch)
+    memory = arguments.memory_arguments(options.kv_cache_gb, ALONE, beside)
     contexts = None
-    if context is not None:
-        from rollout.vllm.served_context import compact_text
-
-        window = max_model_len or context_length(config)
-        contexts = [compact_text(model, context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
+    if options.context is not None:
+        window = options.max_model_len or context_length(config)
+        contexts = [compact_text(model, options.context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
     words = command_line(
         model=model,
-        host=host,
-        port=port,
+        tokenizer=tokenizer,
+        host=options.host,
+        port=options.port,
         dtype=dtype,
-        max_num_seqs=max_batch,
-        max_model_len="auto" if max_model_len is None else max_model_len,
+        max_num_seqs=options.max_batch,
+        **{"max_model_len": "auto", **arguments.length_arguments(config, options.max_model_len)},
         load_format="safetensors",
-        disable_uvicorn_access_log=not verbose,
-        allowed_hosts=[name.lower() for name in allowed_hosts],
-        allowed_origins=list(allowed_origins),
+        generation_config="vllm",
+        disable_uvicorn_access_log=not options.verbose,
+        allowed_hosts=[name.lower() for name in options.allowed_hosts],
+        allowed_origins=options.allowed_origins,
         block_size=arguments.default_block_size(),
         **memory,
-        **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=full_graphs),
+        **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs),
     )
-    server_host = f"[{host}]" if ":" in host else host
-    print(f"serving {model} on http://{server_host}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
-    _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
+    server_host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"serving {model} on http://{server_host}:{options.port}/v1\ncache: {policy!r}, {source}", flush=True)
+    _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *options.further])
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
-    """Return the policy to serve under, and a description of its source.
-
-    cache : with a key `policy`, the complete settings of the policy; without this key, changes to the policy saved with
-        the model. If `cache` is empty, the saved policy is used, or a full cache if no policy is saved.
+    """Return the policy to serve under, and a description of its source: `cache` if it has the key `policy`, else the
+    policy saved with the model, or a full cache, with the changes `cache`.
     """
     saved = saved_policy(model)
     if not cache:
@@ -164,17 +137,11 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
 
 
 def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], policy: Policy) -> PromptCacheConfig:
-    """Build the settings `prompt_cache` with which the server compacts its context.
-
-    Raises UserError for settings without a context, and for a context together with an evicting policy.
-    """
     if context is None and prompt_cache:
         raise UserError("there is no context to compact; name its file: --context FILE", "--prompt-cache")
     if context is not None and policy.schedule.evicts:
-        raise UserError(
-            f"a compacted context cannot be combined with the evicting policy {policy.name}; write --cache policy=full",
-            "--context",
-        )
+        wrong = f"a compacted context cannot be combined with the evicting policy {policy.name}"
+        raise UserError(f"{wrong}; write --cache policy=full", "--context")
     config = build(PromptCacheConfig, {"first": 0, **prompt_cache}, "--prompt-cache", Source())
     if config.summary is not None:
         wrong = "prompts begin with the text itself, so a summary cannot take its place"
@@ -206,74 +173,33 @@ def _become(words: list[str]) -> NoReturn:
 
 
 def _check_plugin() -> None:
-    """Raise UserError if our plugin's entry point is not installed: vLLM looks it up in each of its processes."""
     if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         raise UserError(
             "sparse-rl is not installed, so vLLM would not find its plugin; run pip install -e . in its source folder"
         )
 
 
-def _check_files(model: str, flags: set[str]) -> None:
-    """Raise UserError if the model has no weights or no tokenizer, unless a flag makes them unnecessary."""
+def _check_files(model: str, config: Any, flags: set[str]) -> str | None:
+    """Raise UserError if the model has no weights or no tokenizer, unless a flag makes them unnecessary. Returns a
+    directory with the right tokenizer if vLLM would read another one from the model.
+    """
     folder = Path(model)
     if "--load-format" not in flags:
         stored_shapes(model)
     if flags & {"--tokenizer", "--skip-tokenizer-init"}:
-        return
+        return None
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would invent one
         raise UserError(f"{model} has no tokenizer; copy one there, or name one: -- --tokenizer DIR", "model")
     load_tokenizer(model)
-
-
-def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
-    arguments.check_version()
-    if not arguments.on_cpu() and not torch.cuda.is_available():
-        raise UserError("there is no GPU, but the installed vLLM needs one")
-    refusals.refuse_engine(policy, config, sleep_mode)
-
-
-def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
-    """Raise UserError if `length` tokens exceed the model's context, or a cache of `memory` bytes (None if unknown)."""
-    longest = context_length(config)
-    if longest is not None and length > longest:
-        raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
-    if memory is None or dtype not in BYTES:
-        return
-    layers, kv_heads, head_dim = cache_shape(config)
-    entries = policy.schedule.most_held(length, length)
-    need = entries * layers * kv_heads * head_dim * 2 * BYTES[dtype]
-    if need > memory:
-        raise UserError(
-            f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB, but the cache has {memory / 2**30:.2f} GiB; "
-            "lower --max-model-len, or raise --kv-cache-gb",
-            "--max-model-len",
-        )
-
-
-def _check_address(host: str, port: int) -> None:
-    if port > 65535:
-        raise UserError(f"{port} is not a port; the highest is 65535", "--port")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
-
-
-def _check_access(hosts: Sequence[str], origins: Sequence[str]) -> None:
-    for name in hosts:
-        if name != "*" and not re.fullmatch(r"[\w.-]+|[0-9a-fA-F.]*(:[0-9a-fA-F.]*){2,}", name):
-            raise UserError(f"{name!r} is not a host; write its name, without https:// and port", "--allowed-hosts")
-    for origin in origins:
-        if origin != "*" and not re.fullmatch(r"\w+://[^/\s]+", origin):
-            raise UserError(f"{origin!r} is not an origin; write it as https://example.com", "--allowed-origins")
+    if (right := misread_tokenizer(model)) is None:
+        return None
+    own = Path(temporary_folder()) / "tokenizer"
+    right.save_pretrained(own)
+    config.save_pretrained(own)  # vLLM looks for one beside a tokenizer
+    return str(own)
 
 
 def _set_environment(verbose: bool) -> None:
-    """Set the environment variables that the server's processes inherit. Most of them keep a value set by the user."""
     if verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
@@ -286,6 +212,54 @@ def _set_environment(verbose: bool) -> None:
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):
         os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
+
+
+# ---- a text that prompts may begin with ------------------------------------------------------------------------------
+
+
+def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, window: int | None) -> str:
+    """Compact the text of a file, the beginning of the user's first message or, without a chat template, of the prompt,
+    with the hf engine. Returns the path of the compacted context's file, which is in memory (memfd) until this process
+    ends, also after exec. `window` is the context length of the model in tokens, if known.
+    """
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {unread(error)}", "--context") from error
+    tokenizer = load_tokenizer(model)
+    prompt: Prompt = [{"role": "user", "content": text}] if tokenizer.chat_template else text
+    tokens, first, prompts = _tokens(prompt, text, tokenizer)
+    if window is not None and len(tokens) >= window:
+        wrong = f"{file} has {len(tokens)} tokens, but the model can read only {window}, answer included"
+        raise UserError(f"{wrong}; shorten it", "--context")
+    engine: Any = make_engine("hf", model=model, policy="full", dtype=dtype, progress=True)
+    print(f"context: {len(tokens)} tokens of {file}", flush=True)
+    context = engine.compact(tokens, replace(config, first=config.first + first), prompts)
+    seconds = ", ".join(f"{stage} {taken:.0f} s" for stage, taken in context.seconds.items())
+    print(f"context: {context.entries} entries left of {len(tokens)} ({seconds})", flush=True)
+    descriptor = os.memfd_create("context", 0)  # the flags 0 keep the file open across exec
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder, open(descriptor, "wb", closefd=False) as memory:
+        file = str(Path(folder) / "context.safetensors")
+        save_context(file, context)
+        with open(file, "rb") as written:
+            shutil.copyfileobj(written, memory)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, ContextPrompts]:
+    """Return the tokens with which all prompts that begin with the text begin, the number of tokens among them that the
+    chat template puts before the text, and the prompts about the text.
+    """
+
+    def whole(continuation: str, thinking: bool | None = None) -> list[int]:
+        return prompt_ids(with_context(prompt, text, text, continuation), tokenizer, thinking)
+
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*map(whole, BEHIND), strict=False))
+    first, common = split_prompt(prompt, text, tokenizer).first, [tokens[0] for tokens in same]
+    if len(common) <= first:
+        raise UserError("the text is too short: each of its tokens depends on the words that follow it", "--context")
+    follow = lambda continuation: whole(continuation, thinking=False)[len(common) :]  # noqa: E731
+    return common, first, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str))
 
 
 # ---- in the server's process ----------------------------------------------------------------------------------------
@@ -309,42 +283,13 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _end_at_once(*_: Any) -> NoReturn:
-    _kill_children()
-    remove_temporary_folder()
-    print("sparse-rl: interrupted", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-def _kill_children() -> None:
-    """Kill all child processes except the resource tracker, which frees shared memory once the others have ended."""
-    import psutil
-
-    this_process = psutil.Process()
-    children: dict[int, Any] = {}
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    while new := [child for child in this_process.children(recursive=True) if child.pid not in (tracker, *children)]:
-        for child in new:  # suspended first, so that no child starts another process unnoticed
-            children[child.pid] = child
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.suspend()
-    for child in children.values():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-
-
 def _one_line(error: Exception) -> str:
-    """Return an error's message as one line, with only the first reason of pydantic's errors, which vLLM raises."""
     message = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
     return " ".join(message.removeprefix("Value error, ").split())
 
 
 def run(words: list[str]) -> NoReturn:
-    """Run `main`, and then end this process and all its children."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # during the start; afterwards vLLM's server handles signals itself
-        signal.signal(number, _end_at_once)
     status = main(words)
-    _kill_children()
     remove_temporary_folder()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,34 +1,230 @@
 """The worker's side of eviction: our buffers next to the paged cache, and the compaction of cache and buffers.
 
-For each slot of each layer and kv head, buffers hold the token's position and the policy's state; they are indexed by
-block, like the cache. Another buffer holds each request's last queries, if the policy scores with them. No code in this
-module loops over tokens or heads.
+For each slot of each layer and kv head, buffers hold the token's position and the policy's state, indexed by block like
+the cache. Another buffer holds each request's last queries, if the policy scores with them. No code here loops over
+tokens or heads.
 
-A compaction leaves the kept entries in the first `left` slots. It only moves kept entries that are in later slots, into
-slots of dropped entries. So the order of a request's slots, in which a policy receives the entries, is not the order of
-their positions.
+A compaction only moves kept entries from beyond the first `left` slots into slots of dropped entries. So the order of a
+request's slots, in which a policy receives the entries, is not the order of their positions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.vllm import compacting
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
-from rollout.vllm.messages import Begun, Due
-from rollout.vllm.plan import NOBODYS, Fixed, Group, Plan, Watch, last_of_each
-from rollout.vllm.record import RunRecord
-from rollout.vllm.slabs import Arrangement, Slab
+from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
-from sparse_rl.errors import NotFiniteError
-from sparse_rl.policies.entries import Entries
+from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.policies.base import Entries
 
+# Maximum key elements per call for several layers. On a CPU, this number of elements fits into a core's cache.
+AT_ONCE = {"cuda": 2**27, "cpu": 2**17}
+MOST = 2**27  # maximum key elements per call for one layer
 UNKNOWN = 1 << 40  # prompt length of a block without a request, so that no compaction is due
+
+# ---- what the scheduler tells its workers (connector.py) ------------------------------------------------------------
+
+
+@dataclass
+class Behind:
+    """The compacted context that a request continues.
+
+    tokens : number of tokens of the context
+    entries : number of entries per kv head after the compaction
+    shared : number of the context's blocks that the request shares with earlier requests, set when blocks are allocated
+    blocks : the context's other blocks, which the worker must write
+    """
+
+    name: str
+    tokens: int
+    entries: int
+    shared: int = 0
+    blocks: Sequence[int] = ()
+
+    @property
+    def gone(self) -> int:
+        """Number of the context's tokens minus its entries; this is also a later token's position minus its slot."""
+        return self.tokens - self.entries
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that was admitted, for the first time or after a preemption. All its tokens are prefilled densely.
+
+    block : the request's first block, by which workers identify the request until it ends
+    prompt : number of tokens to prefill, including its context
+    behind : compacted context that the request continues, if any, whose tokens need no forward pass
+    """
+
+    request_id: str
+    block: int
+    prompt: int
+    behind: Behind | None = None
+
+
+@dataclass(frozen=True)
+class Due:
+    """A request that is compacted after this forward pass.
+
+    block : the request's first block
+    seen : number of tokens that the request has seen
+    held, left : number of entries per kv head before and after the compaction
+    """
+
+    request_id: str
+    block: int
+    seen: int
+    held: int
+    left: int
+
+
+# ---- the memory that it works on -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Position of a block among the blocks of all layers: block b of layer l has index l * of_layer + b * of_block."""
+
+    of_layer: int
+    of_block: int
+
+    @classmethod
+    def of(cls, views: Sequence[Tensor]) -> Arrangement:
+        first, layers, blocks = views[0], len(views), views[0].shape[0]
+        step = views[1].storage_offset() - first.storage_offset() if layers > 1 else blocks * first.stride(0)
+        layouts = {
+            (v.untyped_storage().data_ptr(), v.storage_offset() - layer * step, v.shape, v.stride())
+            for layer, v in enumerate(views)
+        }
+        if len(layouts) == 1:
+            if step == blocks * first.stride(0):
+                return cls(blocks, 1)
+            if layers * step == first.stride(0):
+                return cls(1, layers)
+        raise UserError("vLLM cannot evict: the caches of its layers are not at equal distances in one allocation")
+
+    def joined(self, views: Sequence[Tensor]) -> Tensor:
+        first = views[0]
+        shape = (len(views) * first.shape[0], *first.shape[1:])
+        return first.as_strided(shape, (first.stride(0) // self.of_block, *first.stride()[1:]), first.storage_offset())
+
+    def apart(self, joined: Tensor, layers: int) -> Tensor:
+        if self.of_block == 1:
+            return joined.unflatten(0, (layers, -1))
+        return joined.unflatten(0, (-1, layers)).transpose(0, 1)
+
+
+@dataclass
+class Slab:
+    """The tensors that a compaction reads and writes, for the blocks of all L layers.
+
+    keys, values : [L x blocks, Hkv, block size, D]
+    positions : int32 [L x blocks, Hkv, block size]
+    state : name -> float32 [L x blocks, Hkv, block size], the policy's memory per entry
+    queries : [L x rows, W, Hq, D], the last W queries of each request, one row per request, if the policy needs them
+    coordinate : [L x blocks, Hkv, block size], the keys' additional coordinate that holds biases (paged.py), if any
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: dict[str, Tensor]
+    queries: Tensor | None
+    coordinate: Tensor | None
+
+
+# ---- the plan of a forward pass, which is the same for all layers ----------------------------------------------------
+
+
+@dataclass
+class Group:
+    """R requests of a batch whose entries are passed to the policy together, padded to N entries.
+
+    blocks : int64 [R, N / block size], blocks of each request; paged.NOBODYS after the blocks with entries
+    lengths, seen : int64 [R], number of entries that each request holds, and number of tokens that it has seen
+    left : number of entries that a compaction leaves in each kv head; policies that leave different numbers are refused
+    rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
+    """
+
+    blocks: Tensor
+    lengths: Tensor
+    seen: Tensor
+    left: int = 0
+    rows: Tensor | None = None
+
+    def apart(self) -> list[Group]:
+        assert self.rows is not None
+        tensors = (tensor.split(1) for tensor in (self.blocks, self.lengths, self.seen, self.rows))
+        return [Group(blocks, held, seen, self.left, row) for blocks, held, seen, row in zip(*tensors, strict=True)]
+
+
+@dataclass
+class Plan:
+    """Plan of one forward pass for B requests with T new tokens, the same for all layers.
+
+    blocks : int64 [B, max blocks], blocks of each request
+    seen : int64 [B], number of tokens that each request has seen after this pass
+    lengths : int64 [B], number of entries that each request attends to
+    slots : int64 [T], slots of the new tokens
+    recent : three tensors about the queries to keep: indices of their tokens in the batch (int64; a slice if each
+        request adds one token), first blocks of their requests (int64), places in the query buffer's row (int64)
+    watch : if the policy observes every query, the requests that add several tokens, observed in each layer; indices of
+        the queries' tokens in the batch, and their positions, int64 [R, T] each
+    alone : then also the requests that add one token, observed after the forward pass, in several layers together
+    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass,
+        because vLLM's V2 runner makes the plan before a request that begins gets its row
+    """
+
+    blocks: Tensor
+    seen: Tensor
+    lengths: Tensor
+    slots: Tensor
+    recent: tuple[Any, Tensor, Tensor] | None
+    watch: tuple[Group, Tensor, Tensor] | None = None
+    alone: Group | None = None
+    slots_of_recent: Tensor | None = None
+
+    @property
+    def first(self) -> Tensor:
+        return self.blocks[:, 0]
+
+
+class Fixed:
+    """Buffers for the data of each step, for up to `rows` requests, one buffer per name. Their addresses never change,
+    because a CUDA graph always reads the addresses with which it was captured.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.memory: dict[str, Tensor] = {}
+
+    def copy(self, name: str, value: Tensor, count: int) -> Tensor:
+        """Copy `value`, with the same number of elements for each of `count` requests, to the buffer of this name.
+        Returns the copy, which is valid until the next one.
+        """
+        if name not in self.memory:
+            self.memory[name] = value.new_empty(value.numel() // count * self.rows)
+        return self.memory[name][: value.numel()].view(value.shape).copy_(value)
+
+    def copy_fields(self, record: Any, count: int) -> None:
+        """Replace each tensor of a dataclass, and of dataclasses in its fields, by a copy in the buffers."""
+        for f in dataclasses.fields(record):
+            value = getattr(record, f.name)
+            if isinstance(value, Tensor):
+                setattr(record, f.name, self.copy(f"{type(record).__name__}.{f.name}", value, count))
+            elif dataclasses.is_dataclass(value):
+                self.copy_fields(value, count)
+
+
+# ---- the state -----------------------------------------------------------------------------------------------------
 
 
 class CacheState:
@@ -40,7 +236,7 @@ class CacheState:
         layer, count = next(iter(layers.values())), len(layers)
         self.index = {name: i for i, name in enumerate(layers)}
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
-        self.folded: list[Tensor] = []  # for each layer, the coordinate of the keys that holds biases (folded.py)
+        self.folded: list[Tensor] = []  # for each layer, the coordinate of the keys that holds biases (`paged.widened`)
         if config.folds:
             head_size = layer.head_size
             self.folded = [keys[..., head_size] for keys, _ in self.caches]
@@ -48,11 +244,8 @@ class CacheState:
         blocks, heads, self.block_size, dim = self.caches[0][0].shape
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
-        rows, window = (
-            vllm_config.scheduler_config.max_num_seqs,
-            self.policy.last_queries or int(self.policy.every_query),
-        )
-
+        rows = vllm_config.scheduler_config.max_num_seqs
+        window = self.policy.last_queries or int(self.policy.every_query)
         self.arrangement = Arrangement.of([keys for keys, _ in self.caches])
         joined, apart = self.arrangement.joined, self.arrangement.apart
         keys, values = (joined(views) for views in zip(*self.caches, strict=True))
@@ -83,7 +276,6 @@ class CacheState:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        """Remove the requests with the first blocks `ended`, and add the requests `begun`."""
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
@@ -101,7 +293,6 @@ class CacheState:
             self.number[first] = self._sent(numbers)
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
-        """Copy integers to the device, as int64, without waiting for the device."""
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
@@ -129,8 +320,10 @@ class CacheState:
         if self.queries is not None:
             window = self.queries.shape[2]
             last: Any = slice(0, tokens)
-            if not all_single:
-                last = last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
+            if not all_single:  # the indices of each request's last `window` tokens
+                kept = starts_cpu.diff().clamp(max=window)
+                last = torch.arange(int(kept.sum())) + (starts_cpu[1:] - kept.cumsum(0)).repeat_interleave(kept)
+                last = last.to(self.device, non_blocking=True)
             recent = last, first[row[last]], logical[last] % window
         plan = Plan(blocks, seen, lengths, block * self.block_size + place, recent)
         self.enter(block, place, logical)
@@ -153,9 +346,8 @@ class CacheState:
             self.state[name][where] = start
 
     def longest(self, logical: int, new: int) -> int:
-        """Return an upper bound on the entries of each request in a batch, without waiting for the device.
-
-        logical, new : upper bounds on the tokens that a request has seen, and on those that it adds
+        """Return an upper bound on the entries of each request, without waiting for the device, from upper bounds on
+        the tokens that it has seen, and on those that it adds.
         """
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
         return min(logical, max(new, *held)) if held else logical  # without requests, a graph for any batch is captured
@@ -181,7 +373,7 @@ class CacheState:
         count = (starts[1:] - starts[:-1])[several].long()[:, None]
         tokens = starts[several].long()[:, None] + torch.minimum(step, count - 1)
         positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
-        plan.watch = Watch(group, tokens, positions)
+        plan.watch = group, tokens, positions
 
     def _most_held(self, held: Tensor) -> int:
         """Return an upper bound on `held`, the entries of requests that add one token, without waiting for a GPU."""
@@ -192,21 +384,16 @@ class CacheState:
         return max([peak, *self.prompts.values()])
 
     def _group(self, blocks: Tensor, lengths: Tensor, seen: Tensor, most: int, left: int = 0) -> Group:
-        """Make a group of R requests, whose number of blocks is cut to those that `most` entries need.
-
-        blocks : int64 [R, max blocks], blocks of each request
-        most : upper bound on `lengths`
-        """
+        """Make a group of R requests, whose blocks are cut to those that `most` entries need, a bound on `lengths`."""
         blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
-        return Group(blocks.masked_fill(start >= lengths[:, None], NOBODYS), lengths, seen, left)
+        return Group(blocks.masked_fill(start >= lengths[:, None], paged.NOBODYS), lengths, seen, left)
 
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """Process the keys and values of T new tokens, [T, Hkv, D] each, before a layer attends.
-
-        Returns True if this method writes keys and values to the cache, so that vLLM need not write them.
+        """Process the keys and values of T new tokens, [T, Hkv, D] each, before a layer attends. Returns True if they
+        are then in the cache, so that vLLM need not write them.
         """
         return False
 
@@ -215,10 +402,7 @@ class CacheState:
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: Tensor) -> None:
-        """Store a layer's last queries after it has attended, and let the policy observe the queries of `Plan.watch`.
-
-        query : [T, Hq, D], queries of the batch's T tokens
-        """
+        """Store a layer's last queries [T, Hq, D] after it has attended; the policy observes those of `watch`."""
         plan, layer = self.plan, self.index[name]
         assert plan is not None
         if plan.recent is not None:
@@ -227,10 +411,11 @@ class CacheState:
             if plan.slots_of_recent is None:
                 plan.slots_of_recent = self.row[block] * self.queries.shape[2] + place
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query[tokens])
-        if (watch := plan.watch) is not None:
-            group = self._in(range(layer, layer + 1), watch.group)
+        if plan.watch is not None:
+            watched, tokens, positions = plan.watch
+            group = self._in(range(layer, layer + 1), watched)
             entries = self._entries(group, self.policy.observe_reads)
-            self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
+            self.policy.observe(layer, entries, query[tokens].transpose(1, 2), positions)
             self._remember(group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
@@ -240,23 +425,15 @@ class CacheState:
         if self.plan is None or self.plan.alone is None:
             return
         for layers, group in self._at_once(self.plan.alone):
-            self._observe_last(layers[0], group)
-
-    def _observe_last(self, layer: int, group: Group) -> None:
-        entries = self._entries(group, self.policy.observe_reads, recent=True)
-        assert entries.queries is not None
-        self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
-        self._remember(group, entries.state)
+            entries = self._entries(group, self.policy.observe_reads, recent=True)
+            assert entries.queries is not None
+            self.policy.observe(layers[0], entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
+            self._remember(group, entries.state)
 
     def failed_rows(self, count: int) -> Tensor:
         """Return bool [count]: True for each of the first `count` requests of this step in which a score was NaN."""
         assert self.plan is not None
         return self.failed[self.row[self.plan.first[:count]]]
-
-    def check_finite(self) -> None:
-        """Raise NotFiniteError if a score was NaN on this rank: vLLM's tokens only show the NaN scores of rank 0."""
-        if bool(self.failed.any()):
-            raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
     def compact(self, due: Sequence[Due]) -> None:
         """Compact requests: first those in decoding, then those at the end of their prefill."""
@@ -265,7 +442,7 @@ class CacheState:
         _, heads, _, dim = self.slab.keys.shape
         for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
             while group:
-                count = max(1, compacting.MOST // (heads * dim * max(d.held for d in group)))
+                count = max(1, MOST // (heads * dim * max(d.held for d in group)))
                 with part("compaction"):
                     self._compact(group[:count])
                 group = group[count:]
@@ -302,17 +479,16 @@ class CacheState:
             return self.positions.new_zeros(count)
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
-        """Yield (indices of layers, the group assigned to these layers); AT_ONCE limits the number of these layers."""
+        """Yield (some layers, the group assigned to them)."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
-        most = max(1, compacting.AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
         for start in range(0, count, most):
             layers = range(start, min(start + most, count))
             yield layers, self._in(layers, group)
 
     def _in(self, layers: range, group: Group) -> Group:
-        """Assign a group to layers: return a group with one row per layer and request, layer after layer.
-
-        Blocks and rows of the returned group are indices into the slab.
+        """Return a group with one row per layer and request, layer after layer; its blocks and rows are indices into
+        the slab.
         """
         part = slice(layers.start, layers.stop)
         blocks = group.blocks * self.arrangement.of_block + self.first_block[part, None, None]
@@ -321,10 +497,8 @@ class CacheState:
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
-        """Compact a group that was assigned to layers; `layer` is the first of these layers.
-
-        Returns the positions of the dropped entries, row by row, int32 [sum of Hkv x (length - left)]; empty if the run
-        has no record.
+        """Compact a group that was assigned to layers, the first of which is `layer`. Returns the positions of the
+        dropped entries, row by row, int32 [sum of Hkv x (length - left)]; empty if the run has no record.
         """
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
@@ -351,31 +525,25 @@ class CacheState:
     # ---- paged access -----------------------------------------------------------------------------------------------
 
     def _remember(self, group: Group, state: dict[str, Tensor]) -> None:
-        """Write a policy's state of a group's entries, name -> [R, Hkv, N], back to the slab."""
         for name, value in state.items():
             self._write(self.slab.state[name], group, value)
 
     def _write(self, target: Tensor, group: Group, value: Tensor) -> None:
-        """Write values [R, Hkv, N, ...] to a group's blocks. Values of padding go to the null block.
-
-        target : [number of blocks, Hkv, block size, ...], tensor of the slab
+        """Write values [R, Hkv, N, ...] to a group's blocks of a tensor of the slab; those of padding go to the null
+        block.
         """
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         target[group.blocks.flatten()] = by_block.flatten(0, 1)
 
     def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Return (blocks, heads, places in the block) of the slots for which a mask is True.
-
-        mask : bool [R, Hkv, K], for the K slots from slot `start` on
-        """
+        """Return (blocks, heads, places in the block) of the slots from `start` on for which [R, Hkv, K] is True."""
         row, head, slot = mask.nonzero(as_tuple=True)
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
     def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
-        """Return the entries of a group that was assigned to layers, with the tensors that `reads` names.
-
-        recent : True to include the last queries
+        """Return the entries of a group that was assigned to layers, with the tensors that `reads` names and, if
+        `recent`, the last queries.
         """
         slab, queries = self.slab, None
         if recent and slab.queries is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,14 +11,13 @@ from torch import Tensor
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
-from rollout.context.files import load_context
+from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import on_cpu
-from rollout.vllm.compat.experts import capture
-from rollout.vllm.compat.paged import live_state
-from rollout.vllm.handover import received
-from rollout.vllm.record import Result, RunRecord
-from rollout.vllm.samplers import SequenceSampler
-from sparse_rl.methods.kvpop.scorers.base import head_digests
+from rollout.vllm.compat.paged import live_state, own_heads
+from rollout.vllm.compat.plugin import capture
+from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
+from sparse_rl.errors import NotFiniteError
+from sparse_rl.methods.kvpop.scorers import head_digests
 from sparse_rl.models.directory import SCORERS
 
 if on_cpu():
@@ -27,13 +27,11 @@ else:
 
 
 class EngineWorker(Worker):
-    """Worker of this platform, CPU or GPU."""
-
     model_runner: Any
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
-        plus one block for vLLM itself. Under a policy with a budget, vLLM's value may be many times larger than this.
+        plus one block for vLLM itself.
         """
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         specs = self.get_kv_cache_spec().values()
@@ -43,24 +41,23 @@ class EngineWorker(Worker):
         return min(super().determine_available_memory(), most)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """Load the model as vLLM does, and let its routers record the experts that tokens take."""
         super().load_model(*arguments, **options)
         self.model_runner.captured_experts = capture(self.model_runner)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
-        """Begin a run with a new record. sampling : fields of the run's SamplingConfig"""
         if not isinstance(self.model_runner.sampler.topk_topp_sampler, SequenceSampler):
             self.model_runner.sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
         self._set_record(SamplingConfig(**sampling), RunRecord())
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
-        """Return this rank's results, as `RunRecord.take` does. Raises NotFiniteError if a score was NaN."""
-        if (state := live_state()) is not None:
-            state.check_finite()
+        """Return this rank's results, as `RunRecord.take` does. Raises NotFiniteError if a score was NaN on this rank:
+        vLLM's tokens only show the NaN scores of rank 0.
+        """
+        if (state := live_state()) is not None and bool(state.failed.any()):
+            raise NotFiniteError(f"{state.policy.name}: a NaN score; the model's keys or queries are not finite")
         return self.model_runner.sampler.topk_topp_sampler.record.take(lengths)
 
     def end_run(self) -> None:
-        """End a run, and discard its record."""
         self._set_record(SamplingConfig(1), None)
 
     def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
@@ -80,10 +77,19 @@ class EngineWorker(Worker):
     def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights of the model and the scorers, given as (name in a Hugging Face checkpoint, tensor)."""
         scorers: dict[str, Tensor] = {}
+
+        def of_vllm() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name.startswith(f"{SCORERS}."):
+                    scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
+                else:
+                    yield name, tensor.detach()
+
         with torch.no_grad():
-            self.model_runner.model.load_weights(_without_scorers(weights, scorers))
+            self.model_runner.model.load_weights(of_vllm())
             if scorers:
-                live_state().scorers.load(scorers)
+                state = live_state()
+                state.scorers.load(scorers, own_heads(len(state.heads)))
 
     def scorer_digests(self) -> dict[str, list[str]]:
         """Return digests of the scorers' weights for this rank's kv heads, by stored name (`Engine.scorer_digests`)."""
@@ -91,10 +97,10 @@ class EngineWorker(Worker):
         return {} if scorers is None else head_digests(scorers.by_name())
 
 
-def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of vLLM's model, and put those of our scorers into `scorers`, by their stored names."""
-    for name, tensor in weights:
-        if name.startswith(f"{SCORERS}."):
-            scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
-        else:
-            yield name, tensor.detach()
+def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, weight) for all weights of `handed_over`. Weights are views of the file, and must not be kept."""
+    memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
+    for name, kind, shape, start in places:
+        dtype = getattr(torch, kind)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        yield name, memory[start : start + count].view(dtype).view(shape)

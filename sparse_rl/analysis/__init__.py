@@ -1,4 +1,1 @@
-"""Analysis of files: metrics.jsonl (curves.py), traces (traces.py, opened.py), evaluations (evaluation.py, sweeps.py).
-
-accuracy.py draws accuracies of methods, and drawing.py has the style of all pictures. No engine or trainer is needed.
-"""
+"""Pictures, tables and the report's page, from files: of runs, evaluations, traces and timings."""

@@ -6,20 +6,25 @@ the maximum over the query heads of the kv head, and the mean over the queries.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
+import torch.nn.functional as F
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from sparse_rl.analysis.drawing import COLOURS, GREY, layer_ticks, new_figure, new_grid, save_figure
 from sparse_rl.errors import UserError
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.methods.pages.policy import Pages
+from sparse_rl.methods.pages.sections import paged_layers
+from sparse_rl.trace import NEVER, EvictionTrace
 
 WINDOWS = 4  # observation windows of `overlap`
 OBSERVED = 16  # queries of `sparsity`
@@ -55,10 +60,9 @@ def _array(values: Sequence[Any]) -> Any:
 
 
 def observation_windows(prompt: int, length: int, last: int | None = None) -> list[tuple[int, int]]:
-    """Return the queries (first, end) of 4 windows of equal size at the end of a sequence; [] if it is too short.
+    """Return the queries (first, end) of 4 windows of equal size at the end of a completion; [] if it is too short.
 
-    The windows have together at most `last` tokens (None means 512), only tokens of the completion, and at most half of
-    the sequence. The last sampled token is never fed.
+    Together they have at most `last` tokens (None means 512), and at most half of the sequence.
     """
     fed = length - 1
     width = min(last or LAST, fed - prompt, fed // 2) // WINDOWS
@@ -68,10 +72,8 @@ def observation_windows(prompt: int, length: int, last: int | None = None) -> li
 def attended_levels(scores: Tensor, held: Tensor) -> Tensor:
     """Return the place in SHARES of the smallest set of most attended tokens that has a token: int64 [Hkv, N].
 
-    The set of a share of p % has p % of the held tokens, rounded up: those with the highest scores; among equal scores,
-    the earlier tokens. A token that is not held is in no set, and gets len(SHARES).
-
-    scores, held : [Hkv, N], and bool [Hkv, N], True for tokens that compete
+    The set of a share has this share of the held tokens, rounded up; among equal scores the earlier tokens. A token
+    that is not held (bool [Hkv, N]) is in no set, and gets len(SHARES).
     """
     order = scores.masked_fill(~held, -1.0).argsort(dim=-1, descending=True, stable=True)
     sizes = (held.sum(-1, keepdim=True) * torch.tensor(SHARES) + 99).div(100, rounding_mode="floor")
@@ -99,10 +101,7 @@ def overlaps(scores: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
 
 
 def _shared(last: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the share of the last window's tokens that are also in another window's set: float64 [shares].
-
-    It is a mean over kv heads. The arguments are results of `attended_levels`; `others` may have fewer tokens.
-    """
+    """Return the share of the last window's tokens that are also in another window's set: float64 [shares]."""
     union = torch.full_like(last, len(SHARES))
     for other in others:
         part = union[:, : other.shape[-1]]
@@ -118,13 +117,11 @@ def _set_sizes(levels: Tensor) -> Tensor:
 
 
 def overlap_numbers(by_layer: Mapping[int, Sequence[Tensor]], widths: Sequence[int]) -> dict[str, Any]:
-    """Return the numbers of figure `overlap`: means over sequences.
+    """Return the numbers of figure `overlap`, means over sequences: windows [layers][earlier windows][shares], union
+    and union_of_common [layers][shares].
 
     by_layer : index of a layer in the model -> results of `overlaps`, one per sequence
     widths : number of queries of each sequence's windows
-
-    Returns windows [layers][earlier windows][shares], union and union_of_common [layers][shares], shares in percent,
-    layers, sequences, and the smallest and largest width.
     """
     if not widths:
         raise UserError(f"no completion is long enough for {WINDOWS} windows of its tokens in half of a sequence")
@@ -141,12 +138,12 @@ def overlap_numbers(by_layer: Mapping[int, Sequence[Tensor]], widths: Sequence[i
 
 
 def draw_overlap(numbers: Mapping[str, Any], out: Path) -> None:
-    """Draw lines for the mean over layers, and maps by layer of a single window and of the union."""
+    """Draw lines for the mean over layers, and a map by layer of the union."""
     layers, shares = numbers["layers"], numbers["shares"]
-    windows = torch.tensor([[_nan(row) for row in layer] for layer in numbers["windows"]])
+    windows = torch.tensor([_array(layer).tolist() for layer in numbers["windows"]])
     title = _title(numbers, "overlap with the tokens that the last window attends to most")
     title += f"\n{_sequences(numbers['sequences'])}, {WINDOWS} windows of {_range(numbers['width'])} queries at the end"
-    figure, (lines, single, union) = new_grid(title, 3, widths=(1.15, 1, 1))
+    figure, (lines, union) = new_grid(title, 2)
     for i, mean in enumerate(windows.nanmean(0).tolist()):
         colour = ("#B8C4D6", "#7F93B2", "#34507F")[i]
         lines.plot(shares, mean, color=colour, label=f"window {i + 1}" + (", just before" if i == 2 else ""))
@@ -154,24 +151,18 @@ def draw_overlap(numbers: Mapping[str, Any], out: Path) -> None:
         ("union", "all 3 windows", "-"),
         ("union_of_common", "all 3, tokens before window 1", ":"),
     ):
-        lines.plot(shares, torch.tensor([_nan(row) for row in numbers[name]]).nanmean(0), style, color=RED, label=label)
+        lines.plot(shares, torch.tensor(_array(numbers[name])).nanmean(0), style, color=RED, label=label)
     figure.legend(frameon=False, fontsize=9, loc="outside lower left", ncols=WINDOWS + 1)
     lines.set(xlabel="most attended tokens of each window (%)", ylabel="overlap (share)", ylim=(0, 1.02))
     lines.set_title("mean over layers", fontsize=10)
-    maps = (
-        (single, windows.nanmean(1).numpy(), "one window (mean)"),
-        (union, _array(numbers["union"]), "all 3 windows"),
-    )
-    for axes, values, label in maps:
-        edges = (shares[0] - 2.5, shares[-1] + 2.5, len(layers) - 0.5, -0.5)
-        mesh = axes.imshow(
-            values, cmap="viridis_r", vmin=0, vmax=1, aspect="auto", extent=edges, interpolation="nearest"
-        )
-        axes.grid(visible=False)
-        layer_ticks(axes.yaxis, layers)
-        axes.set(xlabel="most attended tokens (%)", ylabel="layer")
-        axes.set_title(f"{label}, by layer", fontsize=10)
-    figure.colorbar(mesh, ax=[single, union], label="overlap (share)")
+    edges = (shares[0] - 2.5, shares[-1] + 2.5, len(layers) - 0.5, -0.5)
+    look: dict[str, Any] = {"cmap": "viridis_r", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    mesh = union.imshow(_array(numbers["union"]), extent=edges, **look)
+    union.grid(visible=False)
+    layer_ticks(union.yaxis, layers)
+    union.set(xlabel="most attended tokens (%)", ylabel="layer")
+    union.set_title("all 3 windows, by layer", fontsize=10)
+    figure.colorbar(mesh, ax=union, label="overlap (share)")
     save_figure(figure, out)
 
 
@@ -207,7 +198,6 @@ def sparsity(scores: Tensor, counted: Tensor) -> Tensor:
 def sparsity_numbers(by_layer: Mapping[int, Sequence[Tensor]], counts: Sequence[float]) -> dict[str, Any]:
     """Return the numbers of one source in figure `sparsity`: shares [layers][levels], means over sequences.
 
-    by_layer : index of a layer in the model -> results of `sparsity`, one per sequence
     counts : mean number of counted tokens per kv head and layer, of each sequence
     """
     if not counts:
@@ -248,10 +238,7 @@ def draw_sparsity(numbers: Mapping[str, Any], out: Path) -> None:
 
 
 def recall_numbers(recalls: Sequence[Tensor], layers: Sequence[int]) -> dict[str, Any]:
-    """Return the numbers of figure `recall`: recall [layers][kv heads], the mean over sequences, and the global mean.
-
-    recalls : for each sequence, float64 [layers, Hkv], NaN if no query has enough competing tokens
-    """
+    """Return the numbers of figure `recall`. recalls : of each sequence, [layers, Hkv], NaN without competition"""
     usable = [recall for recall in recalls if not bool(recall.isnan().any())]
     if not usable:
         raise UserError("no sequence is so long that more tokens compete than the cache has places for")
@@ -268,36 +255,15 @@ def draw_recall(numbers: Mapping[str, Any], out: Path) -> None:
     """Draw, for each layer, a box with quartiles over kv heads, and a dot for each head."""
     layers, recall = numbers["layers"], numbers["recall"]
     heads = len(recall[0])
-    title = _title(numbers, f"recall of the full-attention teacher's top {numbers['k']}")
+    title = _title(numbers, f"recall of the top {numbers['k']} of {numbers['teacher']} with a full cache")
     title += f"\n{heads} kv heads of each layer, mean of {_sequences(numbers['sequences'])}"
     figure, axes = new_figure(title)
     colour = COLOURS.get(numbers["method"], GREY)
-    box = {"facecolor": colour, "alpha": 0.3, "edgecolor": colour}
-    axes.boxplot(
-        recall,
-        positions=range(len(layers)),
-        widths=0.6,
-        whis=(0, 100),
-        patch_artist=True,
-        boxprops=box,
-        medianprops={"color": colour, "linewidth": 2},
-        whiskerprops={"color": colour},
-        capprops={"color": colour},
-        manage_ticks=False,
-    )
+    axes.boxplot(recall, positions=range(len(layers)), whis=(0, 100), manage_ticks=False)
     for place, row in enumerate(recall):
         axes.plot([place] * heads, row, ".", color=colour, markersize=4)
-    axes.axhline(numbers["mean"], color="black", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"mean {numbers['mean']:.2f}",
-        (1, numbers["mean"]),
-        (4, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        va="center",
-        fontsize=10,
-        annotation_clip=False,
-    )
+    axes.axhline(numbers["mean"], color="black", linestyle="--", linewidth=1, label=f"mean {numbers['mean']:.2f}")
+    axes.legend(frameon=False)
     layer_ticks(axes.xaxis, layers)
     axes.grid(visible=False, axis="x")
     lowest = min(min(row) for row in recall)
@@ -306,10 +272,6 @@ def draw_recall(numbers: Mapping[str, Any], out: Path) -> None:
 
 
 # ---- shared --------------------------------------------------------------------------------------------------------
-
-
-def _nan(row: Sequence[Any]) -> list[float]:
-    return [float("nan") if value is None else value for value in row]
 
 
 def _range(ends: Sequence[int]) -> str:
@@ -323,3 +285,109 @@ def _sequences(count: int) -> str:
 def _title(numbers: Mapping[str, Any], shown: str) -> str:
     note = f"\n{numbers['note']}" if numbers.get("note") else ""
     return f"{numbers['model']}, {numbers['policy']}\n{shown}{note}"
+
+
+FINEST = 500  # maximum number of cells in a row or column
+CHUNK = 512  # queries at a time
+PALEST = 0.3  # opacity of a cell of which almost all pairs are read through a summary
+LOWEST = -7  # smallest power of ten on the scale
+GREYS = ListedColormap(plt.get_cmap("Greys")(torch.linspace(0.25, 0.9, 256).numpy()))  # without white
+
+
+def read_shares(opened: Tensor, closed_at: Tensor, pages: Pages, size: int) -> Tensor:
+    """Return the share of pairs in which a query reads a token itself, not through a summary: float32 [R, R].
+
+    The share is of the pairs of a query and a token up to it; it is 0 in cells without such pairs. A cell covers `size`
+    queries (rows) and tokens (columns).
+
+    opened : the pages that each query opened in one kv head, -1 for unused places: int16 [S, K]
+    closed_at : the first query for which each page is closed: int32 [P]
+    """
+    fed, count = len(opened), len(closed_at)
+    until = torch.full((fed,), NEVER)
+    until[pages.tokens(torch.arange(count)).flatten()] = closed_at.repeat_interleave(pages.size).long()
+    inside = slice(pages.sinks, pages.sinks + count * pages.size)  # the tokens of the closed pages
+    step, pad, rows = size * max(CHUNK // size, 1), -fed % size, []
+    for start in range(0, fed, step):
+        part = opened[start : start + step].long()
+        read = torch.arange(start, start + len(part))[:, None] < until
+        is_open = torch.zeros(len(part), count + 1, dtype=torch.bool)
+        is_open.scatter_(1, torch.where(part < 0, count, part), True)
+        read[:, inside] |= is_open[:, :count].repeat_interleave(pages.size, 1)
+        causal = torch.arange(fed) <= torch.arange(start, start + len(part))[:, None]
+        seen, possible = (
+            F.pad(pairs.float(), (0, pad, 0, -len(part) % size)).unflatten(0, (-1, size)).sum(1)
+            for pairs in (read & causal, causal)
+        )
+        rows.append(seen.unflatten(1, (-1, size)).sum(2) / possible.unflatten(1, (-1, size)).sum(2).clamp(min=1))
+    return torch.cat(rows)
+
+
+def map_numbers(
+    cells: Tensor, trace: EvictionTrace, layer: int, heads: Sequence[int], kv_head: int, size: int
+) -> dict[str, Any]:
+    """Return the numbers of figure `attention`.
+
+    cells : float32 [R, R], the largest attention in a cell of `size` queries (rows) and tokens (columns), NaN for cells
+        in which no query sees a token
+    layer : index of the layer in the model
+    heads, kv_head : the query heads whose mean the cells show, and their kv head
+    """
+    numbers: dict[str, Any] = {
+        "layer": layer,
+        "heads": list(heads),
+        "kv_head": kv_head,
+        "tokens": len(trace) - 1,
+        "cell": size,
+        "cells": [[None if v != v else float(f"{v:.3g}") for v in row] for row in cells.tolist()],
+        "note": "",
+        "pages": None,
+    }
+    place, part = trace.global_layers.index(layer), trace.policy_part()
+    if "closed_at" not in part.further:
+        return numbers | {"note": raw_note(part)}
+    if place not in paged_layers(part.sections).tolist():
+        return numbers
+    pages, closed_at = Pages.read(part.further["paged_with"]), part.further["closed_at"]
+    read = read_shares(part.further["opened"][place, kv_head, : len(trace) - 1], closed_at, pages, size)
+    counts = {"size": pages.size, "sinks": pages.sinks, "closed": len(closed_at)}
+    return numbers | {"note": raw_note(part), "pages": counts | {"read": (100 * read).ceil().int().tolist()}}
+
+
+def draw_attention(numbers: Mapping[str, Any], out: Path) -> None:
+    """Draw the map: tokens from left to right, queries from top to bottom; white where no query sees a token."""
+    heads, size, fed, pages = numbers["heads"], numbers["cell"], numbers["tokens"], numbers["pages"]
+    cells = torch.tensor([[float("nan") if v is None else v for v in row] for row in numbers["cells"]])
+    which = f"query head {heads[0]}" if len(heads) == 1 else f"mean of query heads {heads[0]} to {heads[-1]}"
+    title = [f"{numbers['model']}, {numbers['policy']}", f"attention in layer {numbers['layer']}, {which}"]
+    title += [f"a cell shows the maximum of {size} × {size} queries × tokens"] if size > 1 else []
+    title += [numbers["note"]] if numbers["note"] else []
+    figure, axes = new_figure("\n".join(title))
+    figure.set_size_inches(7.2, 6.6)
+    norm = LogNorm(10.0 ** max(LOWEST, math.floor(math.log10(_common(cells)))), 1, clip=True)
+    end = len(cells) * size - 0.5
+    drawn = {"norm": norm, "extent": (-0.5, end, end, -0.5), "interpolation": "nearest", "aspect": "auto"}
+    if pages is None:
+        axes.imshow(cells, cmap="viridis_r", **drawn)
+    else:
+        shares = torch.tensor(pages["read"]) / 100
+        axes.imshow(cells, cmap=GREYS, **drawn)
+        axes.imshow(cells, alpha=shares.clamp(min=PALEST) * (shares > 0), cmap="viridis_r", **drawn)
+        legend = f"grey: read only through the summary of a page of {pages['size']} tokens; in colour: read directly"
+        legend += "\nthe stronger the colour, the more of the cell's pairs are read directly" if size > 1 else ""
+        figure.supxlabel(legend, fontsize=9, x=0.02, ha="left")
+    figure.colorbar(ScalarMappable(norm, "viridis_r"), ax=axes, label="attention (probability)", extend="min")
+    axes.grid(visible=False)
+    axes.set(
+        xlabel="token (position in the sequence)",
+        ylabel="query (position)",
+        xlim=(-0.5, fed - 0.5),
+        ylim=(fed - 0.5, -0.5),
+    )
+    save_figure(figure, out)
+
+
+def _common(cells: Tensor) -> float:
+    """Return a value that 98 % of the drawn cells exceed."""
+    drawn = cells[cells > 0]
+    return float(drawn.kthvalue(len(drawn) // 50 + 1).values)

@@ -1,4 +1,4 @@
-"""Style of all pictures: one colour per method, names at the ends of lines. No display is needed."""
+"""Style of all pictures: one colour per method, names beside the lines. No display is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
 
 from sparse_rl.errors import UserError, one_line
 
@@ -45,7 +44,7 @@ COLOURS = {
 SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # weights for `shade`, one for each line of a method
 MARKERS = "os^Dv"  # one for each line of a method
 GREY = "#999999"  # for elements that are not methods, such as edges and single layers
-LABEL_WIDTH = 20  # maximum number of characters in a row of a line's wrapped name
+NAME_WIDTH = 34  # maximum number of characters in a row of a line's wrapped name
 TITLE_WIDTH = 66
 MOST_TICKS = 16  # maximum number of labelled rows of a map
 STYLE: Any = {
@@ -111,20 +110,22 @@ def new_figure(title: str) -> tuple[Any, Any]:
         return figure, axes
 
 
-def new_grid(title: str, columns: int, widths: Sequence[float] | None = None) -> tuple[Any, Sequence[Any]]:
-    """Return a figure with a row of axes, and the axes. `widths` are relative; None means equal widths."""
+def new_grid(
+    title: str, columns: int, rows: int = 1, cell: tuple[float, float] | None = None
+) -> tuple[Any, Sequence[Any]]:
+    """Return a figure with a grid of axes, and the axes, row by row.
+
+    cell : width and height of one of several axes in inches
+    """
     matplotlib.use("Agg")
     with plt.rc_context(STYLE):
         wide, high = STYLE["figure.figsize"]
-        size = (wide if columns == 1 else 1.5 + 3.9 * columns, high)
-        figure, axes = plt.subplots(1, columns, layout="constrained", squeeze=False, figsize=size, width_ratios=widths)
+        size = (wide if columns == 1 else 1.5 + 3.9 * columns, high if rows == 1 else 0.9 + 2.7 * rows)
+        size = size if cell is None else (cell[0] * columns, cell[1] * rows)
+        figure, axes = plt.subplots(rows, columns, layout="constrained", squeeze=False, figsize=size)
         lines = [textwrap.fill(line, round(TITLE_WIDTH * size[0] / wide)) for line in title.splitlines()]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
-        return figure, list(axes[0])
-
-
-def whole_steps(axes: Any) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return figure, list(axes.flat)
 
 
 def layer_ticks(axis: Any, layers: Sequence[int], most: int = MOST_TICKS) -> None:
@@ -133,67 +134,13 @@ def layer_ticks(axis: Any, layers: Sequence[int], most: int = MOST_TICKS) -> Non
     axis.set_ticks(range(0, len(layers), stride), [str(layer) for layer in layers[::stride]])
 
 
-def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
-    """Write each line's wrapped name at its end, in place of a legend, and move names that would overlap.
-
-    `ends` has (x, y, name, colour) of the end of each line. The font `size` is in points.
-    """
-    ends = [(x, y, textwrap.fill(label, LABEL_WIDTH), colour) for x, y, label, colour in ends]
-    figure = axes.figure
-    figure.canvas.draw()
-    line = 1.35 * size * figure.dpi / 72
-    placed = sorted((axes.transData.transform((x, y))[1], y, x, label, colour) for x, y, label, colour in ends)
-    lines = [label.count("\n") + 1 for *_, label, _ in placed]
-    heights = _apart([pixel for pixel, *_ in placed], [line * count for count in lines], axes.bbox.y1)
-    for height, (pixel, y, x, label, colour) in zip(heights, placed, strict=True):
-        shift = (8, (height - pixel) * 72 / figure.dpi)
-        axes.annotate(
-            label,
-            (x, y),
-            shift,
-            textcoords="offset points",
-            color=colour,
-            fontsize=size,
-            va="center",
-            annotation_clip=False,
-        )
-
-
-def draw_map(
-    values: Sequence[Sequence[float]],
-    out: str | Path,
-    title: str,
-    *,
-    rows: Sequence[int],
-    label: str,
-    most: float | None = None,
-) -> Path:
-    """Draw values [layers][kv heads] as a map with one row for each layer, the first layer on top.
-
-    rows : indices of the layers in the model
-    label : name of the values, with their unit
-    most : value of the darkest colour; None means the largest value
-    """
-    figure, axes = new_figure(title)
-    mesh = axes.imshow(values, cmap="viridis_r", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
-    figure.colorbar(mesh, label=label)
-    axes.grid(visible=False)
-    layer_ticks(axes.yaxis, rows)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="kv head", ylabel="layer")
-    return save_figure(figure, out)
-
-
-def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
-    """Move ascending centres up, and then down below `top`, until items of these sizes do not overlap. Return them."""
-    moved = list(centres)
-    for i in range(1, len(moved)):
-        moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)
-    if moved:
-        moved[-1] = min(moved[-1], max(top, centres[-1]))
-    for i in reversed(range(len(moved) - 1)):
-        moved[i] = min(moved[i], moved[i + 1] - (sizes[i] + sizes[i + 1]) / 2)
-    return moved
+def name_lines(axes: Any) -> None:
+    """Write the names of the lines beside the axes, in the lines' colours, the line with the largest value on top."""
+    axes.figure.set_figwidth(max(axes.figure.get_figwidth(), 9.6))
+    lines = sorted(axes.get_legend_handles_labels()[0], key=lambda line: -max(line.get_ydata()))
+    names = [textwrap.fill(line.get_label(), NAME_WIDTH) for line in lines]
+    style: Any = {"bbox_to_anchor": (1.01, 1.02), "frameon": False, "labelcolor": "linecolor", "fontsize": 8}
+    axes.legend(lines, names, loc="upper left", **style)
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:

@@ -6,62 +6,45 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
-from rich.markup import escape
+import pandas
 from rich.table import Table
 
-from sparse_rl.analysis.drawing import GREY, MARKERS, STYLE, method_colours, save_figure
-from sparse_rl.analysis.evaluation import model_label
+from sparse_rl.analysis.drawing import NAME_WIDTH, method_colours, new_grid, save_figure
+from sparse_rl.analysis.tables import cache_labels, model_label, table
 
 Rows = Sequence[Mapping[str, Any]]
 STAGES = ("prefill", "queries", "compaction")
 FITS = ("selection", "fit of biases", "fit of values")
-PART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C5A3C", "#5D3A9B")
 REST = "rest"
 QUEUED = 0.9  # share of a batch; if fewer sequences run at a time on average, some wait
 UNITS = {"tokens_per_second": (1.0, "tokens/s"), "seconds": (1.0, "seconds"), "cache_bytes": (1e-6, "MB")}
-NAME_WIDTH = 34  # characters of a line of a bar's name
 
 
 def labels(rows: Rows) -> list[str]:
-    """Return a label of each row: its policy and budget, the parameters in which it differs from rows of the same
-    policy and budget, and its model and engine if there are several.
-    """
-    models, engines = {row["model"] for row in rows}, {row["engine"] for row in rows}
-    names = []
-    for row in rows:
-        parameters = row["parameters"]
-        name = " ".join(map(str, filter(None, (row["policy"], parameters.get("budget")))))
-        if row["engine"].startswith("vllm "):
-            name = row["engine"]
-        elif len({engine for engine in engines if " " not in engine}) > 1:
-            name += f", {row['engine']}"
-        names.append(name + (f", {model_label(row['model'])}" if len(models) > 1 else ""))
-    result = []
-    for row, name in zip(rows, names, strict=True):
-        alike = [other["parameters"] for other, other_name in zip(rows, names, strict=True) if other_name == name]
-        differ = [key for key, value in row["parameters"].items() if any(one.get(key) != value for one in alike)]
-        result.append(name + "".join(f", {key} {_short(row['parameters'][key])}" for key in differ))
-    return result
+    """Return a label of each row: its cache or compaction, and its model if there are several."""
+    names = cache_labels([_cache(row) for row in rows])
+    if len({row["model"] for row in rows}) == 1:
+        return names
+    return [f"{name}, {model_label(row['model'])}" for row, name in zip(rows, names, strict=True)]
 
 
-def _short(value: Any) -> str:
-    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+def _cache(row: Mapping[str, Any]) -> SimpleNamespace:
+    if "compaction" in row:  # a name that includes the ratio
+        settings = {key: value for key, value in row["settings"].items() if key != "ratio"}
+        return SimpleNamespace(policy=row["compaction"], parameters=settings)
+    return SimpleNamespace(policy=row["policy"], parameters=row["parameters"])
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def timing_tables(content: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a bench where there are rows: speed; memory and parts of a step, at the greatest length; and
-    stages of compactions.
-    """
     rows, contexts = content["rows"], content["contexts"]
     longest = [row for row in rows if row["length"] == max(row["length"] for row in rows)]
-    tables = [speed_table(content), memory_table(longest)] if rows else []
+    tables = [speed_table(content)] if rows else []
     if content["recipe"]["parts"] and rows:
         tables.append(parts_table(longest))
     return [*tables, *([contexts_table(contexts)] if contexts else [])]
@@ -69,74 +52,53 @@ def timing_tables(content: Mapping[str, Any]) -> list[Table]:
 
 def speed_table(content: Mapping[str, Any]) -> Table:
     rows, machine = content["rows"], content["machine"]
-    runs = max(row["runs"] for row in rows)
-    title = f"Sampling on {machine['device']}, {machine['threads']} threads; medians of {runs} runs"
-    table = Table(title=title, title_justify="left")
     columns = ("cache", "batch", "length", "tokens/s", "±", "× full", "seconds", "ms a\nstep", "ms a com-\npaction")
-    for name in (*columns, "share", "cache", "peak\nmemory"):
-        table.add_column(name, justify="left" if name == "cache" and not table.columns else "right", no_wrap=True)
-    for row, name in zip(rows, labels(rows), strict=True):
-        table.add_row(escape(name), _batch(row), f"{row['length']:,}", *_speed_cells(row))
-    table.caption = "±: half of (fastest - slowest) / median; share: compactions' share of decoding"
-    if any(row.get("at_once", row["batch"]) < QUEUED * row["batch"] for row in rows):
-        table.caption += "; (n): sequences that were sampled at a time, on average"
-    return table
+    title = f"Sampling on {machine['device']}, {machine['threads']} threads; medians of {rows[0]['runs']} runs"
+    caption = "±: half of (fastest - slowest) / median; share: compactions' share of decoding"
+    if any(_queues(row) for row in rows):
+        caption += "; (n): sequences that were sampled at a time, on average"
+    cells = [
+        [name, _batch(row), f"{row['length']:,}", *_speed_cells(row)]
+        for row, name in zip(rows, labels(rows), strict=True)
+    ]
+    return table(title, (*columns, "share", "cache", "peak\nmemory"), cells, caption=caption)
+
+
+def _queues(row: Mapping[str, Any]) -> bool:
+    return row.get("at_once", row["batch"]) < QUEUED * row["batch"]
 
 
 def _batch(row: Mapping[str, Any]) -> str:
-    at_once = row.get("at_once", row["batch"])
-    return str(row["batch"]) + (f" ({at_once:.1f})" if at_once < QUEUED * row["batch"] else "")
+    return f"{row['batch']} ({row['at_once']:.1f})" if _queues(row) else str(row["batch"])
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:
     if "failure" in row:
         return [row["failure"]]
-    spread = row["spread"]
-    return [
-        _number(row["tokens_per_second"]),
-        "–" if spread is None else f"{50 * spread:.0f}%",
-        _or_dash(row.get("ratio_to_full"), "{:.2f}"),
-        _number(row["seconds"]),
-        _or_dash(row.get("step_ms"), "{:.2f}"),
-        _or_dash(row.get("compaction_ms"), "{:.2f}"),
-        _or_dash(row.get("compaction_share"), "{:.1%}"),
-        _bytes(row["cache_bytes"]),
-        _or_dash(row.get("peak_bytes"), "", _bytes),
-    ]
-
-
-def memory_table(rows: Rows) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row["memory"]))
-    table = Table(title="Computed memory of the cache, of a training's trace, and of the masks that it replaces")
-    table.title_justify = "left"
-    for name in ("cache", "batch", "length", *names):
-        left = name == "cache" and not table.columns
-        table.add_column(name.replace(" ", "\n"), justify="left" if left else "right", no_wrap=True)
-    for row, name in zip(rows, labels(rows), strict=True):
-        if row["engine"].startswith("vllm "):
-            continue
-        sizes = [row["memory"].get(name) for name in names]
-        cells = [_bytes(size) if size else "–" for size in sizes]
-        table.add_row(escape(name), str(row["batch"]), f"{row['length']:,}", *cells)
-    return table
+    shown: dict[str, Callable[[float], str]] = {
+        "tokens_per_second": _number,
+        "spread": lambda value: f"{50 * value:.0f}%",
+        "ratio_to_full": "{:.2f}".format,
+        "seconds": _number,
+        "step_ms": "{:.2f}".format,
+        "compaction_ms": "{:.2f}".format,
+        "compaction_share": "{:.1%}".format,
+        "cache_bytes": _bytes,
+        "peak_bytes": _bytes,
+    }
+    return ["–" if row.get(key) is None else show(row[key]) for key, show in shown.items()]
 
 
 def parts_table(rows: Rows) -> Table:
-    parts = part_names(rows)
-    table = Table(title="Microseconds of the parts of a decode step, over all layers", title_justify="left")
-    for name in ("cache", "batch", "length", *parts, REST, "step"):
-        left = name == "cache" and not table.columns
-        table.add_column(name.replace(" ", "\n"), justify="left" if left else "right", no_wrap=True)
+    parts = list(dict.fromkeys(name for row in rows for name in row.get("parts_us", ())))
+    title = "Microseconds of the parts of a decode step, over all layers"
+    made = []
     for row, name in zip(rows, labels(rows), strict=True):
         if "parts_us" in row:
             spent = parts_of(row)
             cells = [_number(spent[part]) if part in spent else "–" for part in (*parts, REST)]
-            table.add_row(escape(name), str(row["batch"]), f"{row['length']:,}", *cells, _number(1e3 * row["step_ms"]))
-    return table
-
-
-def part_names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.get("parts_us", ())))
+            made.append([name, str(row["batch"]), f"{row['length']:,}", *cells, _number(1e3 * row["step_ms"])])
+    return table(title, ("cache", "batch", "length", *parts, REST, "step"), made)
 
 
 def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -146,40 +108,19 @@ def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def contexts_table(rows: Rows) -> Table:
-    table = Table(title="Seconds of a context's compaction, by stage; and of the parts of the stage compaction")
-    table.title_justify = "left"
-    for name in ("compaction", "tokens", "entries", *STAGES, *FITS):
-        left = name == "compaction" and not table.columns
-        table.add_column(name.replace(" of ", " of\n"), justify="left" if left else "right", no_wrap=True)
-    for row, name in zip(rows, context_labels(rows), strict=True):
+    title = "Seconds of a context's compaction, by stage; and of the parts of the stage compaction"
+    fits = [name.replace(" of ", " of\n") for name in FITS]
+    made = []
+    for row, name in zip(rows, labels(rows), strict=True):
         cells = [row["failure"]] if "failure" in row else [f"{row['entries']:,}"]
         seconds = row.get("seconds", {})
         cells += [_number(seconds[stage]) if stage in seconds else "–" for stage in (*STAGES, *FITS)]
-        table.add_row(escape(name), f"{row['tokens']:,}", *cells)
-    return table
-
-
-def context_labels(rows: Rows) -> list[str]:
-    """Return a label of each compaction: policy and ratio, and the settings in which it differs from the others."""
-    keys = list(dict.fromkeys(key for row in rows for key in row["settings"]))
-    differ = [key for key in keys if len({str(row["settings"].get(key)) for row in rows}) > 1]
-    shown = [key for key in differ if key not in ("policy", "ratio")]
-    return [", ".join([row["compaction"], *(_setting(row, key) for key in shown)]) for row in rows]
-
-
-def _setting(row: Mapping[str, Any], key: str) -> str:
-    value = row["settings"].get(key)
-    return f"{key} {' + '.join(value) if isinstance(value, list) else value}"
+        made.append([name, f"{row['tokens']:,}", *cells])
+    return table(title, ("compaction", "tokens", "entries", *STAGES, *fits), made)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _or_dash(value: float | None, form: str, show: Callable[[float], str] | None = None) -> str:
-    if value is None:
-        return "–"
-    return form.format(value) if show is None else show(value)
 
 
 def _bytes(size: float) -> str:
@@ -194,37 +135,27 @@ def _bytes(size: float) -> str:
 
 
 def plot_timing(content: Mapping[str, Any], out: str | Path) -> Path:
-    """Draw a bench as one picture, with a panel for each question that its rows answer.
-
-    The panels: tokens/s against the batch size, seconds and cache memory against the length, the parts of a decode
-    step, and the stages of compactions.
-    """
+    """Draw a bench as one picture, with a panel for each question that its rows answer."""
     rows = [row for row in content["rows"] if "failure" not in row]
     contexts = [row for row in content["contexts"] if "failure" not in row]
     panels: list[Callable[[Any], None]] = []
     if rows:
-        panels += _sampling_panels(rows, content["recipe"])
+        panels += _sampling_panels(rows)
     if contexts:
         panels.append(partial(_draw_contexts, rows=contexts))
-    matplotlib.use("Agg")
+    shape = content["recipe"]
+    random = ", random weights" if shape["random_weights"] else ""
+    title = f"{model_label(shape['model'])}{random}, {content['machine']['device']}"
     across = 2 if len(panels) > 1 else 1
-    down = max(1, -(-len(panels) // across))
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(
-            down, across, figsize=(6.4 * across, 4.2 * down), layout="constrained", squeeze=False
-        )
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for axes, draw in zip(grid.flat, panels, strict=False):
-            draw(axes)
-        shape = content["recipe"]
-        random = ", random weights" if shape["random_weights"] else ""
-        random = f", another shape{random}" if shape["shape"] else random
-        figure.suptitle(f"{model_label(shape['model'])}{random}, {content['machine']['device']}", x=0.01, ha="left")
+    figure, grid = new_grid(title, across, rows=max(1, -(-len(panels) // across)), cell=(6.4, 4.2))
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes, draw in zip(grid, panels, strict=False):
+        draw(axes)
     return save_figure(figure, out)
 
 
-def _sampling_panels(rows: Rows, recipe: Mapping[str, Any]) -> list[Callable[[Any], None]]:
+def _sampling_panels(rows: Rows) -> list[Callable[[Any], None]]:
     longest, most = max(row["length"] for row in rows), max(row["batch"] for row in rows)
     at_longest = [row for row in rows if row["length"] == longest]
     of_batch = [row for row in rows if row["batch"] == most]
@@ -238,34 +169,21 @@ def _sampling_panels(rows: Rows, recipe: Mapping[str, Any]) -> list[Callable[[An
         panels.append(partial(_draw_lines, rows=of_batch, x="length", y="seconds", title=f"Time to a length, {size}"))
         title = f"Keys and values, {size}"
         panels.append(partial(_draw_lines, rows=of_batch, x="length", y="cache_bytes", title=title))
-    if recipe["parts"]:
-        timed, title = [row for row in both if "parts_us" in row], f"Parts of a decode step, {size}, {longest:,} tokens"
+    if timed := [row for row in both if "parts_us" in row]:
+        title = f"Parts of a decode step, {size}, {longest:,} tokens"
         panels.append(partial(_draw_bars, names=labels(timed), bars=list(map(parts_of, timed)), title=title))
-    elif not panels or any("compaction_share" in row for row in rows):
-        title = f"Decode step, {size}, {longest:,} tokens"
-        panels.append(partial(_draw_bars, names=labels(both), bars=list(map(_steps, both)), title=title))
     return panels
 
 
-def _steps(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return part -> microseconds of a decode step: the time of compactions, and the rest."""
-    step, share = 1e3 * row.get("step_ms", 0.0), row.get("compaction_share", 0.0)
-    return {**({"compactions": step * share} if share else {}), REST: step * (1 - share)}
-
-
 def _draw_lines(axes: Any, rows: Rows, x: str, y: str, title: str) -> None:
-    lines = dict[str, list[Mapping[str, Any]]]()
-    for row, name in zip(rows, labels(rows), strict=True):
-        lines.setdefault(name, []).append(row)
-    methods = [None if line[0]["engine"].startswith("vllm ") else line[0]["policy"] for line in lines.values()]
     scale, unit = UNITS[y]
-    for place, (colour, (name, line)) in enumerate(zip(method_colours(methods), lines.items(), strict=True)):
-        points = sorted((row[x], scale * row[y]) for row in line)
-        axes.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], color=colour, label=name)
+    frame = pandas.DataFrame({"x": [row[x] for row in rows], "y": [scale * row[y] for row in rows]})
+    methods = {name: row["policy"] for row, name in zip(rows, labels(rows), strict=True)}
+    lines = frame.assign(name=labels(rows)).pivot(index="x", columns="name", values="y")[list(methods)]
+    wide = bool(lines.index[-1] >= 4 * lines.index[0])
+    lines.plot(ax=axes, color=method_colours(list(methods.values())), marker="o", logx=wide)
     axes.set(title=title, xlabel="sequences" if x == "batch" else "tokens of a sequence", ylabel=unit)
-    ticks = sorted({row[x] for row in rows})
-    axes.set_xscale("log" if ticks[-1] >= 4 * ticks[0] else "linear")
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(lines.index, [f"{tick:,}" for tick in lines.index])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
@@ -275,14 +193,7 @@ def _draw_bars(
     axes: Any, names: Sequence[str], bars: Sequence[Mapping[str, float]], title: str, unit: str = "microseconds"
 ) -> None:
     """Draw a stacked bar for each name; a bar maps the name of a part to its length."""
-    parts = list(dict.fromkeys(part for bar in bars for part in bar if part != REST))
-    colours = dict(zip(parts, PART_COLOURS * (1 + len(parts) // len(PART_COLOURS)), strict=False))
-    left = [0.0] * len(bars)
-    for part in [*parts, *([REST] if any(REST in bar for bar in bars) else [])]:
-        widths = [bar.get(part, 0.0) for bar in bars]
-        axes.barh(range(len(bars)), widths, 0.7, left=left, color=colours.get(part, GREY), label=part)
-        left = [before + width for before, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(bars)), names, fontsize=9)
+    pandas.DataFrame(list(bars), index=list(names)).plot.barh(stacked=True, ax=axes)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(title=title, xlabel=unit)
@@ -290,7 +201,7 @@ def _draw_bars(
 
 
 def _draw_contexts(axes: Any, rows: Rows) -> None:
-    labelled = zip(context_labels(rows), rows, strict=True)
+    labelled = zip(labels(rows), rows, strict=True)
     names = [textwrap.fill(f"{name}, {row['tokens']:,} tokens", NAME_WIDTH) for name, row in labelled]
     _draw_bars(axes, names, [_stages(row["seconds"]) for row in rows], "Stages of a context's compaction", "seconds")
 

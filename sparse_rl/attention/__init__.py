@@ -1,9 +1,4 @@
-"""Replay attention: a model's forward pass under the cache decisions that a sampler recorded.
-
-interface.py has the attention function that models run with. views/ has the views, which carry traces into a forward
-pass. kernels/ computes attention under evict_at; choice.py and parity.py choose a kernel that is exact on this machine.
-future.py, target.py and oracle.py compute future attention, the scorers' training target, and recall.
-"""
+"""Replay attention: a model's forward pass under the cache decisions that a sampler recorded."""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +7,11 @@ from sparse_rl.lazy import public_names
 if TYPE_CHECKING:
     from sparse_rl.attention.config import ATTENTION_KERNELS
     from sparse_rl.attention.families import cache_shape
-    from sparse_rl.attention.future import future_attention_mass
     from sparse_rl.attention.interface import NO_MASK, adopt
-    from sparse_rl.attention.kernels.sdpa import compute_exactly
-    from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-    from sparse_rl.attention.views.factory import make_view
+    from sparse_rl.attention.logprobs import replay_logprobs
+    from sparse_rl.attention.views import make_view
+    from sparse_rl.kernels.exact import compute_exactly
+    from sparse_rl.kernels.future import future_attention_mass
 
 __all__ = [
     "ATTENTION_KERNELS",
@@ -24,7 +19,6 @@ __all__ = [
     "adopt",
     "cache_shape",
     "compute_exactly",
-    "dense_logprobs",
     "future_attention_mass",
     "make_view",
     "replay_logprobs",

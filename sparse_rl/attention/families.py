@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,20 +36,51 @@ FAMILIES: dict[str, str | None] = {
 # model_type of a multimodal model whose text part is used -> its class, in `architectures` of config.json
 MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
 
-# model_type -> settings that vLLM does not read, with the value that its code for the family assumes
-UNREAD: dict[str, dict[str, Any]] = {
-    "qwen3": {"attention_bias": False},
-    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
-    "qwen3_moe": {"attention_bias": False},
-    "qwen2_moe": {"qkv_bias": True},
-    "olmoe": {
-        **{"attention_bias": False, "clip_qkv": None, "norm_topk_prob": False, "tie_word_embeddings": False},
-    },
-    "glm4_moe": {"tie_word_embeddings": False},
+# Settings that every family must have: transformers or vLLM reads them, and another value is another attention.
+REQUIRED: dict[str, Any] = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "quantization_config")
+    ),
+    **dict.fromkeys(("num_kv_shared_layers", "is_heterogeneous")),
+}
+
+# Settings that only one of transformers and vLLM reads, with the value under which both compute the same. With another
+# value only hf samples. EVERY_FAMILY holds for each family, unless its own entry has another value or ANY.
+ANY = object()
+EVERY_FAMILY: dict[str, Any] = {
+    **{"hidden_act": "silu", "logit_scale": 1.0, "partial_rotary_factor": 1.0, "dual_chunk_attention_config": None},
+    **{"sliding_window": None, "layer_types": None, "qk_norm": False, "llama_4_scaling": None},
+    **dict.fromkeys(("rotary_pct", "rotary_emb_fraction", "rotary_emb_base")),
+    **dict.fromkeys(("bias", "qkv_bias", "mlp_bias", "attention_bias", "ada_rms_norm_t_cond"), False),
+    "shared_expert_intermediate_size": 0,
+}
+BOTH_READ_BIASES = {"attention_bias": ANY, "mlp_bias": ANY}
+READ_BY_ONE: dict[str, dict[str, Any]] = {
+    "qwen2": {"layer_types": ANY},
+    "qwen3": {"layer_types": ANY},
+    "llama": BOTH_READ_BIASES,
+    "mistral": {"sliding_window": ANY},
+    "ministral3": {"sliding_window": ANY, "llama_4_scaling": ANY},  # our plugin copies the latter (compat/models.py)
+    "phi3": {"sliding_window": ANY, "partial_rotary_factor": ANY},
+    "granite": {**BOTH_READ_BIASES, "layer_rope_theta": None, "attention_sinks": False},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "glm4": {"attention_bias": ANY, "partial_rotary_factor": ANY},
+    "smollm3": {**BOTH_READ_BIASES, "layer_types": ANY, "hidden_act": ANY},
+    "olmo2": {"attention_bias": ANY, "hidden_act": ANY},
+    "olmo3": {"attention_bias": ANY},
+    "starcoder2": {"sliding_window": ANY, "hidden_act": ANY},
+    "qwen3_moe": {"sliding_window": ANY},
+    "qwen2_moe": {"qkv_bias": True, "layer_types": ANY, "shared_expert_intermediate_size": ANY},
+    "mixtral": {"sliding_window": ANY},
+    "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    "glm4_moe": {"attention_bias": ANY, "partial_rotary_factor": ANY, "tie_word_embeddings": False},
 }
 
 # families whose transformers code gives each layer its own mask, by `layer_types`
 WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "smollm3", "olmo3", "gemma3_text")
+WHOLE_WINDOWED = ("mistral", "ministral3", "phi3", "mixtral", "starcoder2", "qwen3_moe")  # one window for all layers
 SLIDING = "sliding_attention"  # in `layer_types`: a layer whose queries see the last `sliding_window` tokens
 
 WINDOWS = "its sliding-window layers have not been tested"
@@ -84,8 +114,6 @@ NOISES = (  # random changes of a forward pass in training
     *("attention_dropout", "residual_dropout", "resid_pdrop", "embedding_dropout", "embd_pdrop", "hidden_dropout"),
     "router_jitter_noise",
 )
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
 
 SIZES = {  # key of config.json -> maximum allowed value
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),
@@ -98,61 +126,53 @@ MOST_EXPERTS = 32_767  # traces record experts in int16
 
 def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
     """Raise UserError if config.json has an implausible size. Call this before transformers uses the sizes."""
-    for name, most in SIZES.items():
+    limits = {**{name: (1, most) for name, most in SIZES.items()}, **dict.fromkeys(EXPERTS, (0, MOST_EXPERTS))}
+    for name, (least, most) in limits.items():
         size = values.get(name)
-        if size is not None and (type(size) is not int or not 1 <= size <= most):
-            mistake = f"{name} is {show(size)} in config.json of {model}; a whole number from 1 to {most:,} is needed"
-            raise UserError(mistake, "model")
-    for name in EXPERTS:
-        count = values.get(name) or 0
-        if type(count) is not int or count > MOST_EXPERTS:
-            mistake = f"{name} is {show(count)} in config.json of {model}; at most {MOST_EXPERTS:,} are supported"
-            raise UserError(mistake, "model")
+        if size is not None and (type(size) is not int or not least <= size <= most):
+            wanted = f"a whole number from {least} to {most:,} is needed"
+            raise UserError(f"{name} is {show(size)} in config.json of {model}; {wanted}", "model")
 
 
 def check_replayable(config: Any, model: str = "the model") -> None:
-    """Raise UserError if the model's forward pass cannot be replayed.
-
-    Replay needs a supported family, causal attention in all layers, at least one layer without a sliding window, no
-    dropout, no soft caps, RoPE whose frequencies do not depend on the length of the text, and equal groups of query
-    heads.
+    """Raise UserError if the model's forward pass cannot be replayed: it needs a supported family, a layer without a
+    sliding window (or one window for all, see `longest_text`), the settings in REQUIRED, and equal groups of heads.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
         parts = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
         why = MISSING.get(config.model_type, SEVERAL if parts else f"the supported families are {families}")
+        kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""]
+        if why == STATE and {*kinds} <= {"attention", "full_attention"}:
+            why = "the family has not been tested"
         raise UserError(f"{model} is of type {config.model_type!r}, which cannot be replayed: {why}", "model")
     supported = ("full_attention", SLIDING) if config.model_type in WINDOWED else ("full_attention",)
     for kind in getattr(config, "layer_types", None) or []:
         if kind not in supported:
             why = LAYER_KINDS.get(kind, f"it has layers of the unknown kind {show(kind)}")
             raise UserError(f"{model} cannot be replayed: {why}", "model")
-    if getattr(config, "layer_types", None) is None and hidden_window(config):
-        raise UserError(
-            f"{model} cannot be replayed: sliding_window {show(config.sliding_window)} in its config.json makes every "
-            "layer ignore older tokens; set sliding_window to null if no text will be longer than the window",
-            "model",
-        )
     _check_windows(config, model)
-    for name in SOFT_CAPS:
-        if value := getattr(config, name, None):
-            raise UserError(f"{model} has {name} {show(value)}, and soft caps are not supported", "model")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UserError(f"{model} cannot be replayed: its tokens attend to later tokens", "model")
+    for name, only in REQUIRED.items():
+        if (value := getattr(config, name, only)) != only and (value or only):  # null, false and 0 are alike
+            raise UserError(f"{model} cannot be replayed: {_why_not(name, value)}", "model")
     if config.num_attention_heads % config.num_key_value_heads:
         heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
         raise UserError(f"{heads} in config.json of {model}", "model")
+
+
+def _why_not(name: str, value: Any) -> str:
+    if name == "quantization_config":
+        kind = value.get("quant_method") if isinstance(value, Mapping) else getattr(value, "quant_method", None)
+        return f"its weights are quantized ({kind or 'unknown'}); use the model's unquantized weights"
+    return f"{name} is {show(value)} in its config.json, an attention that nobody has tested here"
+
+
+def check_noises(config: Any, model: str = "the model") -> None:
+    """Raise UserError if a model in memory changes at random in training."""
     for name in NOISES:
         if value := getattr(config, name, 0.0):
-            wrong = f"{model} has {name} {show(value)}, and random changes cannot be replayed"
-            raise UserError(f"{wrong}; set {name} to 0 in config.json", "model")
-    for rope in ropes(config):
-        if (kind := rope.get("rope_type")) in BY_LENGTH:
-            raise UserError(
-                f"{model} has RoPE of type {kind}, which depends on the length of the text: the sampler and the "
-                "trainer would turn the same key differently",
-                "model",
-            )
+            why = "random changes cannot be replayed; set it to 0"
+            raise UserError(f"{model} has {name} {show(value)}, and {why}", "model")
 
 
 def _check_windows(config: Any, model: str) -> None:
@@ -163,16 +183,30 @@ def _check_windows(config: Any, model: str) -> None:
         wrong = f"sliding_window is {show(window)} in config.json of {model}, whose layer_types name {SLIDING}"
         raise UserError(f"{wrong}; a whole number from 1 on is needed", "model")
     if set(kinds) == {SLIDING}:
-        raise UserError(
-            f"{model} cannot be replayed: all its layers have a sliding window, so no layer is left for a cache "
-            "policy; set sliding_window to null if no text will be longer than the window",
-            "model",
-        )
+        why = "all its layers have a sliding window, so no layer is left for a cache policy"
+        mend = "set sliding_window to null if no text will be longer than the window"
+        raise UserError(f"{model} cannot be replayed: {why}; {mend}", "model")
 
 
-def hidden_window(config: Any) -> bool:
-    """Return True if a configuration without layer types has a sliding window, which then applies to all layers."""
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+def longest_text(config: Any) -> tuple[int, str] | None:
+    """Return the length up to which a model is what replay assumes, and what changes beyond it; None if nothing does:
+    a window of all layers hides nothing from a shorter text, and RoPE that depends on the length is fixed until then.
+    """
+    limits = []
+    window = getattr(config, "sliding_window", None) if config.model_type in WHOLE_WINDOWED else None
+    if window and window < config.max_position_embeddings:
+        limits.append((window, "all its layers have a sliding window, beyond which they forget"))
+    for rope in ropes(config):
+        if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            limits.append((int(original), f"its RoPE of type {kind} changes beyond them"))
+    return min(limits, default=None)
+
+
+def check_length(config: Any, tokens: int) -> None:
+    """Raise UserError if a text of `tokens` tokens is longer than `longest_text` allows."""
+    if (limit := longest_text(config)) is not None and tokens > limit[0]:
+        raise UserError(f"a text of {tokens:,} tokens is too long: the model takes {limit[0]:,}, because {limit[1]}")
 
 
 def ropes(config: Any) -> list[Mapping[str, Any]]:
@@ -201,38 +235,46 @@ def is_text_part(config: Any) -> bool:
 
 
 def family_only_hf(config: Any) -> str | None:
-    """Return the reason why only the hf engine can sample from the model. None means that vllm can, too."""
+    """Return the reason why only the hf engine can sample from the model, or None."""
     family = config.model_type
     reasons = ["vLLM would load all parts of the multimodal model"] if is_text_part(config) else []
-    reasons += [
-        f"vLLM ignores {name} in config.json, and assumes {json.dumps(assumed)}"
-        for name, assumed in UNREAD.get(family, {}).items()
-        if getattr(config, name, assumed) != assumed
-    ]
     if any(windows_of(config)):
         reasons.append(NO_WINDOWS)
+    for name, alike in {**EVERY_FAMILY, **READ_BY_ONE.get(family, {})}.items():
+        value = getattr(config, name, alike)
+        if alike is not ANY and value != alike and (value or alike):  # null, false and 0 are alike
+            reasons.append(f"vLLM and transformers read {name} {show(value)} in config.json differently")
+    divides = family in ("qwen2", "qwen2_moe", "olmoe")  # vLLM's code computes the size of a head
+    if divides and cache_shape(config)[2] * config.num_attention_heads != config.hidden_size:
+        reasons.append("vLLM ignores head_dim in config.json")
+    for rope in ropes(config):
+        kind, factor, length = (rope.get(k) for k in ("rope_type", "factor", "original_max_position_embeddings"))
+        partial = READ_BY_ONE.get(family, {}).get("partial_rotary_factor") is ANY
+        if not partial and rope.get("partial_rotary_factor", 1.0) != 1.0:
+            reasons.append("vLLM and transformers read partial_rotary_factor in config.json differently")
+        if kind == "dynamic":
+            reasons.append("vLLM scales dynamic RoPE at all lengths")
+        if kind == "yarn" and factor and (length or 0) * factor < config.max_position_embeddings:
+            reasons.append("vLLM's table for YaRN is shorter than max_position_embeddings")
     reason = next(iter(reasons), FAMILIES.get(family))
     return reason and f"{family}: {reason}"
 
 
 def cache_shape(config: Any) -> tuple[int, int, int]:
-    """Return the number of layers, the number of kv heads, and the head dimension of a model's KV cache.
-
-    config : the model's configuration, from transformers
-    """
+    """Return the number of layers, the number of kv heads, and the head dimension of a model's KV cache."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
 def policy_shape(config: Any) -> tuple[int, int, int]:
-    """Return the number of global layers, the number of kv heads, and the head dimension: the part of the KV cache on
-    which cache policies act.
-    """
+    """Return the number of global layers, of kv heads, and the head dimension: where cache policies act."""
     _, kv_heads, head_dim = cache_shape(config)
     return len(global_layers(config)), kv_heads, head_dim
 
 
 def context_length(config: Any) -> int | None:
     """Return the maximum number of tokens that a model can read. None means unknown, because RoPE is scaled."""
+    if (limit := longest_text(config)) is not None:
+        return limit[0]
     scaled = any(rope.get("rope_type", "default") != "default" for rope in ropes(config))
     return None if scaled else config.max_position_embeddings

@@ -1,22 +1,19 @@
-"""Log-probabilities of sampled tokens under recorded traces: replay_logprobs, and the reference dense_logprobs."""
+"""Log-probabilities of sampled tokens under recorded traces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl.attention.families import cache_shape
-from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
-from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.windows.view import WindowedView
+from sparse_rl.attention.interface import NO_MASK, KVView, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.views import make_view
 from sparse_rl.errors import UserError
-from sparse_rl.experts.view import RoutedView
-from sparse_rl.trace import EvictionTrace, policy_part
+from sparse_rl.trace import EvictionTrace
 
 
 class Sampled(Protocol):
@@ -36,8 +33,7 @@ def replay_logprobs(
 ) -> list[Tensor]:
     """Return the log-probabilities of each rollout's completion tokens, at `temperature`, under the rollout's trace.
 
-    With the sampler's weights, these log-probabilities equal `Rollout.logprobs` up to rounding; this is the project's
-    invariant (docs/architecture.md).
+    With the sampler's weights, these equal `Rollout.model_logprobs`, before top-p and top-k, up to rounding.
 
     model : a causal LM of a supported family (families.py)
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
@@ -47,9 +43,8 @@ def replay_logprobs(
 
     Returns one float32 tensor [completion tokens] per rollout, with gradients if they are enabled.
 
-    Raises UserError if a trace does not match its sequence or the model; if it has values that no sampler can have
-    recorded for the prompt; if it has a section that no view replays; if the model is not supported; or if the model
-    uses reentrant checkpointing.
+    Raises UserError if a trace does not match its sequence or the model, has values that no sampler can have recorded
+    for the prompt, or a section that no view replays; if the model is not supported, or uses reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -61,10 +56,9 @@ def replay_logprobs(
         rows = [[*r.prompt_ids, *r.completion_ids] for r in batch]
         for row, rollout in zip(rows, batch, strict=True):
             if rollout.trace.shape != (layers, kv_heads, len(row)):
-                raise UserError(
-                    f"a trace with layers x kv heads x tokens {list(rollout.trace.shape)} does not fit "
-                    f"the model and the sequence, which have {[layers, kv_heads, len(row)]}"
-                )
+                wrong = f"a trace with layers x kv heads x tokens {list(rollout.trace.shape)}"
+                have = f"the model and the sequence, which have {[layers, kv_heads, len(row)]}"
+                raise UserError(f"{wrong} does not fit {have}")
             rollout.trace.check(len(rollout.prompt_ids))
         width = max(map(len, rows))
         # Pad each row with its last token: another token, such as 0, could have a NaN embedding.
@@ -78,32 +72,8 @@ def replay_logprobs(
     return out
 
 
-def dense_logprobs(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    trace: EvictionTrace,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Return the log-probabilities of one completion under its trace, with dense masks: float32 [completion tokens].
-
-    Tests compare `replay_logprobs` with this reference, whose memory grows with the square of the length.
-
-    temperature : the sampling temperature; 0 (greedy) is scored at 1
-    """
-    trace.check(len(prompt_ids))
-    device = next(model.parameters()).device
-    ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
-    adopt(model)
-    part = policy_part(trace.sections)
-    further = {name: values for name, values in part.items() if name not in ("evict_at", "routed")}
-    view: Any = DenseView(EvictionTrace(part["evict_at"], further, validate=trace.validate), device)
-    if trace.windows:
-        layers = [layer for layer, window in enumerate(trace.windows) if window]
-        of_windows = DenseView(EvictionTrace(trace.evict_at[layers], validate=trace.validate), device)
-        view = WindowedView(view, of_windows, trace.windows)
-    if "routed" in trace.further:
-        view = RoutedView(view, trace.further["routed"][:, None], device)
-    logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
-    logits = logits[0, len(prompt_ids) - 1 : -1].float() / (temperature or 1.0)
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
+@torch.no_grad()
+def read_under(view: KVView, model: PreTrainedModel, rollout: Sampled) -> None:
+    """Run a model over the tokens of one rollout under a view, for what the view then knows."""
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=next(model.parameters()).device)
+    model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(ids.device), kv_view=view, use_cache=False)

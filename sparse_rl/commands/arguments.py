@@ -5,43 +5,32 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import shtab
 
-from sparse_rl.commands.console import warn
+from sparse_rl.commands.console import ERROR_LOG
 from sparse_rl.config import names_a_file, show
-from sparse_rl.errors import UserError, one_line
-from sparse_rl.metrics import METRICS_FILE
+from sparse_rl.errors import UserError, did_you_mean, one_line
+from sparse_rl.files import check_folder
+from sparse_rl.metrics import ENVIRONMENT_FILE, METRICS_FILE, RECIPE_FILE
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.hub import check_available
-from sparse_rl.recipe import Recipe, list_recipes, load_recipe
-
-RECIPE = {"bash": "_sparse_rl_recipes", "zsh": "_sparse_rl_recipes"}  # shell functions, defined in PREAMBLE
-PREAMBLE = {
-    "bash": '_sparse_rl_recipes() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}\n',
-    "zsh": "_sparse_rl_recipes() {{ compadd -- {names}; _files }}\n",
-}
+from sparse_rl.progress import warn
+from sparse_rl.recipe import Recipe, load_recipe
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """An argparse formatter that never breaks a line within a name, so that names can be copied."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
-
-
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line long."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"formatter_class": HelpFormatter, **options})
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message = error.message.replace(" (", f"{did_you_mean(value, map(str, action.choices or ()))} (", 1)
+            raise
 
     def error(self, message: str) -> NoReturn:
         print(f"sparse-rl: error: {one_line(message)} (see {self.prog} --help)", file=sys.stderr)
@@ -50,14 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_completion(top: argparse.ArgumentParser) -> None:
     """Add the option --print-completion SHELL to a parser."""
-    names = " ".join(list_recipes())
-    preamble = {shell: text.format(names=names) for shell, text in PREAMBLE.items()}
-    shtab.add_argument_to(
-        top,
-        "--print-completion",
-        help="print the completion script of a shell; for bash, eval it in ~/.bashrc",
-        preamble=preamble,
-    )
+    about = "print the completion script of a shell; for bash, eval it in ~/.bashrc"
+    shtab.add_argument_to(top, "--print-completion", help=about)
 
 
 def add_recipe(
@@ -66,7 +49,7 @@ def add_recipe(
     """Add the arguments RECIPE [KEY=VALUE ...] to a parser."""
     number = "?" if optional else None
     recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about)
-    recipe.complete = RECIPE  # type: ignore[attr-defined]  # read by shtab
+    recipe.complete = shtab.FILE  # type: ignore[attr-defined]  # read by shtab
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
@@ -117,7 +100,8 @@ def print_findings(findings: Mapping[str, str], not_checked: str) -> None:
 
 
 def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool, resumable: bool = False) -> None:
-    """Raise UserError if `folder` is a training run's directory or, unless `overwrite`, holds files that would be lost.
+    """Raise UserError if `folder` is a training run's directory, cannot be written or, unless `overwrite`, holds files
+    that would be lost.
 
     patterns : glob patterns of the files that would be lost
     key : option or recipe key that names the folder
@@ -131,6 +115,7 @@ def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool
     if existing and not overwrite:
         mend = "add --resume to continue, --overwrite to replace it" if resumable else "add --overwrite to replace it"
         raise UserError(f"{folder} already holds {existing[0]}; {mend}, or name another folder", key)
+    check_folder(folder, key, (*patterns, "*.lock", RECIPE_FILE, ENVIRONMENT_FILE, ERROR_LOG))
 
 
 def positive(text: str) -> int:
@@ -153,7 +138,6 @@ def number(text: str, most: float = math.inf) -> float:
 
 
 def file_name(text: str) -> str:
-    """Return the path of a file or folder unchanged if the path is valid. It need not exist."""
     if not names_a_file(text):
         raise argparse.ArgumentTypeError(f"no file can have the name {show(text)}")
     return text

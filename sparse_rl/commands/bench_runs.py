@@ -1,184 +1,176 @@
-"""The runs of `sparse-rl bench`: open engines, sample or compact, and write the times to the journal."""
+"""Times a model for `sparse-rl bench`: opens engines, samples and compacts, and makes rows of medians."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from rollout.config import SamplingConfig
 from rollout.context.config import PromptCacheConfig
-from rollout.context.prompts import MOST_QUESTIONS, REQUESTS, SUMMARIES, ContextPrompts
-from rollout.evaluation.journal import Journal
-from rollout.timing.contexts import time_context
-from rollout.timing.sampling import time_sampling
-from rollout.vllm.beside import BLOCK, pool_bytes
-from sparse_rl.commands.bench_points import OUT_OF_MEMORY, PLAIN, Bench, Line, Point
-from sparse_rl.commands.sampling import engine_arguments, engines
-from sparse_rl.models.random_weights import attach_random_scorers, save_random_model
+from rollout.context.reader import MOST_QUESTIONS, REQUESTS, SUMMARIES, ContextPrompts
+from rollout.hf import HFEngine
+from rollout.measure.contexts import label
+from rollout.measure.journal import settings_of
+from rollout.measure.timing import Measured, time_context, time_sampling
+from rollout.vllm.memory import pool_bytes
+from sparse_rl.analysis.timing import QUEUED
+from sparse_rl.attention.families import context_length
+from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_config
+from sparse_rl.models.random_weights import attach_random_scorers, random_model, save_random_model
+from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
-from sparse_rl.progress import Stage, stage
-from sparse_rl.recipe import BenchRecipe
+from sparse_rl.policies.make import make_policy
+from sparse_rl.progress import Stage
+from sparse_rl.recipe import BenchRecipe, Run
+from sparse_rl.recipe.sampling import engines, load_for_sampling
 from sparse_rl.temporary import temporary_folder
+from trainer.memory import count_parameters
 
+OUT_OF_MEMORY = "out of memory"
 WARM_UP = 8  # tokens that an engine samples before it is timed
 WARM_UP_CONTEXT = 128  # tokens of a context that is compacted before one is timed
 STUDY_PROMPT = 16  # tokens of each prompt about a context
+Row = dict[str, Any]
 
 
-def time_benches(recipe: BenchRecipe, benches: Sequence[Bench], journal: Journal) -> Iterator[None]:
-    """Run everything that the journal lacks, and yield after each run."""
-    for bench in benches:
-        bench.journal = journal
-    missing = sum(len(point.missing(journal)) for bench in benches for point in bench.points)
-    with stage("timing", total=missing, unit="run", shown=recipe.rollout.progress) as shown:
-        for number in range(recipe.repetitions):
-            for bench in benches:
-                yield from _Runner(bench, journal, number, shown).run()
-                if bench.prepared.recipe.rollout.engine != "hf" or len(benches) > 1:
-                    bench.loaded = None  # makes room for vLLM, or for another model
+def prepare_benches(recipe: BenchRecipe) -> list[Bench]:
+    """Check what can be checked without loading a model. Returns a bench for each model."""
+    return [Bench(_prepare(one)) for one in recipe.by_model()]
 
 
-class _Runner:
-    """The runs with one number, of all points of a bench."""
+def _prepare(recipe: BenchRecipe) -> Run[BenchRecipe]:
+    config = recipe.load_shape() if recipe.random_weights else load_config(recipe.model)
+    most = context_length(config)
+    for tokens, compaction in recipe.timed_contexts():
+        if most is not None and tokens > most:
+            wrong = f"{tokens:,} exceeds the model's context length of {most:,} tokens; lower this value"
+            raise UserError(wrong, "contexts.length")
+        try:
+            compaction.kept(tokens)
+        except UserError as error:
+            raise UserError(error.message, "contexts.length") from None
+    prepared = recipe.resolve(config) if recipe.random_weights else recipe.prepare_model(config)
+    rollout = prepared.recipe.rollout
+    if recipe.parts and rollout.engine != "hf":
+        raise UserError("the parts of a step are timed in the hf engine; set rollout.engine=hf", "parts")
+    if rollout.tensor_parallel > 1:
+        wrong = "the steps of an engine in separate processes cannot be timed; set 1"
+        raise UserError(wrong, "rollout.tensor_parallel")
+    return prepared
 
-    def __init__(self, bench: Bench, journal: Journal, number: int, shown: Stage) -> None:
-        self.bench, self.journal, self.number, self.shown = bench, journal, number, shown
-        self.prepared, self.recipe = bench.prepared, bench.prepared.recipe
-        self.points = [point for point in bench.points if number in point.missing(journal)]
 
-    def run(self) -> Iterator[None]:
-        sampled = [point for point in self.points if isinstance(point.cache, Policy) and point.engine != PLAIN]
-        contexts = [point for point in self.points if isinstance(point.cache, PromptCacheConfig)]
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary_folder())))
-            yield from self._sample(sampled, folder)
-            if plain := [point for point in self.points if point.engine == PLAIN]:
-                yield from self._sample_plain(plain, folder)
-            yield from self._compact(contexts)
+@dataclass
+class Bench:
+    """Everything that is timed with one model."""
 
-    def _done(self, point: Point, line: Line) -> None:
-        self.journal.add([{"point": point.key, "unit": [self.number], **line}])
-        self.shown.advance()
+    prepared: Run[BenchRecipe]
 
-    def _sample(self, points: Sequence[Point], folder: Path) -> Iterator[None]:
-        by_cache: dict[int, list[Point]] = {}
-        for point in points:
-            by_cache.setdefault(id(point.cache), []).append(point)
-        if not by_cache:
-            return
-        opened = self._engines(folder)
-        for alike in by_cache.values():
-            policy: Any = alike[0].cache
-            with opened(policy) as engine:
-                for point in alike:
-                    self.shown.tell(str(point))
-                    self._done(point, attempted(partial(self._sampled, engine, point.size)))
-                    yield
+    def __post_init__(self) -> None:
+        self.recipe, self.config = self.prepared.recipe, self.prepared.config
+        self.skeleton = meta_model(self.config)
+        configs = [policy.config for policy in self.prepared.policies]
+        unique = [policy for at, policy in enumerate(self.prepared.policies) if policy.config not in configs[:at]]
+        self.policies = unique if self.recipe.length else []
+        self.full: dict[tuple[int, int], float] = {}  # (batch, length) -> tokens/s of a full cache, which comes first
 
-    def _sampled(self, engine: Any, batch: int) -> Line:
-        prompts, recipe = self._prompts(batch), self.recipe
-        engine.generate(prompts, SamplingConfig(self._warm_up(engine.policy), seed=0, ignore_eos=True))
-        on_gpu = torch.cuda.is_available() and recipe.rollout.engine == "vllm"  # where vLLM reserves its memory
-        measured = time_sampling(
-            partial(engine.generate, prompts, recipe.sampling()),
-            batch, recipe.prompt_tokens, recipe.length, detailed=recipe.parts, observed=_observed(engine),
-        )  # fmt: skip
+    @property
+    def points(self) -> int:
+        """Number of things to time."""
+        return len(self.policies) * len(self.recipe.batch) + len(self.recipe.timed_contexts())
+
+    def findings(self) -> dict[str, str]:
+        """Return topic -> text: the lines that --dry-run prints."""
+        recipe = self.recipe
+        random = "random, " if recipe.random_weights else ""
         return {
-            "lengths": [{**dataclasses.asdict(one), **({"peak_bytes": None} if on_gpu else {})} for one in measured]
+            "recipe": f"{recipe.kind}, into {recipe.output_dir}",
+            **self.prepared.findings,
+            "weights": f"{random}{count_parameters(self.skeleton):,} parameters, {recipe.dtype}",
+            "runs": f"{self.points} points, {recipe.repetitions} runs each",
         }
 
-    def _warm_up(self, policy: Policy) -> int:
-        """Return the number of tokens to sample before timing. In the first run, they include a compaction."""
-        prompt, most = self.recipe.prompt_tokens, self.recipe.sampling().max_tokens
-        compacts = policy.schedule.evicts and self.number == 0
-        tokens = policy.schedule.first(prompt) - prompt + 2 if compacts else 0
-        return min(max(WARM_UP, tokens), most)
+    def run(self, shown: Stage) -> Iterator[tuple[str, list[Row]]]:
+        """Time everything. Yields for each point the key in bench.json of its rows, and the rows."""
+        recipe, hf = self.recipe, cache(self._hf)
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+            for policy in self.policies:
+                opened = hf() if recipe.rollout.engine == "hf" else partial(self._vllm, Path(folder))
+                with opened(policy) as engine:
+                    for batch in recipe.batch:
+                        shown.tell(f"{policy.name}, {batch} sequence{'s' * (batch > 1)}")
+                        runs = attempted(partial(self._sampled, engine, batch))
+                        yield "rows", list(self._rows(policy, batch, runs))
+        if contexts := recipe.timed_contexts():
+            with hf()(make_policy("full")) as engine:
+                for tokens, compaction in contexts:
+                    shown.tell(f"a context of {tokens:,} tokens, {label(compaction)}")
+                    runs = attempted(partial(self._compacted, engine, compaction, tokens))
+                    yield "contexts", [self._context_row(compaction, tokens, runs)]
 
-    def _prompts(self, batch: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(self.recipe.seed)
-        size = (batch, self.recipe.prompt_tokens)
-        return torch.randint(self.prepared.config.vocab_size, size, generator=generator).tolist()
+    # ---- engines ----------------------------------------------------------------------------------------------------
 
-    def _engines(self, folder: Path) -> Callable[[Policy], Any]:
-        """Return a function that opens an engine for a policy, as a context manager."""
-        recipe, prepared = self.recipe, self.prepared
-        if recipe.rollout.engine == "hf":
-            live = self.bench.live()
-            of_policy = engines(live)
+    def _hf(self) -> Callable[[Policy], AbstractContextManager[Any]]:
+        """Load the model. Returns a function that opens the hf engine for a policy."""
+        recipe = self.recipe.with_rollout(engine="hf")
+        random = recipe.random_weights
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        live = self._random_model(device) if random else load_for_sampling(recipe)
+        of_policy = engines(replace(self.prepared, recipe=recipe, live=live))
 
-            def open_hf(policy: Policy) -> Any:
-                if recipe.random_weights:
-                    attach_random_scorers(live.live, policy)
-                return of_policy(policy)
+        def opened(policy: Policy) -> AbstractContextManager[Any]:
+            if random:
+                attach_random_scorers(live, policy)
+            return of_policy(policy)
 
-            return open_hf
+        return opened
 
-        def open_vllm(policy: Policy) -> Any:
-            _free_memory()
-            own = replace(prepared, recipe=replace(recipe, model=self._directory(policy, folder)))
-            return engines(own)(policy, **self._pool())
+    def _vllm(self, folder: Path, policy: Policy) -> AbstractContextManager[Any]:
+        gc.collect()
+        torch.cuda.empty_cache()  # so that vLLM finds the memory free; does nothing without a GPU
+        recipe, cuda, pool = self.recipe, torch.cuda.is_available(), {}
+        if recipe.random_weights:
+            recipe = replace(recipe, model=str(save_random_model(partial(self._random_model, "cpu"), policy, folder)))
+        if not cuda and recipe.rollout.kv_cache_gb is None:  # room for all sequences
+            arguments = recipe.engine_arguments()
+            most = max(pool_bytes(other, arguments, self.config, cuda) for other in self.prepared.policies)
+            pool = {"kv_cache_gb": 1.02 * most / 2**30}
+        return engines(replace(self.prepared, recipe=recipe))(policy, **pool)
 
-        return open_vllm
+    def _random_model(self, device: str) -> Any:
+        return random_model(self.config, self.recipe.dtype, self.recipe.seed, device)
 
-    def _pool(self) -> dict[str, Any]:
-        """Return the size of vLLM's cache: on a CPU, if the recipe sets none, enough for all sequences."""
-        rollout, cuda = self.recipe.rollout, torch.cuda.is_available()
-        if cuda or rollout.kv_cache_gb is not None:
-            return {}
-        arguments = engine_arguments(self.recipe)
-        sizes = [pool_bytes(policy, arguments, self.prepared.config, cuda) for policy in self.prepared.policies]
-        return {"kv_cache_gb": 1.02 * max(sizes) / 2**30}
+    # ---- runs -------------------------------------------------------------------------------------------------------
 
-    def _directory(self, policy: Policy, folder: Path) -> str:
-        """Return the directory of the model for the vllm engine."""
-        if not self.recipe.random_weights:
-            return self.recipe.model
-        return str(save_random_model(partial(self.bench.random_model, "cpu"), policy, folder))
+    def _sampled(self, engine: Any, batch: int) -> list[list[Measured]]:
+        """Return the measurements of each run, at each length. A warm-up precedes them, with a first compaction."""
+        recipe, prompt, sampling = self.recipe, self.recipe.prompt_tokens, self.recipe.sampling()
+        schedule, prompts = engine.policy.schedule, self._tokens(batch, prompt).tolist()
+        warm_up = max(WARM_UP, schedule.first(prompt) - prompt + 2 if schedule.evicts else 0)
+        engine.generate(prompts, SamplingConfig(min(warm_up, sampling.max_tokens), seed=0, ignore_eos=True))
+        sample = partial(engine.generate, prompts, sampling)
+        observed = None  # the hf engine always reports its steps
+        if getattr(engine, "llm", None) is not None:
+            from rollout.vllm.engine import steps_reported
 
-    def _sample_plain(self, points: Sequence[Point], folder: Path) -> Iterator[None]:
-        from rollout.vllm.plain import time_plain_vllm
+            observed = steps_reported(engine.llm)
+        measure = partial(time_sampling, sample, batch, prompt, recipe.length, detailed=recipe.parts, observed=observed)
+        return [measure() for _ in range(recipe.repetitions)]
 
-        recipe, rollout = self.recipe, self.recipe.rollout
-        self.shown.tell(PLAIN)
-        _free_memory()
-        options: dict[str, Any] = {"dtype": recipe.dtype, "max_num_seqs": max(recipe.batch)}
-        if not torch.cuda.is_available():
-            options["block_size"] = BLOCK["cpu"]  # as the plugin; the pool is counted in these blocks
-        options |= {"max_model_len": max(recipe.length), "tensor_parallel_size": rollout.tensor_parallel}
-        size = self._pool().get("kv_cache_gb", rollout.kv_cache_gb)
-        if size is not None:
-            options["kv_cache_memory_bytes"] = int(size * 2**30)
-        else:
-            options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        prompts = [self._prompts(point.size) for point in points]
-        model = self._directory(next(p for p in self.prepared.policies if p.name == "full"), folder)
-        for point, lengths in zip(points, time_plain_vllm(model, prompts, recipe.length, **options), strict=True):
-            self._done(point, {"lengths": lengths})
-            yield
-
-    def _compact(self, points: Sequence[Point]) -> Iterator[None]:
-        if not points:
-            return
-        full = next(policy for policy in self.prepared.policies if policy.name == "full")
-        with engines(self.bench.live())(full) as engine:
-            for point in points:
-                self.shown.tell(str(point))
-                self._done(point, attempted(partial(self._compacted, engine, point)))
-                yield
-
-    def _compacted(self, engine: Any, point: Point) -> Line:
-        generator = torch.Generator().manual_seed(self.recipe.seed)
-        tokens = torch.randint(self.prepared.config.vocab_size, (point.size,), generator=generator).tolist()
-        config: Any = point.cache
+    def _compacted(self, engine: HFEngine, config: PromptCacheConfig, size: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the entries and the seconds of each run. The compaction of a short context precedes them."""
+        tokens = self._tokens(1, size)[0].tolist()
         starter = tokens[:STUDY_PROMPT]
         prompts = ContextPrompts(
             repeat=starter,
@@ -187,31 +179,94 @@ class _Runner:
             starters=lambda answer: [starter] * MOST_QUESTIONS,
             summaries=dict.fromkeys(SUMMARIES, starter),
         )
-        if self.number == 0 and config.between(point.size) > WARM_UP_CONTEXT:  # a shorter context first, as a warm-up
-            short = config.first + config.last + WARM_UP_CONTEXT
-            time_context(engine, tokens[:short], config, prompts)
-        return dataclasses.asdict(time_context(engine, tokens, config, prompts))
+        if config.between(size) > WARM_UP_CONTEXT:
+            time_context(engine, tokens[: config.first + config.last + WARM_UP_CONTEXT], config, prompts)
+        return [time_context(engine, tokens, config, prompts) for _ in range(self.recipe.repetitions)]
+
+    def _tokens(self, rows: int, columns: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        return torch.randint(self.config.vocab_size, (rows, columns), generator=generator)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, policy: Policy, batch: int, runs: Sequence[Sequence[Measured]]) -> Iterator[Row]:
+        recipe = self.recipe
+        for place, length in enumerate(recipe.length):
+            row: Row = {
+                "model": recipe.model,
+                "engine": recipe.rollout.engine,
+                "policy": policy.name,
+                "parameters": policy.parameters(),
+                "batch": batch,
+                "prompt_tokens": recipe.prompt_tokens,
+                "length": length,
+                "runs": recipe.repetitions,
+            }
+            if not runs:
+                yield {**row, "failure": OUT_OF_MEMORY}
+                continue
+            row |= _medians([measured[place] for measured in runs], batch, recipe.prompt_tokens)
+            if recipe.rollout.engine == "vllm" and torch.cuda.is_available():
+                row["peak_bytes"] = None  # vLLM reserves its memory
+            if policy.name == "full":
+                self.full[batch, length] = row["tokens_per_second"]
+            if (batch, length) in self.full:
+                row["ratio_to_full"] = row["tokens_per_second"] / self.full[batch, length]
+            if length == max(recipe.length) or row["at_once"] > QUEUED * batch:
+                yield row  # if sequences queue, they reach a smaller length one after another
+
+    def _context_row(self, config: PromptCacheConfig, tokens: int, runs: Sequence[tuple[int, dict[str, float]]]) -> Row:
+        row = {"model": self.recipe.model, "compaction": label(config), "tokens": tokens}
+        row |= {"settings": settings_of(config), "runs": self.recipe.repetitions}
+        if not runs:
+            return {**row, "failure": OUT_OF_MEMORY}
+        stages = {name: [seconds.get(name, 0.0) for _, seconds in runs] for name in runs[0][1]}
+        row |= {"entries": runs[0][0], "seconds": {name: median(values) for name, values in stages.items()}}
+        return {**row, "spread": {name: spread(values) for name, values in stages.items()}}
 
 
-def _free_memory() -> None:
-    """Give unused memory back to the GPU, so that vLLM finds it free."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing without a GPU
+def _medians(runs: Sequence[Measured], batch: int, prompt: int) -> Row:
+    """Return the medians of one length's runs."""
+    speeds = [batch * (run.length - prompt) / run.seconds for run in runs]
+    decoding = [run for run in runs if run.decode_steps and run.decode_seconds]
+    row: Row = {"tokens_per_second": median(speeds), "spread": spread(speeds), "speeds": speeds}
+    row["seconds"] = median(run.seconds for run in runs)
+    if decoding:
+        row["decode_tokens_per_second"] = median(run.decode_tokens / run.decode_seconds for run in decoding)
+        row["step_ms"] = median(1e3 * run.decode_seconds / run.decode_steps for run in decoding)
+        names = list(dict.fromkeys(name for run in decoding for name in run.parts))
+        row["parts_us"] = {n: median(1e6 * run.parts.get(n, 0) / run.decode_steps for run in decoding) for n in names}
+        if compacting := [(run.parts.get("compaction", 0), run) for run in decoding if run.compactions]:
+            row["compaction_ms"] = median(1e3 * spent / run.compactions for spent, run in compacting)
+            row["compaction_share"] = median(spent / run.decode_seconds for spent, run in compacting)
+    row["at_once"] = median(run.at_once for run in runs)
+    row["cache_bytes"] = max(run.cache_bytes for run in runs)
+    return {**row, "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None)}
 
 
-def attempted(work: Callable[[], Line]) -> Line:
-    """Return the line that `work` returns, or one that says that the GPU's memory did not suffice."""
+def spread(values: Sequence[float]) -> float | None:
+    """Return (greatest - smallest) / median; None for a single value."""
+    return (max(values) - min(values)) / median(values) if len(values) > 1 else None
+
+
+def attempted(work: Callable[[], list[Any]]) -> list[Any]:
+    """Return what `work` returns, or nothing if the GPU's memory does not suffice."""
     try:
         return work()
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return {"failure": OUT_OF_MEMORY}
+        return []
 
 
-def _observed(engine: Any) -> Any:
-    """Return a context manager in which a vLLM engine reports its steps. The hf engine always does (None)."""
-    if getattr(engine, "llm", None) is None:
-        return None
-    from rollout.vllm.observed import observed
+def processor() -> str:
+    """Return the number of cores and the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor() or platform.machine()}"
 
-    return observed(engine.llm)
+
+def describe_machine() -> dict[str, str]:
+    """Return processor or GPU, number of threads, and the version of torch."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    return {"device": device, "threads": str(torch.get_num_threads()), "torch": torch.__version__}

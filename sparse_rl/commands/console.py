@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.config import show
 from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError, without_room
-from sparse_rl.progress import screen, stage
+from sparse_rl.progress import rank, stage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
 ERROR_LOG = "error.log"
-PROCESS_NUMBERS = (  # set by torch's launcher, or read by accelerate
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"),
-    *("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-)
 QUIET = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -48,38 +42,19 @@ QUIET = {
 }
 
 
-def rank() -> int:
-    """Return the rank of this process within its launch."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def check_launch() -> None:
-    """Raise UserError if an environment variable of the launcher (ranks, process counts, port) has an invalid value."""
-    for name in PROCESS_NUMBERS:
-        text = os.environ.get(name, "0")
-        if not (text.isdecimal() and text.isascii() and len(text) < 10):
-            raise UserError(
-                f"the environment variable {name} is {show(text)}, not a whole number as set by a launcher; unset it"
-            )
-    if not 0 <= (port := int(os.environ.get("MASTER_PORT", "0"))) <= 65535:
-        raise UserError(f"the environment variable MASTER_PORT is {port}; the largest port is 65535")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if rank() >= world:
-        raise UserError(
-            f"the environment variable RANK is {rank()}, but WORLD_SIZE is {world}; unset RANK, or set both"
-        )
+    """Raise UserError unless RANK and WORLD_SIZE are those of a launcher: with a wrong rank, nothing is printed."""
+    number, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (number.isdecimal() and world.isdecimal() and int(number) < int(world)):
+        both = f"RANK is {show(number)} and WORLD_SIZE is {show(world)}"
+        raise UserError(f"the environment variable {both}, which no launcher sets; unset both")
 
 
-class Stderr(logging.StreamHandler):
+class Stderr(logging.Handler):
     """Handler that writes to the current sys.stderr, so log lines appear above the stages shown on a terminal."""
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, _: Any) -> None:
-        """Ignore the assignment that logging makes when it creates the handler."""
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
 
 
 # ---- quiet ---------------------------------------------------------------------------------------------------------
@@ -120,18 +95,6 @@ def quiet_loading(verbose: bool) -> None:
             hf_logging.disable_progress_bar()
 
 
-def say(what: str, finding: str) -> None:
-    """Print one line about a decision of this command, on rank 0 only."""
-    if rank() == 0:
-        print(f"{what}: {finding}", flush=True)
-
-
-def warn(warning: str) -> None:
-    """Print one line about an unwise setting, on rank 0 only."""
-    if rank() == 0:
-        print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
-
-
 def print_table(table: Table, width: int = 200) -> None:
     """Print a table that is as wide as the terminal, or `width` columns wide in a pipe."""
     from rich.console import Console
@@ -161,8 +124,7 @@ SHOWN = (  # metric, label, format
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
     """Return one log of a trainer as a line; None if the log has none of the metrics in SHOWN.
 
-    If the log has a reward, the line shows the gradient norm in place of the loss. GRPO centres advantages within a
-    group, so its loss is 0 up to rounding while trained and sampling policy are equal, even if the model learns.
+    If there is a reward, the gradient norm takes the loss's place, because GRPO's loss is 0 up to rounding on-policy.
     """
     if "train_runtime" in logs:
         return f"{step} steps in {logs['train_runtime']:.0f} s"
@@ -178,27 +140,20 @@ def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
-    """Show the stages of a training run during this block: loading, then the steps of a trainer.
-
-    Yields a function to call with the trainer. The function replaces the progress callback of transformers by a
-    callback that also prints each `training_line`.
-    """
+    """Show the stages of a training run during this block. Yields a function to call with the trainer."""
     from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
     rows = contextlib.ExitStack()
 
     class Shown(TrainerCallback):
-        def __init__(self, trainer: Any) -> None:
-            self.trainer, self.said = trainer, False
+        logged = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             with rows.pop_all():  # the loading row closes once the next row is shown
                 steps = stage("training", total=state.max_steps, unit="step", done=state.global_step)
                 self.row = rows.enter_context(steps)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if screen.drawn is not None:  # only if rows are shown: reading the loss waits for the GPU
-                self.row.tell(now_at(self.trainer) or self.row.told)
+        def on_step_end(self, *_: Any, **__: Any) -> None:
             self.row.advance()
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -208,17 +163,14 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
             line = training_line(state.global_step, state.max_steps, logs or {})
             if not state.is_world_process_zero or line is None:
                 return
-            screen.heard()
-            if (
-                "train_runtime" in logs and not self.said and logs.get("train_loss")
-            ):  # the run was shorter than logging_steps
+            if "train_runtime" in logs and not self.logged and logs.get("train_loss"):  # shorter than logging_steps
                 line += f"  loss {logs['train_loss']:.4f}"
-            self.said = True
+            self.logged = True
             print(line, flush=True)
 
     def show(trainer: Any) -> None:
         if trainer.pop_callback(ProgressCallback) is not None:
-            trainer.add_callback(Shown(trainer))
+            trainer.add_callback(Shown())
         else:  # with disable_tqdm there is no such callback
             rows.close()
 
@@ -227,23 +179,20 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
         yield show
 
 
-def now_at(trainer: Any) -> str:
-    """Return a text with the reward of a trainer's last step or, without a reward, the mean loss since the last log."""
-    if rewards := getattr(trainer, "_metrics", {}).get("train", {}).get("reward"):
-        return f"reward {rewards[-1]:.3f}"
-    steps = trainer.state.global_step - trainer._globalstep_last_logged
-    return f"loss {trainer._tr_loss.item() / steps:.4f}" if steps > 0 else ""
-
-
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
 class Session:
-    """State of one command. `folder` is the directory for error.log; None until it is known."""
+    """State of one command.
+
+    folder : directory for error.log; None until it is known
+    interrupted : returns what an interrupted command has kept, and how to continue; None if it keeps nothing
+    """
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
         self.folder: Path | None = None
+        self.interrupted: Callable[[], str] | None = None
 
 
 def guarded(work: Callable[[], int], session: Session) -> int:
@@ -255,7 +204,7 @@ def guarded(work: Callable[[], int], session: Session) -> int:
                 (session.folder / ERROR_LOG).unlink()
         return status
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(session)
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if session.folder is not None and rank() == 0:  # commands without a folder only print, and stay silent
@@ -263,12 +212,13 @@ def guarded(work: Callable[[], int], session: Session) -> int:
                 print(f"{STOPPED}the reader of the output has exited", file=sys.stderr, flush=True)
         return 1
     except BaseException as error:  # including the SystemExit of a library or of user code
-        return _interrupted() if _follows_an_interrupt(error) else _report(error, session)
+        return _interrupted(session) if _follows_an_interrupt(error) else _report(error, session)
 
 
-def _interrupted() -> int:
+def _interrupted(session: Session) -> int:
     if "RANK" not in os.environ:  # in a launch the launcher is interrupted too, and prints this once
-        print("sparse-rl: interrupted", file=sys.stderr)
+        kept = "" if session.interrupted is None else f": {session.interrupted()}"
+        print(f"sparse-rl: interrupted{kept}", file=sys.stderr)
     return 130
 
 
@@ -298,21 +248,8 @@ def _report(error: BaseException, session: Session) -> int:
     if not expected and log is not None:
         line += f" (traceback in {log})"
     if first:
-        _tell(trace + line if session.verbose or (not expected and log is None) else line)
+        print(trace + line if session.verbose or (not expected and log is None) else line, file=sys.stderr)
     return status
-
-
-def _tell(words: str) -> None:
-    """Write a message to stderr.
-
-    On a terminal, rank 0 would draw over messages of other ranks, so the launcher prints those after all processes end.
-    """
-    if rank() > 0 and sys.stderr.isatty():
-        from trainer.once import leave_words
-
-        if leave_words(words):
-            return
-    print(words, file=sys.stderr)
 
 
 def _describe(error: BaseException) -> tuple[int, str, bool]:

@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session, print_table
-from sparse_rl.recipe import KVpopRecipe, Recipe, TrainRecipe
-from sparse_rl.recipe.kinds.sampled import ReplayedRecipe
+from sparse_rl.recipe import KVpopRecipe, Recipe, ReplayedRecipe, Run, TrainRecipe
 from sparse_rl.source import INSTALL_VLLM
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparse_rl.commands.plan import Plan
-    from sparse_rl.commands.prepared import Prepared
+    from sparse_rl.commands.memory import Plan
 
 ABOUT = "Describe this machine and, given a recipe, predict whether it fits."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
-CONTEXT_TIME = (
-    "contexts: the time is not predicted. It grows with tokens x tokens in prefill and for queries: repeat, with the "
-    "answers for self_study, with queries x tokens in a compaction, and there with kept tokens under omp and omp_fast"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,19 +34,15 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print(f"{topic:<13} {finding}")
     if recipe is None:
         return 0
-    from sparse_rl.commands.prepared import shape_of
-    from sparse_rl.models.hub import UnavailableError
-    from sparse_rl.models.known import is_tabled
+    from sparse_rl.models.hub import UnavailableError, is_tabled
 
     try:
-        table, lines = fit(recipe, shape_of(recipe))
+        table, lines = fit(recipe, recipe.load_shape())
     except UnavailableError as error:
         print(f"\nmemory        unknown: {error.message}")
         return 0
     if is_tabled(recipe.model):
-        lines.append(
-            f"{recipe.model} cannot be reached; its shape is taken from the table in sparse_rl/models/known.py"
-        )
+        lines.append(f"{recipe.model} cannot be reached; its shape is taken from the table in sparse_rl/models/hub.py")
     print()
     print_table(table, 140)
     print("\n".join(lines))
@@ -64,7 +54,7 @@ def environment() -> Iterator[tuple[str, str]]:
     import torch
 
     from rewards.sandbox import absent_parts
-    from sparse_rl.commands.machine import host_memory, show
+    from sparse_rl.commands.memory import host_memory, show
 
     yield "sparse-rl", _version("sparse-rl") or "not installed, runs from its sources"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
@@ -93,25 +83,17 @@ def environment() -> Iterator[tuple[str, str]]:
 
 def memory_table(recipe: Recipe, made: Plan) -> Table:
     """Return the memory plan of one process as a table."""
-    from rich.table import Table
+    from sparse_rl.analysis.tables import table
+    from sparse_rl.commands.memory import show
 
-    from sparse_rl.commands.machine import show
-
-    title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("device", justify="right", no_wrap=True)
-    table.add_column("host", justify="right", no_wrap=True)
-    table.add_column("when", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for item in made.items:
-        sizes = [show(size) if size else "" for size in (item.device, item.host)]
-        when, style = ("not counted", "dim") if item.when == "avoided" else (item.when, None)
-        table.add_row(item.name, *sizes, when, item.note, style=style)
-    table.add_section()
+    sizes = [[show(size) if size else "" for size in (item.device, item.host)] for item in made.items]
+    rows = [[item.name, *pair, item.when, item.note] for item, pair in zip(made.items, sizes, strict=True)]
     largest = "always + the larger of update and sampling; activations are an estimate"
-    table.add_row("peak", show(made.device), show(made.host) if made.host else "", "", largest, style="bold")
-    return table
+    rows.append(["peak", show(made.device), show(made.host) if made.host else "", "", largest])
+    title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
+    shown = table(title, ("", "device", "host", "when", "note"), rows, ("", "when", "note"))
+    shown.columns[-1].no_wrap = False
+    return shown
 
 
 def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
@@ -119,25 +101,22 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     import torch
 
     from sparse_rl.attention.families import is_text_part
-    from sparse_rl.commands.machine import device_memory, host_memory
-    from sparse_rl.commands.memory import ASSUMED_PROMPT, plan
-    from sparse_rl.commands.plan import verdicts
-    from sparse_rl.commands.prepared import resolve
+    from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
-    prepared = resolve(recipe, config)
-    made = plan(prepared)
+    run = recipe.resolve(config)
+    made = plan(run)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
-    lines = [f"model: {prepared.findings['model']}"] if is_text_part(config) else []
+    lines = [f"model: {run.findings['model']}"] if is_text_part(config) else []
     lines += verdicts(made, launch, device_memory(), host_memory())
     if recipe.rollout is not None:
-        lines += [f"rollouts: {prepared.findings['rollouts']}", *prepared.remarks]
+        lines += [f"rollouts: {run.findings['rollouts']}", *run.remarks]
     if recipe.prompt_caches():
-        lines.append(CONTEXT_TIME)
+        lines.append("contexts: the time is not predicted; sparse-rl bench measures it")
     if isinstance(recipe, ReplayedRecipe):
         lines += _attention_kernels(recipe)
-    lines += _kernels(prepared)
+    lines += _kernels(run)
     if torch.cuda.is_available() and (
         problem := crowded(launch)
     ):  # on a machine without a GPU, the recipe may be meant for another machine
@@ -151,13 +130,11 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Return lines about attention kernels. On a CPU: the chosen kernel. On a GPU: the checks of all kernels, and of
-    the
-    scorers' target."""
+    """Return lines about attention kernels: on a CPU the chosen one, on a GPU the checks of all."""
     import torch
 
-    from sparse_rl.attention import choice
-    from sparse_rl.models.known import load_shape
+    from sparse_rl.attention import startup as choice
+    from sparse_rl.models.load import load_shape
 
     configs = map(load_shape, recipe.attending_models())
     if torch.cuda.is_available():
@@ -170,26 +147,25 @@ def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
     return lines
 
 
-def _kernels(prepared: Prepared) -> list[str]:
+def _kernels(run: Run) -> list[str]:
     """Return lines that say whether a GPU runs the kernels of a recipe's caches compiled or plain; empty on a CPU."""
     import torch
 
-    from sparse_rl.kernels.redundancy import redundancy_choice
-    from sparse_rl.kernels.topk import topk_choice
-    from sparse_rl.methods.config import KVpopPolicyConfig, LayeredConfig
-    from sparse_rl.policies.registry import make_policy
+    from sparse_rl.kernels.redundancy import check_redundancy
+    from sparse_rl.kernels.topk import check_topk
+    from sparse_rl.methods.config import KVpopPolicyConfig, LayeredConfig, RKVConfig
 
     if not torch.cuda.is_available():
         return []
-    recipe, caches = prepared.recipe, [policy.config for policy in prepared.policies]
+    recipe, caches = run.recipe, [policy.config for policy in run.policies]
     if isinstance(recipe, KVpopRecipe):
         caches.append(recipe.cache)
     caches += [part.cache for cache in caches if isinstance(cache, LayeredConfig) for part in cache.ranges]
     lines = []
-    if any(make_policy(cache).compares_keys for cache in caches):
-        lines.append(f"redundancy: {redundancy_choice(getattr(torch, recipe.dtype), prepared.shape[2])}")
+    if any(getattr(cache, "redundancy", isinstance(cache, RKVConfig)) for cache in caches):
+        lines.append(f"redundancy: {check_redundancy(getattr(torch, recipe.dtype), run.shape[2])}")
     if any(isinstance(cache, KVpopPolicyConfig) for cache in caches):
-        lines.append(f"running top-k: {topk_choice()}")
+        lines.append(f"running top-k: {check_topk()}")
     return lines
 
 

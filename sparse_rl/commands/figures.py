@@ -1,205 +1,200 @@
-"""The analyses of `sparse-rl plot SOURCE --figure NAME`: the papers' figures, drawn from a user's own rollouts.
+"""The numbers of the analyses of `sparse-rl plot --figure`.
 
-An analysis first computes its numbers, which are written as JSON beside the picture. The picture is drawn from these
-numbers alone.
+Each is a function (sources, choice) -> plain values for JSON; FIGURES in plot.py lists them. The figures of attention
+need the model, which runs once over each sequence under its trace.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
-from sparse_rl.commands.arguments import positive
-from sparse_rl.commands.sources import Source
-from sparse_rl.errors import UserError
-from sparse_rl.files import read_text, replace_text
+import torch
+from torch import Tensor
 
-Numbers = dict[str, Any]
-BEGINS = '{"figure":'  # of every file of numbers
+from rollout.attended import LayerAttention, attention_cells, cell_size, hand_out, window_scores
+from rollout.engine import Rollout
+from rollout.verify import check_model
+from sparse_rl.analysis import attention as analysis
+from sparse_rl.analysis import kept
+from sparse_rl.analysis.drawing import policy_settings, policy_words
+from sparse_rl.commands.plot import Choice, Numbers
+from sparse_rl.commands.recordings import Recording
+from sparse_rl.errors import UserError, one_line
+from sparse_rl.methods.config import KVpopPolicyConfig
+from sparse_rl.methods.kvpop.config import ATTACHED_AS as SCORERS
+from sparse_rl.methods.kvpop.target import oracle_recall
+from sparse_rl.progress import stage
 
-
-@dataclass(frozen=True)
-class Choice:
-    """Options of `sparse-rl plot` that choose what an analysis looks at; None means the analysis' default.
-
-    layer, head : index of a layer, and of a kv head in it (of a query head, for the figure `attention`)
-    line : line of completions.jsonl, from 1
-    last : number of tokens at the end of the sequence
-    """
-
-    layer: int | None = None
-    head: int | None = None
-    line: int | None = None
-    last: int | None = None
+# ---- kept tokens -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Figure:
-    """An analysis.
-
-    about : what the picture shows, and the figure of a paper, for the help
-    computed_in : module of sparse_rl.commands that has a function of the figure's name, (sources, choice) -> the
-        numbers, plain values for JSON
-    drawn_by : "module:function" of sparse_rl.analysis, (numbers, file of the picture) -> None
-    uses : the options of `Choice` that it reads
-    several : True if it compares several sources in one picture
-    automatic : True if a report makes it for each folder of rollouts, because it is quick and needs no model
-    """
-
-    about: str
-    computed_in: str
-    drawn_by: str
-    uses: tuple[str, ...] = ()
-    several: bool = False
-    automatic: bool = False
-
-    def draw(self, numbers: Numbers, out: Path) -> None:
-        """Draw the picture. The modules of an analysis are imported only now, because they need torch."""
-        module, function = self.drawn_by.split(":")
-        getattr(import_module(f"sparse_rl.analysis.{module}"), function)(numbers, out)
+def evict_ratio(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    return kept.evict_ratios(source.traces, source.named)
 
 
-FIGURES: dict[str, Figure] = {
-    "evict_ratio": Figure(
-        "share of the tokens that could be evicted and were, for each layer and kv head (KVpop figure 8)",
-        "trace_figures",
-        "heads:draw_evict_ratios",
-        automatic=True,
-    ),
-    "positions": Figure(
-        "density of the positions of the tokens held at the end, and their mean, for each source (G-KV figures 7, 17)",
-        "trace_figures",
-        "positions:draw_positions",
-        several=True,
-        automatic=True,
-    ),
-    "kept_heads": Figure(
-        "number of kv heads of each layer that hold each of the last evictable tokens of a sequence (KVpop figures 6, "
-        "9); by default of the longest sequence, and 112 tokens",
-        "trace_figures",
-        "kept_heads:draw_kept_heads",
-        uses=("line", "last"),
-        automatic=True,
-    ),
-    "cloud": Figure(
-        "word cloud of the tokens that one kv head holds at the end, by default head 0 of the last layer (G-KV figure "
-        "20)",
-        "trace_figures",
-        "cloud:draw_cloud",
-        uses=("layer", "head"),
-    ),
-    "kept_text": Figure(
-        "text of a sequence in which the tokens that one kv head holds at the end are marked, by default line 1, and "
-        "head 0 of the last layer (G-KV figures 21 to 24)",
-        "trace_figures",
-        "kept_text:draw_kept_text",
-        uses=("line", "layer", "head"),
-    ),
-    "overlap": Figure(
-        "overlap of the tokens that the last of 4 windows attends to most with those of the earlier windows, against "
-        "the share of the tokens (G-KV figures 1, 16); the windows have the last 512 tokens together, or half of a "
-        "shorter sequence",
-        "attention_figures",
-        "attention:draw_overlap",
-        uses=("line", "last"),
-    ),
-    "sparsity": Figure(
-        "share of the tokens whose attention from the last 16 queries is below p x the largest, by layer and source "
-        "(G-KV figure 9); of a full cache the last 512 tokens count, of others the entries held at the end",
-        "attention_figures",
-        "attention:draw_sparsity",
-        uses=("line", "last"),
-        several=True,
-    ),
-    "recall": Figure(
-        "share of the full-attention teacher's top k tokens that the cache held, by layer and kv head (KVpop figure 7)",
-        "attention_figures",
-        "attention:draw_recall",
-        uses=("line",),
-    ),
-    "attention": Figure(
-        "map of the attention of one sequence, with evicted tokens and pages (LuKA figure 1), by default of line 1, "
-        "the layer in the middle, and the mean of the query heads of kv head 0; --head is a query head",
-        "attention_figures",
-        "attention_map:draw_attention",
-        uses=("layer", "head", "line"),
-    ),
-}
-
-
-def compute(name: str, sources: Sequence[Source], choice: Choice) -> Numbers:
-    """Return the numbers of the figure with this name."""
-    module = import_module(f"sparse_rl.commands.{FIGURES[name].computed_in}")
-    numbers: Numbers = getattr(module, name)(sources, choice)
-    return numbers
-
-
-def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "; ".join(f"{name}: {figure.about}" for name, figure in FIGURES.items())
-    group = parser.add_argument_group("analyses of rollouts")
-    group.add_argument(
-        "--figure",
-        metavar="NAME",
-        choices=tuple(FIGURES),
-        help=f"analysis of folders that sparse-rl rollout wrote, with its numbers as JSON beside the picture. {names}",
+def positions(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    return kept.compared_positions(
+        [("/".join(source.path.absolute().parts[-2:]), source.named, source.each_trace()) for source in sources]
     )
-    group.add_argument("--model", metavar="MODEL", help="model to load; default: the model that sampled the rollouts")
-    group.add_argument("--layer", metavar="N", type=_index, help="layer to show, from 0")
-    group.add_argument("--head", metavar="N", type=_index, help="kv head to show, from 0")
-    group.add_argument("--line", metavar="N", type=positive, help="line of completions.jsonl to show, from 1")
-    group.add_argument("--last", metavar="N", type=positive, help="number of tokens to show, at the end")
 
 
-def _index(text: str) -> int:
-    return 0 if text == "0" else positive(text)
+def kept_heads(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    line, rollout = source.longest() if choice.line is None else (choice.line, source.rollout(choice.line))
+    ids = rollout.prompt_ids + rollout.completion_ids
+    return kept.kept_heads(rollout.trace, ids, source.named, source.strings, line, choice.last)
 
 
-def refuse_unused(options: argparse.Namespace) -> None:
-    """Raise UserError if an option is given that the chosen figure does not read, or that needs a figure."""
-    figure = None if options.figure is None else FIGURES[options.figure]
-    for name in ("layer", "head", "line", "last", "model"):
-        if getattr(options, name) is None:
-            continue
-        if figure is None:
-            raise UserError(f"--{name} needs --figure", f"--{name}")
-        if name != "model" and name not in figure.uses:
-            raise UserError(f"the figure {options.figure} does not use it; remove it", f"--{name}")
+def cloud(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    sequences = ((r.prompt_ids + r.completion_ids, r.trace) for r in source.each())
+    return kept.cloud(sequences, source.strings, source.named, choice.layer, choice.head)
 
 
-def draw_figure(options: argparse.Namespace) -> int:
-    """Compute and draw the chosen figure, and print the paths of its picture and of its numbers."""
-    figure = FIGURES[options.figure]
-    for name in ("metric", "axis"):
-        if getattr(options, name) is not None:
-            raise UserError(f"the figure {options.figure} does not use it; remove it", f"--{name}")
-    sources = [Source(path, options.model) for path in options.runs]
-    if len(sources) > 1 and not figure.several:
+def kept_text(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    line = choice.line or 1
+    rollout = source.rollout(line)
+    ids = rollout.prompt_ids + rollout.completion_ids
+    return kept.kept_text(rollout.trace, ids, source.named, source.strings, line, choice.layer, choice.head)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _words(source: Recording) -> Numbers:
+    """Return the model, the policy's name and the policy in words, for titles."""
+    method, policy = policy_words(source.fingerprint)
+    return {"model": one_line(source.named["model"], 60), "method": method, "policy": policy}
+
+
+def _chosen(source: Recording, line: int | None) -> Sequence[Rollout]:
+    """Return the rollout of a line, or all rollouts if it is None. Raises UserError if they cannot be run again."""
+    chosen = source.rollouts if line is None else [source.rollout(line)]
+    check_model(source.origin, source.config, source.directory)
+    return chosen
+
+
+def _each(source: Recording, rollouts: Sequence[Rollout], run: Callable[[Rollout], None]) -> None:
+    with stage("attention", source.path.name, total=len(rollouts), unit="sequence") as row:
+        for rollout in rollouts:
+            run(rollout)
+            row.advance()
+
+
+def overlap(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    results: dict[int, list[Tensor]] = defaultdict(list)
+    widths: list[int] = []
+
+    def run(rollout: Rollout) -> None:
+        windows = analysis.observation_windows(len(rollout.prompt_ids), len(rollout.trace), choice.last)
+
+        def take(layer: LayerAttention) -> None:
+            scores = [window_scores(layer, *window).cpu() for window in windows]
+            held = [layer.evict_at[:, :first].cpu() > first for first, _ in windows]
+            results[layer.index].append(analysis.overlaps(scores, held))
+
+        if windows:
+            hand_out(source.model, rollout, take)
+            widths.append(windows[0][1] - windows[0][0])
+
+    rollouts = _chosen(source, choice.line)
+    _each(source, rollouts, run)
+    note = analysis.raw_note(rollouts[0].trace)
+    return {**_words(source), "note": note, **analysis.overlap_numbers(results, widths)}
+
+
+def sparsity(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    return {"levels": list(analysis.LEVELS), "sources": [_sparsity(source, choice) for source in sources]}
+
+
+def _sparsity(source: Recording, choice: Choice) -> Numbers:
+    results: dict[int, list[Tensor]] = defaultdict(list)
+    counts: list[float] = []
+
+    def run(rollout: Rollout) -> None:
+        fed, of_layers = len(rollout.trace) - 1, []
+        first = fed - analysis.OBSERVED
+
+        def take(layer: LayerAttention) -> None:
+            counted = analysis.counted_tokens(rollout.trace, layer.index, first, choice.last)
+            results[layer.index].append(analysis.sparsity(window_scores(layer, first, fed).cpu(), counted))
+            of_layers.append(float(counted.sum(-1).double().mean()))
+
+        if first > analysis.OBSERVED:
+            hand_out(source.model, rollout, take)
+            counts.append(sum(of_layers) / len(of_layers))
+
+    rollouts = _chosen(source, choice.line)
+    _each(source, rollouts, run)
+    note = analysis.raw_note(rollouts[0].trace)
+    return {**_words(source), "note": note, **analysis.sparsity_numbers(results, counts)}
+
+
+def recall(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,) = sources
+    policy, teacher = _teacher_policy(source), source
+    rollouts, scorers = _chosen(source, choice.line), None
+    if choice.teacher is not None:
+        teacher = Recording(source.path, choice.teacher)
+        check_model(source.origin, teacher.config, teacher.directory)
+    if policy_words(source.fingerprint)[0] == "kvpop":
+        scorers = getattr(source.model, SCORERS, None)
+    decay = None if scorers is None else torch.stack([scorer.log_decay() for scorer in scorers])
+    recalls: list[Tensor] = []
+
+    def run(rollout: Rollout) -> None:
+        tokens = [*rollout.prompt_ids, *rollout.completion_ids]
+        prompt, trace = len(rollout.prompt_ids), rollout.trace
+        if len(tokens) - 1 > max(prompt, policy.sinks + policy.window + policy.k):
+            recalls.append(oracle_recall(teacher.model, tokens, prompt, trace, policy, decay))
+
+    _each(source, rollouts, run)
+    numbers = analysis.recall_numbers(recalls, rollouts[0].trace.global_layers)
+    measured = {"k": policy.k, "sinks": policy.sinks, "window": policy.window, "teacher": _words(teacher)["model"]}
+    return {**_words(source), **measured, **numbers}
+
+
+def _teacher_policy(source: Recording) -> KVpopPolicyConfig:
+    """Return the settings of the best possible cache with the recorded policy's budget, sinks and window."""
+    name, words = policy_words(source.fingerprint)
+    block = policy_settings(source.fingerprint)
+    budget, (sinks, window) = block.get("budget"), kept.protected(source.fingerprint)
+    if type(budget) is not int:
         raise UserError(
-            f"the figure {options.figure} shows a single folder of rollouts; name one", str(sources[1].path)
+            f"{source.path} was sampled under {words}, which has no budget, so there is no top k to compare"
         )
-    numbers = compute(options.figure, sources, Choice(options.layer, options.head, options.line, options.last))
-    first = sources[0].path
-    out: Path = options.out or (first if first.is_dir() else first.parent) / f"{options.figure}.png"
-    write_figure(options.figure, figure.draw, numbers, out)
-    return 0
+    further = {key: block[key] for key in ("decay_every", "state_entries") if name == "kvpop" and key in block}
+    # a query always sees its own token, as with a window of 1
+    return KVpopPolicyConfig(budget=budget, sinks=sinks, window=max(window, 1), **further)
 
 
-def write_figure(name: str, draw: Callable[[Numbers, Path], None], numbers: Mapping[str, Any], out: Path) -> None:
-    """Draw a figure from its numbers into `out`, write the numbers beside it as JSON, and print both paths.
+def attention(sources: Sequence[Recording], choice: Choice) -> Numbers:
+    (source,), line, layer, head = sources, choice.line or 1, choice.layer, choice.head
+    (rollout,) = _chosen(source, line)
+    layers, size = rollout.trace.global_layers, cell_size(len(rollout.trace) - 1, analysis.FINEST)
+    chosen = layers[len(layers) // 2] if layer is None else layer
+    if chosen not in layers:
+        lacks = "has a sliding window" if chosen < rollout.trace.layers else "does not exist"
+        raise UserError(f"layer {chosen} {lacks}; the layers to choose from are {_listed(layers)}", "--layer")
+    query_heads = source.config.num_attention_heads
+    if head is not None and head >= query_heads:
+        raise UserError(f"the model has {query_heads} query heads, numbered from 0", "--head")
+    group = query_heads // rollout.trace.kv_heads
+    heads = range(group) if head is None else [head]
+    cells: list[Tensor] = []
 
-    Raises UserError if the file of the numbers exists and is something else, such as a file of results.
-    """
-    beside = out.with_suffix(".json")
-    if beside.exists() and not read_text(beside).startswith(BEGINS):
-        raise UserError(f"{beside}, the file of the numbers, exists and holds something else; name another --out")
-    draw(dict(numbers), out)
-    try:
-        replace_text(beside, json.dumps({"figure": name, **numbers}) + "\n")
-    except OSError as error:
-        raise UserError(f"{beside} cannot be written: {error}", "--out") from error
-    print(f"{out}\n{beside}")
+    def take(given: LayerAttention) -> None:
+        if given.index == chosen:
+            cells.append(attention_cells(given, heads, analysis.FINEST))
+
+    _each(source, [rollout], lambda rollout: hand_out(source.model, rollout, take))
+    numbers = analysis.map_numbers(cells[0], rollout.trace, chosen, heads, heads[0] // group, size)
+    return {**_words(source), "line": line, **numbers}
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return f"0 to {layers[-1]}" if list(layers) == list(range(len(layers))) else ", ".join(map(str, layers))

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from dataclasses import replace
 
 from sparse_rl.commands.console import Session
-from sparse_rl.config import NamedConfiguration, describe
 from sparse_rl.errors import UserError, did_you_mean, listed
-from sparse_rl.methods.config import CONFIGS as POLICIES
-from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
 from sparse_rl.recipe import KINDS
-from sparse_rl.recipe.json_schema import recipe_schema
-from sparse_rl.recipe.keys import REQUIRED, Row, list_sections, read_docstring
-from sparse_rl.recipe.passed_through import PASSED_THROUGH
+from sparse_rl.recipe.keys import FAMILIES, REQUIRED, KeyRow, KeySection, read_docstring, sections_of
+from sparse_rl.recipe.schema import recipe_schema
 
 ABOUT = (
     "List the keys of a kind of recipe, or of cache policies, scorers and rewards; or print a JSON Schema for editors."
 )
 WIDEST = 120  # maximum columns of a line, even on a wider terminal
-FAMILIES = {  # further topic -> description
-    "policies": "keys of `cache` besides `policy`",
-    "scorers": "keys of `cache.scorer` besides `name`",
-    "rewards": "keys of a reward besides `name` and `weight`",
-}
 TOPICS = (*KINDS, *FAMILIES)
-Listing = list[tuple[str, str, list[Row]]]  # (name, text, rows) of each listed part
+SINGULAR = {"policies": "policy", "scorers": "scorer"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,61 +51,28 @@ def run(options: argparse.Namespace, session: Session) -> int:
         kinds = {kind: read_docstring(cls)[0] for kind, cls in KINDS.items()}
         print("\n".join(wrapped(f"{name}: {about}", "    ") for name, about in (kinds | FAMILIES).items()))
         return 0
-    listing = kind_listing(topic) if topic in KINDS else family_listing(topic)
+    headed = [(heading(topic, place, section), section) for place, section in enumerate(sections_of(topic))]
     if part is not None:
-        listing = only(listing, topic, part)
-    print("\n\n".join("\n".join([text, *map(entry, rows)]) for _, text, rows in listing))
-    if topic in KINDS and any(row.key.rpartition(".")[2] == "cache" for *_, rows in listing for row in rows):
+        headed = only(headed, topic, part)
+    print("\n\n".join("\n".join([text, *map(entry, section.rows)]) for text, section in headed))
+    if topic in KINDS and any(row.key.rpartition(".")[2] == "cache" for _, section in headed for row in section.rows):
         print("\nKeys of `cache` besides `policy`: sparse-rl keys policies")
     return 0
 
 
-# ---- listings ------------------------------------------------------------------------------------------------------
-
-
-def kind_listing(kind: str) -> Listing:
-    """Return the keys of a kind, grouped by the dataclass that defines them, and the options passed on to TRL."""
-    listing: Listing = []
-    for section in list_sections(KINDS[kind]):
-        text = ". ".join(filter(None, [section.prose.rstrip("."), f"Set in {section.file}"]))
-        listing.append(("", wrapped(text if listing else f"kind {kind}: {text}"), section.rows))
-    if options := PASSED_THROUGH.get(kind):
-        rows = [Row(key, describe(hint), "", "") for key, hint in options.items()]
-        listing.append(("", "Passed to TRL and transformers unchanged", rows))
-    return listing
-
-
-def family_listing(family: str) -> Listing:
-    """Return the keys of each member of a family: policies, scorers or rewards."""
-    if family == "rewards":
-        from rewards import REWARDS
-
-        return [
-            (name, f"reward {name}{inspect.signature(cls)}\n{textwrap.indent(inspect.getdoc(cls) or '', '    ')}", [])
-            for name, cls in REWARDS.items()
-        ]
-    scorers = family == "scorers"
-    configs: Mapping[str, type[NamedConfiguration]] = SCORERS if scorers else POLICIES
-    title, prefix = ("scorer", "cache.scorer.") if scorers else ("policy", "cache.")
-    listing: Listing = []
-    for name, config in configs.items():
-        (section,) = list_sections(config, prefix)
-        about = section.prose or ("" if section.rows else "it has no parameters")
-        listing.append((name, wrapped(": ".join(filter(None, [f"{title} {name}", about]))), section.rows))
-    return listing
-
-
-def only(listing: Listing, topic: str, part: str) -> Listing:
-    """Return the part named `part`, or else the keys whose names contain `part`. Raises UserError if there are none."""
-    rows = [(name, text, [row for row in rows if part in row.key]) for name, text, rows in listing]
-    if matches := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
+def only(headed: list[tuple[str, KeySection]], topic: str, part: str) -> list[tuple[str, KeySection]]:
+    """Return the section named `part`, or else the keys whose names contain `part`. Raises UserError without any."""
+    if named := [(text, section) for text, section in headed if section.name.partition("(")[0] == part]:
+        return named
+    fewer = [(text, replace(s, rows=[row for row in s.rows if part in row.key])) for text, s in headed]
+    if matches := [(text, section) for text, section in fewer if section.rows]:
         return matches
-    keys = [row.key for *_, rows in listing for row in rows]
-    suggestions = dict.fromkeys(
-        filter(None, [*(name for name, *_ in listing), *keys, *(k.rpartition(".")[2] for k in keys)])
-    )
+    names = [section.name.partition("(")[0] for _, section in headed]
+    of_policies = [row.key for section in sections_of("policies") for row in section.rows] if topic in KINDS else []
+    keys = [*(row.key for _, section in headed for row in section.rows), *of_policies]
+    suggestions = dict.fromkeys(filter(None, [*names, *keys, *(key.rpartition(".")[2] for key in keys)]))
     hint = f"{did_you_mean(part, suggestions)}; sparse-rl keys {topic} lists all names"
-    if topic in KINDS and any(part in row.key for *_, rows in family_listing("policies") for row in rows):
+    if any(part in key for key in of_policies):
         hint = f"; it is a key of cache policies: sparse-rl keys policies {part}"
     raise UserError(f"unknown name{hint}", part)
 
@@ -123,7 +80,20 @@ def only(listing: Listing, topic: str, part: str) -> Listing:
 # ---- formatting ----------------------------------------------------------------------------------------------------
 
 
-def entry(row: Row) -> str:
+def heading(topic: str, place: int, section: KeySection) -> str:
+    """Return the lines above the keys of a topic's section at `place`."""
+    if topic == "rewards":
+        return f"reward {section.name}\n{textwrap.indent(section.prose, '    ')}"
+    if topic in FAMILIES:
+        about = section.prose or ("" if section.rows else "it has no parameters")
+        return wrapped(": ".join(filter(None, [f"{SINGULAR[topic]} {section.name}", about])))
+    if not section.file:
+        return "Passed to TRL and transformers unchanged"
+    text = ". ".join(filter(None, [section.prose.rstrip("."), f"Set in {section.file}"]))
+    return wrapped(text if place else f"kind {topic}: {text}")
+
+
+def entry(row: KeyRow) -> str:
     """Format a key with its type, its default and its description."""
     default = {"": "", REQUIRED: " (required)"}.get(row.default, f" (default {row.default})")
     lines = [wrapped(f"{row.key}: {row.type}{default}", "    "), wrapped(row.words, "    ", "    ")]

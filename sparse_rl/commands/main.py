@@ -24,39 +24,24 @@ from sparse_rl.commands import (
     train,
     verify,
 )
-from sparse_rl.commands.arguments import Parser, add_completion
+from sparse_rl.commands.arguments import CommandParser, add_completion
 from sparse_rl.commands.console import Session, check_launch, configure, guarded
-from sparse_rl.errors import UserError
-from sparse_rl.progress import screen
+from sparse_rl.errors import UserError, nearest
 from sparse_rl.recipe import list_recipes
+from sparse_rl.recipe.load import place_of
 
 _MODULES = (
-    *(
-        train,
-        teacher,
-        rollout,
-        eval,
-        perplexity,
-        budgets,
-        bench,
-        serve,
-        inspect,
-        verify,
-        plot,
-        report,
-        doctor,
-        keys,
-        quickstart,
-    ),
+    *(train, teacher, rollout, eval, perplexity, budgets, bench, serve),
+    *(inspect, verify, plot, report, doctor, keys, quickstart),
 )
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
-def make_parser() -> Parser:
+def make_parser() -> CommandParser:
     """Return the parser of all commands and their options."""
-    common = Parser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument("--verbose", action="store_true", help="show the log output of the libraries, and tracebacks")
-    top = Parser(
+    top = CommandParser(
         prog="sparse-rl",
         description="Post-train language models that reason under a small KV cache.",
         epilog="RECIPE is a YAML file or the name of a shipped recipe. KEY=VALUE overrides a key; use dots for blocks "
@@ -64,10 +49,10 @@ def make_parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
     add_completion(top)
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for name, module in COMMANDS.items():
         parser = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT, parents=[common])
-        parser.set_defaults(run=module.run)
+        parser.set_defaults(run=module.run, parser=parser)
         module.add_arguments(parser)
     return top
 
@@ -86,11 +71,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(2)
     for word in rest:
         if word.startswith("-") or "=" not in word or not hasattr(options, "overrides"):
-            top.error(f"unrecognised argument {word!r} of {options.command}")
+            options.parser.error(f"unrecognised argument {word!r} of {options.command}{_instead(word, options)}")
         options.overrides.append(word)
     if options.command == "train":
         train.separate_override_from_resume(options)
     return options
+
+
+def _instead(word: str, options: argparse.Namespace) -> str:
+    """Return what a user may have meant by an argument: an option of the command, or a key of the recipe."""
+    name, _, value = word.partition("=")
+    near = nearest(name, [option for action in options.parser._actions for option in action.option_strings])
+    if near is None and hasattr(options, "overrides") and (key := place_of(name.lstrip("-").replace("-", "_"))):
+        near = f"{key}={value or 'VALUE'}"
+    return f"; did you mean {near}?" if near else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,5 +102,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arguments = words
     configure(options.verbose)
     session = Session(options.verbose)
-    with screen.command():
-        return guarded(lambda: options.run(options, session), session)
+    return guarded(lambda: options.run(options, session), session)

@@ -5,59 +5,129 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from rollout.context.memory import (
-    compaction_bytes,
-    context_bytes,
-    layerwise_bytes,
-    reading_bytes,
-    reference_queries,
-    stored_queries,
-    texts_read,
-)
-from rollout.evaluation.contexts import label
-from rollout.vllm.beside import beside_cache, held_head, pool_bytes
-from rollout.vllm.compacting import folded_bytes, folded_rows
+import torch
+
+from rollout.context.cache import context_bytes
+from rollout.context.compact import stored_queries
+from rollout.measure.contexts import label
+from rollout.vllm.memory import beside_cache, held_head, pool_bytes
 from sparse_rl.attention.families import windows_of
-from sparse_rl.attention.interface import Replayed
-from sparse_rl.attention.kernels.masked import mask_bytes
-from sparse_rl.attention.windows.view import WindowedView
-from sparse_rl.commands.machine import device_memory, show
-from sparse_rl.commands.plan import Item, Plan
-from sparse_rl.commands.prepared import Prepared
-from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
-from sparse_rl.data.retrieval import Retrieval
-from sparse_rl.experts.routing import routed_experts
-from sparse_rl.methods.config import PolicyConfig
-from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.models.known import load_shape
+from sparse_rl.data.synthetic import Retrieval
+from sparse_rl.experts import routed_experts
+from sparse_rl.kernels.future import future_bytes
+from sparse_rl.methods.kvpop.scorers import sketch_scorer
+from sparse_rl.methods.pages.layered import Layered
+from sparse_rl.methods.pages.policy import Clustered
+from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
-from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Recipe, Run, SFTRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
+from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
+TIGHT = 0.9  # share of the memory above which a fit is called tight
 
 
-def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
+def host_memory() -> int:
+    """Return the bytes of host memory, or the limit of the control group if the limit is smaller."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(text)) if text.isdigit() else physical
+
+
+def device_memory() -> int | None:
+    """Return the bytes of memory of the first GPU; None if there is no GPU."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def show(size: float) -> str:
+    """Format a number of bytes with a unit (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes that one process holds on its device and in host memory.
+
+    name, note : label and remark of the item in the memory table
+    when : phase in which the bytes are held: always, update or sampling
+    """
+
+    name: str
+    device: int = 0
+    host: int = 0
+    when: str = "always"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory plan of one process, for a model with `parameters` parameters."""
+
+    parameters: int
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def device(self) -> int:
+        """Peak bytes on the device: permanent items plus the larger of sampling and update, which do not overlap."""
+        by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
+        return sum(item.device for item in self.items if item.when == "always") + max(by.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory."""
+        return sum(item.host for item in self.items)
+
+
+def verdict(need: float, have: float, where: str) -> str:
+    """Return one line that says whether `need` bytes fit into the `have` bytes of the memory `where`."""
+    word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
+    return f"{where}: {word}, about {show(need)} of {show(have)}"
+
+
+def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
+    """Return a line that says whether a plan fits into device memory, and a line for host memory.
+
+    Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
+    """
+    local = launch.processes // launch.machines
+    if device is None:
+        return [
+            verdict(
+                local * (made.device + made.host), host, f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
+            )
+        ]
+    return [verdict(made.device, device, "GPU memory, per process"), verdict(local * made.host, host, "host memory")]
+
+
+def plan(run: Run, cuda: bool | None = None) -> Plan:
     """Return the memory plan of a resolved recipe on a GPU (`cuda`) or a CPU; by default, on what this machine has."""
     cuda = device_memory() is not None if cuda is None else cuda
-    return (_Training if isinstance(prepared.recipe, TrainRecipe) else _Evaluation)(prepared, cuda).plan()
+    return (_Training if isinstance(run.recipe, TrainRecipe) else _Evaluation)(run, cuda).plan()
 
 
 class _Process:
     """Memory of one process: its model, its engine, and the engine's caches."""
 
-    def __init__(self, prepared: Prepared, cuda: bool) -> None:
-        self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
-        self.policies, self.cuda = prepared.policies, cuda
+    def __init__(self, run: Run, cuda: bool) -> None:
+        self.recipe, self.config, self.shape = run.recipe, run.config, run.shape
+        self.policies, self.cuda = run.policies, cuda
         self.windows = list(filter(None, windows_of(self.config)))  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
@@ -88,7 +158,7 @@ class _Process:
         else:
             total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
             pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
-        arguments = engine_arguments(recipe)
+        arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
             pool, source = need, f"the most that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
@@ -104,49 +174,35 @@ class _Process:
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
-        """Return the items of the cache of `at_once` sequences, without the layers that have a sliding window. With
-        vllm they are not counted: the pool contains them.
+        """Return the items of the cache of `at_once` sequences, without the layers that have a sliding window.
 
-        prompt : number of tokens in each prompt
         some : number of layers that `policy` covers, if it is a part of a layered policy
         """
         layers, kv_heads, head_dim = self.shape
-        parts = policy.by_layers(layers)
-        if parts != [(policy, layers)]:
+        if isinstance(policy, Layered):
+            parts = zip(policy.parts, policy.config.spans(layers), strict=True)
             return [item for part, n in parts if n for item in self.cache_items(part, prompt, at_once, n)]
         layers, fed = some or layers, self.fed(prompt)
-        shape = (layers, kv_heads, head_dim)
         entries = policy.schedule.most_held(prompt, fed)
         wide = held_head(policy, head_dim, self.exact, self.cuda) if self.vllm else head_dim
-        unit_bytes = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, self.itemsize)
-        full = show(cache_bytes(fed, *shape, self.itemsize))
-        if self.windows and not some:
-            with_windows = cache_bytes(fed, *shape, self.itemsize) + window_bytes(self.config, fed, self.itemsize)
-            full += f", {show(with_windows)} with sliding windows"
-        state = state_bytes(policy, entries, *shape)
+        summaries = entries // policy.config.page if isinstance(policy, Clustered) else 0
+        unit_bytes = cache_bytes(entries + summaries, layers, kv_heads, wide, self.itemsize)
+        state = state_bytes(policy, entries, layers, kv_heads, head_dim)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
         name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
         name += f" in {some} layers" if some else ""
-        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence; a full cache: {full}"
+        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence"
         note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
-        when = "avoided" if self.vllm else "sampling"
-        items = [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when=when, note=note)]
-        if policy.schedule.first(prompt) <= fed or policy.every_query:
-            device, group = "cuda" if self.cuda else "cpu", self.heads // kv_heads
-            transients = transient_bytes(policy, at_once, entries, shape, group, self.recipe.dtype, device, self.vllm)
-            items += [
-                Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in transients.items() if size
-            ]
-        return items
+        if self.vllm:  # the pool contains them
+            return [Item(f"KV cache of {at_once}", when="sampling", note=f"{note}, in the pool")]
+        return [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when="sampling", note=note)]
 
     def fed(self, prompt: int) -> int:
         """Return the maximum number of tokens that a cache holds after prompts of `prompt` tokens."""
         return max(prompt + self.recipe.sampling().max_tokens - 1, prompt)  # the last token is never fed
 
     def window_items(self, tokens: int, at_once: int) -> Iterator[Item]:
-        """Yield the item of the layers with a sliding window, if there are any, for `at_once` sequences of `tokens`
-        tokens.
-        """
+        """Yield the item of the layers with a sliding window, if there are any, for sequences of `tokens` tokens."""
         if self.windows:
             unit_bytes, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
             note = f"{self.window_layers}: {entries} entries, {show(unit_bytes)} per sequence, under any policy"
@@ -162,7 +218,7 @@ class _Evaluation(_Process):
     """Memory of an evaluation, or of another recipe that samples without training."""
 
     def plan(self) -> Plan:
-        """Return the memory plan. The caches of a sweep are used in turn: all are shown, only the largest counts."""
+        """Return the memory plan. The caches of a sweep are used in turn: only the largest counts."""
         recipe: Any = self.recipe  # every kind that samples without training has `sequences`
         engine = self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
@@ -170,73 +226,31 @@ class _Evaluation(_Process):
         prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
         at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
         if recipe.prompt_caches():
-            later = [replace(item, when="avoided", note="loaded after all contexts are compacted") for item in engine]
-            return Plan(self.parameters, weights + self.context_items(prompt, at_once) + later)
-        items = engine or weights
+            return Plan(self.parameters, weights + self.context_items(prompt, at_once))
         points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
-        largest = max(points, key=lambda point: sum(item.device for item in point))
-        for point in points:
-            items += point if point is largest else [replace(item, when="avoided") for item in point]
+        items = (engine or weights) + max(points, key=lambda point: sum(item.device for item in point))
         return Plan(self.parameters, [*items, *self.window_items(self.fed(prompt), at_once)])
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
-        """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions.
-
-        The phases (reading, compaction, answering) do not overlap: all are shown, only the largest is counted.
-        """
-        shape, configs = self.shape, self.recipe.prompt_caches()
-        (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
+        """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions."""
+        shape, configs, group = self.shape, self.recipe.prompt_caches(), self.heads // self.shape[1]
         unit_bytes = cache_bytes(1, *shape, self.itemsize) // 2  # bytes of one query in all layers and kv heads
-        query_counts = [reference_queries(config, tokens, group) for config in configs]
         stored = max(stored_queries(config, tokens, group) for config in configs)
         counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
         most, own = max(counts.values()), ASSUMED_PROMPT + self.recipe.sampling().max_tokens
-        compacted_sizes = (
-            f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items()
-        )
+        sizes = (f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items())
         answers = at_once * cache_bytes(own, *shape, self.itemsize)
-        answers += at_once * cache_bytes(most + own, 1, kv_heads, head_dim, self.itemsize)
+        answers += at_once * cache_bytes(most + own, 1, *shape[1:], self.itemsize)
         answers += at_once * window_bytes(self.config, tokens + own, self.itemsize)  # a row has its own last tokens
-        texts = max(map(texts_read, configs)) * window_bytes(self.config, tokens, self.itemsize)
-        phases = [
-            Item(
-                "reading",
-                reading_bytes(tokens, self.heads) + max(query_counts) * unit_bytes + texts,
-                when="avoided",
-                note=f"estimate: masks of one piece; {max(query_counts)} queries per kv head before subsampling",
-            ),
-            Item(
-                "compaction",
-                max(
-                    compaction_bytes(config, tokens, group, kv_heads, head_dim)
-                    + layerwise_bytes(config, tokens, self.config, self.itemsize)
-                    for config in configs
-                ),
-                when="avoided",
-                note="one layer and part at a time, in float64; with many queries one kv head at a time; on_policy: "
-                "also a pass over their texts",
-            ),
-            Item(
-                f"KV cache of {at_once}",
-                answers,
-                when="avoided",
-                note=f"questions of {ASSUMED_PROMPT} tokens, answers, and a copy of one layer joined to the context"
-                + (", and sliding windows" if self.windows else ""),
-            ),
-        ]
-        largest = max(phases, key=lambda item: item.device)
         whole, compacted = (context_bytes(count, *shape, self.itemsize) for count in (tokens, most))
+        note = f"questions of {ASSUMED_PROMPT} tokens, answers, and a copy of one layer joined to the context"
+        note += ", and sliding windows" if self.windows else ""
         return [
             Item("context", whole, when="sampling", note=f"{tokens} tokens, before compaction"),
-            Item(
-                "reference queries",
-                stored * unit_bytes,
-                when="sampling",
-                note=f"{stored} per kv head",
-            ),
-            Item("compacted context", compacted, when="sampling", note=", ".join(compacted_sizes)),
+            Item("reference queries", stored * unit_bytes, when="sampling", note=f"{stored} per kv head"),
+            Item("compacted context", compacted, when="sampling", note=", ".join(sizes)),
             *self.context_windows(tokens),
-            *(replace(item, when="sampling") if item is largest else item for item in phases),
+            Item(f"KV cache of {at_once}", answers, when="sampling", note=note),
         ]
 
     def context_windows(self, tokens: int) -> Iterator[Item]:
@@ -281,9 +295,13 @@ class _Training(_Process):
         items.append(Item("activations", held, when="update", note=note))
         if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
             items.append(self.teacher(recipe, copy))
-        if isinstance(recipe, KVpopRecipe):
-            items += self.view_items(cache, "learned_view")
-        items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
+        if recipe.foresees():
+            size = future_bytes(rows, self.heads, self.shape[2], self.length, self.itemsize, self.cuda)
+            items.append(Item("future attention", size, when="update", note="the scorers' target, of one layer"))
+        if isinstance(recipe, GRPORecipe) and recipe.grpo.beta and not adapters:
+            items.append(Item("reference model", copy, note="beta > 0"))
+        if isinstance(recipe, DistillRecipe) and not engine and recipe.simulates_apart:
+            items.append(Item("simulating model", copy, note=recipe.dtype))
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
         return Plan(parameters, items)
@@ -298,86 +316,20 @@ class _Training(_Process):
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
         """Return the items of the engine, the engine's cache, and the traces that training replays."""
-        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences_sampled()
+        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences()
         (policy,), (layers, kv_heads, _) = self.policies, self.shape
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
         at_once = min(recipe.rollout.max_batch, sequences)
         items += [*self.cache_items(policy, self.prompt, at_once), *self.window_items(self.fed(self.prompt), at_once)]
-        if not recipe.keeps_traces():
-            items += self.view_items(None, "view")
-        else:
+        if policy.schedule.evicts and not (isinstance(recipe, GRPORecipe) and recipe.grpo.train_attention == "full"):
             experts = routed_experts(self.skeleton)
             traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded, experts)
             traces += trace_bytes(len(self.windows), kv_heads, self.length, sequences)
-            dense = mask_bytes(sequences, kv_heads, self.length, layers)
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
-            items += self.view_items(policy.config, "view")
-            note = "replaced by the traces; not allocated"
-            items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
         return items
-
-    def view_items(self, cache: PolicyConfig | None, view: Literal["view", "learned_view"]) -> list[Item]:
-        """Return the items that a view of the cache's method holds in training, and a view of sliding windows.
-
-        With gradient checkpointing, layers are replayed one at a time, so only the view that holds more is counted.
-
-        cache : the cache whose evictions are replayed; None if no evictions are
-        """
-        layers, kv_heads, head_dim = self.shape
-        alone = self.recipe.training.gradient_checkpointing
-        replayed = Replayed(
-            rows=self.recipe.training.per_device_train_batch_size,
-            prompt=self.prompt,
-            length=self.length,
-            heads=self.heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            layers=1 if alone else layers,
-            kernel=self.recipe.replay.attention_kernel,
-            itemsize=8 if self.exact else self.itemsize,
-            model_itemsize=self.itemsize,
-            cuda=self.cuda,
-        )
-        held = [] if cache is None else cache.part(view).holds(cache, replayed)
-        if self.windows:
-            of_windows = WindowedView.holds(
-                max(self.windows), replace(replayed, layers=1 if alone else len(self.windows))
-            )
-            most = max(held, of_windows, key=lambda items: sum(size for _, size, _ in items))
-            held = most if alone else [*held, *of_windows]
-        return [Item(name, size, when="update", note=note) for name, size, note in held]
-
-
-def transient_bytes(
-    policy: Policy,
-    requests: int,
-    entries: int,
-    shape: tuple[int, int, int],
-    group: int,
-    dtype: str,
-    device: str,
-    vllm: bool,
-) -> dict[str, tuple[int, str]]:
-    """Return name -> (temporary bytes, note) for one compaction of `requests` requests by the vllm or the hf engine.
-
-    The hf engine compacts one layer at a time; its buffers for reading and scoring entries are not counted.
-
-    entries : maximum number of entries of a request in each kv head
-    shape : (layers, kv heads, head dim)
-    group : number of query heads per kv head
-    """
-    rows = folded_rows(entries, requests, shape, device) if vllm else requests
-    once, of_layer = f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer"), (entries, *shape[1:])
-    taken = policy.compaction_bytes(rows, *of_layer, group, device, dtype)
-    if vllm:
-        taken["compaction"] = (
-            folded_bytes(policy, rows, *of_layer, group, dtype, device),
-            "the entries read, and the scoring buffers",
-        )
-    return {name: (size, f"{once}, {how}") for name, (size, how) in taken.items()}
 
 
 def computes_exactly(recipe: Recipe, cuda: bool) -> bool:

@@ -1,27 +1,26 @@
 """`sparse-rl perplexity`: measure the perplexity of a text under cache policies; writes output_dir/perplexity.json.
 
-perplexity_pieces.jsonl is the journal from which `--resume` continues (rollout/evaluation/journal.py).
+perplexity_pieces.jsonl is the journal from which `--resume` continues (rollout/measure/journal.py).
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_continuing, add_recipe, print_findings, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, print_table, quiet_loading, say
-from sparse_rl.commands.eval import NOT_CHECKED, tell_unfinished, write_results
-from sparse_rl.progress import stage
-from sparse_rl.recipe import PerplexityRecipe
+from sparse_rl.commands.arguments import add_continuing, add_recipe, read_recipe
+from sparse_rl.commands.console import Session
+from sparse_rl.commands.measurement import Measurement, measured, run_measurement
+from sparse_rl.recipe import PerplexityRecipe, Run
 
 if TYPE_CHECKING:
-    from rollout.evaluation.perplexity import PerplexityRow
-    from sparse_rl.commands.prepared import Prepared
+    from rollout.measure.journal import Journal
+    from rollout.measure.perplexity import TextPoint
 
 ABOUT = "Measure the perplexity of a text over models and cache policies."
-RESULTS, PIECES = "perplexity.json", "perplexity_pieces.jsonl"
+RESULTS, PIECES = FILES = "perplexity.json", "perplexity_pieces.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,76 +29,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.analysis.evaluation import perplexity_table
-
-    recipe = read_recipe(options).expect(PerplexityRecipe)
-    refuse_used(
-        Path(recipe.output_dir), (RESULTS, PIECES), "output_dir", options.overwrite or options.resume, resumable=True
-    )
-    quiet_loading(session.verbose)
-    if options.dry_run:
-        for prepared, pieces in read_texts(recipe):
-            findings = {"recipe": f"{recipe.kind}, into {recipe.output_dir}", **prepared.findings}
-            print_findings({**findings, "text": _describe(recipe, pieces)}, NOT_CHECKED)
-        return 0
-    session.folder = Path(recipe.output_dir)
-    rows = measure(recipe, progress=recipe.rollout.progress, resume=options.resume)
-    if rows:
-        print_table(perplexity_table(rows))
-    tell_unfinished(recipe.count_points() - len(rows))
-    print(Path(recipe.output_dir) / RESULTS)
-    return 0
+    return run_measurement(TextMeasurement, options, session, read_recipe(options).expect(PerplexityRecipe))
 
 
-def read_texts(recipe: PerplexityRecipe) -> list[tuple[Prepared[PerplexityRecipe], list[list[int]]]]:
-    """Check everything that can be checked without loading a model. Returns (prepared recipe, token ids of the text's
-    pieces) for each model.
-    """
-    from sparse_rl.commands.prepared import prepare
-    from sparse_rl.data.text import read_pieces
+@dataclass(frozen=True)
+class TextMeasurement(Measurement):
+    """The perplexity of a text for one model. pieces : token ids of the text's pieces"""
 
-    length = recipe.prompt_tokens + recipe.completion_tokens
-    prepared = [prepare(one) for one in recipe.by_model()]
-    return [(one, read_pieces(recipe.text, one.tokenizer, length, recipe.pieces)) for one in prepared]
+    run: Run[PerplexityRecipe]
+    pieces: list[list[int]]
+    files = FILES
+    told = ("rollouts", "text")
+
+    @classmethod
+    def prepare(cls, recipe: PerplexityRecipe) -> list[TextMeasurement]:
+        from sparse_rl.data.tokens import read_pieces
+
+        length = recipe.prompt_tokens + recipe.completion_tokens
+        runs = [one.prepare() for one in recipe.by_model()]
+        return [cls(run, read_pieces(recipe.text, run.tokenizer, length, recipe.pieces)) for run in runs]
+
+    def findings(self) -> dict[str, str]:
+        recipe = self.run.recipe
+        return {"text": f"{len(self.pieces)} pieces of {recipe.prompt_tokens} + {recipe.completion_tokens} tokens"}
+
+    def points(self, journal: Journal) -> list[TextPoint]:
+        from rollout.measure.perplexity import TextPoint
+        from sparse_rl.recipe import sampling
+
+        recipe, identity = self.run.recipe, sampling.identity(self.run)
+        point = partial(TextPoint, recipe.model, self.pieces, recipe.prompt_tokens, journal)
+        return [point(policy, identity) for policy in self.run.policies]
+
+    @staticmethod
+    def table(result: Any) -> Any:
+        from sparse_rl.analysis.tables import perplexity_table
+
+        return perplexity_table(result)
 
 
-def _describe(recipe: PerplexityRecipe, pieces: list[list[int]]) -> str:
-    return f"{len(pieces)} pieces of {recipe.prompt_tokens} + {recipe.completion_tokens} tokens"
-
-
-def measure(recipe: PerplexityRecipe, progress: bool = True, resume: bool = False) -> list[PerplexityRow]:
-    """Measure the perplexity, write the rows to the recipe's output_dir, and return them: one row per model and cache
-    policy. A row is missing if another process still works on its pieces.
-
-    resume : True keeps the finished pieces of earlier calls
-
-    Raises UserError for errors that the user can fix, if possible before a model is loaded.
-    """
-    with stage("loading", recipe.model, shown=progress):
-        from rollout.evaluation.journal import Journal
-        from rollout.evaluation.perplexity import TextPoint, measure_perplexity
-        from sparse_rl.commands import sampling
-        from trainer import rundir
-
-        texts = read_texts(recipe)
-    for prepared, pieces in texts:
-        say("rollouts", prepared.findings["rollouts"])
-        say("text", _describe(recipe, pieces))
-    folder = rundir.prepare(recipe.output_dir, recipe.as_yaml())
-    with Journal(folder / PIECES, resume=resume) as journal:
-        points = [
-            [
-                TextPoint(
-                    prepared.recipe.model, pieces, recipe.prompt_tokens, journal, policy, sampling.identity(prepared)
-                )
-                for policy in prepared.policies
-            ]
-            for prepared, pieces in texts
-        ]
-        in_order = [point for points_of_model in points for point in points_of_model]
-        write = partial(write_results, folder / RESULTS, recipe, journal, in_order)
-        for (prepared, _), points_of_model in zip(texts, points, strict=True):
-            if not all(point.complete for point in points_of_model):
-                opened = sampling.engines(prepared, progress)
-                measure_perplexity(points_of_model, opened, journal, on_point=write, progress=progress)
-        return write()
+measure = partial(measured, TextMeasurement)

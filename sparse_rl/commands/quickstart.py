@@ -1,15 +1,9 @@
 """The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-It uses the same commands, kinds of recipe, engine and trainer as a run with a 7B model:
-
-1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
-   but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
-2. for each seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
-3. evaluate all models under eviction and with a full cache, on problems used neither in training nor in calibration;
-4. write results.json, three pictures and a report, and print one table.
-
-With `--scratch`, a tiny model is first trained for each seed (recipes/quickstart/sft.yaml), and its budget is
-calibrated: the smallest budget that lowers the accuracy but leaves enough correct completions to learn from.
+Three methods (RL-Sparse, RL-Full, Mismatched) start from the shipped tiny model (recipes/quickstart), which solves the
+running-sum task with a full cache, but seldom under a small one. All models are evaluated under both. With
+`--scratch`, a tiny model is first trained for each seed, and its budget is calibrated: the smallest one that lowers the
+accuracy but leaves enough correct completions to learn from.
 """
 
 from __future__ import annotations
@@ -21,62 +15,42 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any, NamedTuple
 
 from rollout.config import ENGINES
 from sparse_rl.commands import report as html
 from sparse_rl.commands.arguments import file_path, positive
-from sparse_rl.commands.console import Session
+from sparse_rl.commands.console import Session, print_table
 from sparse_rl.errors import StoppedError
 from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import read_metrics
-from sparse_rl.progress import Stage, screen, stage
-from sparse_rl.recipe import TrainRecipe, load_recipe
+from sparse_rl.progress import stage
+from sparse_rl.recipe import load_recipe
 
 ABOUT = "Show on a machine without a GPU that training under the recorded evictions improves accuracy."
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: low enough to improve, high enough for some rewards
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
-METHODS = {
-    "rl_sparse": "grpo",
-    "rl_full": "grpo_full",
-    "rl_mismatch": "grpo_mismatch",
-}  # name -> recipe, which is also the name of the run's folder
+# name -> recipe, which is also the name of the run's folder
+METHODS = {"rl_sparse": "grpo", "rl_full": "grpo_full", "rl_mismatch": "grpo_mismatch"}
 SHIPPED = "quickstart/model"
 START = "sft"  # name of the row of results.json with the accuracy before RL
-LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
-DRAWN_AS = {  # name -> method in COLOURS that defines the colour (sparse_rl/analysis/drawing.py)
-    START: "sft",
-    "rl_sparse": "streaming",
-    "rl_full": "full",
-    "rl_mismatch": "mismatched",
-}
-SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> its label
+LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "Mismatched"}
+# name -> method in COLOURS that defines the colour (sparse_rl/analysis/drawing.py)
+DRAWN_AS = {START: "sft", "rl_sparse": "streaming", "rl_full": "full", "rl_mismatch": "mismatched"}
 ROLLOUTS = "rollouts"  # folder of the completions that the report shows
-NEWS_SECONDS = 20  # seconds between two progress lines of a running stage
-console = Console(highlight=False, soft_wrap=True)
 
 
 class QuickstartError(StoppedError):
     """The failure of a stage, described in one line with the path of the stage's log."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """Starting point of RL.
-
-    model : directory of the model, or name of a shipped model
-    folder : output folder of the evaluation before RL
-    """
+class Start(NamedTuple):
+    """Starting point of RL: a model, its budget, and the folder of its evaluation before RL."""
 
     model: str
     budget: int
@@ -84,80 +58,38 @@ class Start:
 
 
 class Stages:
-    """Run `sparse-rl` stages as processes, at most `slots` at a time. A stage that fails stops all others.
+    """Runs `sparse-rl` stages as processes. A stage that fails stops all others."""
 
-    shown : display that counts finished stages out of `total`, without an estimate of the remaining time, because
-        training takes longer than evaluation; None means no display
-    """
+    failure: QuickstartError | None = None
 
-    def __init__(self, slots: int, shown: Stage | None = None, total: int = 0) -> None:
-        self.slots, self.all, self.total = threading.Semaphore(slots), shown, total
-        self._count(0)
-        self.failure: QuickstartError | None = None
-
-    def run(self, label: str, folder: Path, arguments: Sequence[str], steps: int | None = None) -> None:
-        """Run one stage and write its output to folder/log.txt. Without a terminal, print its progress at intervals.
-
-        arguments : command line of the stage, without `sparse-rl`
-        steps : number of training steps; None for an evaluation
-        """
+    def run(self, label: str, folder: Path, arguments: Sequence[str]) -> None:
+        """Run one stage, whose command line is `arguments`, and write its output to folder/log.txt."""
         folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "log.txt"
-        with self.slots, log.open("w") as file:
-            if self.failure is not None:
-                raise self.failure
-            start = last_news = time.monotonic()
-            console.print(f"  [dim]start[/]  {label}")
-            command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            try:
-                with stage(label, total=steps, unit="step") as row:
-                    while process.poll() is None and self.failure is None:
-                        time.sleep(0.2)
-                        step, news = how_far(folder)
-                        row.advance(step - row.done)
-                        row.tell(news)
-                        if step and screen.drawn is None and time.monotonic() - last_news >= NEWS_SECONDS:
-                            console.print(f"         {label}  [dim]step {step}  {news}[/]")
-                            last_news = time.monotonic()
-            finally:
-                process.terminate()
-                process.wait()
+        log, start = folder / "log.txt", time.monotonic()
+        command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
+        streams: Any = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        print(f"  start  {label}", flush=True)
+        with stage(label), log.open("w") as file, subprocess.Popen(command, stdout=file, **streams) as process:
+            while process.poll() is None and self.failure is None:
+                time.sleep(0.2)
+            process.terminate()
         if process.returncode and self.failure is None:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             self.failure = QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
         if self.failure is not None:
             raise self.failure
-        step, news = how_far(folder)
-        done = "  ".join([*([f"step {step}", news] if step else []), f"{time.monotonic() - start:.0f} s"])
-        self._count(1)
-        console.print(f"  [green]done[/]   {label}  [dim]{done}[/]")
-
-    def _count(self, more: int) -> None:
-        if self.all is None:
-            return
-        self.all.advance(more)
-        self.all.tell(f"{self.all.done}/{self.total} stages")
-
-
-def how_far(folder: Path) -> tuple[int, str]:
-    """Return (last logged step of a training run, text with the last reward or accuracy); (0, "") without logs."""
-    lines = read_metrics(folder)
-    values = {key: value for line in lines for key, value in line.items()}  # metric -> last logged value
-    shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
-    return values.get("step", 0), "  ".join(shown)
+        print(f"  done   {label}  {time.monotonic() - start:.0f} s", flush=True)
 
 
 class Quickstart:
-    """Runs the stages of all seeds, with their results in the folder `out`."""
+    """Runs the stages of all seeds, `slots` at a time, with their results in the folder `out`."""
 
-    def __init__(self, out: Path, stages: Stages, engine: str) -> None:
-        self.out, self.stages, self.engine = out, stages, engine
+    def __init__(self, out: Path, engine: str, slots: int) -> None:
+        self.out, self.stages, self.engine, self.slots = out, Stages(), engine, slots
 
     def train(self, label: str, folder: Path, recipe: str, seed: int, *more: str) -> None:
         overrides = [f"seed={seed}", f"output_dir={folder}", f"data.synthetic.seed={seed}", *more]
-        steps = load_recipe(f"quickstart/{recipe}").expect(TrainRecipe).training.max_steps
-        self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
+        self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides])
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
         """Run an evaluation and return its rows. `more` are overrides of the recipe, including the model."""
@@ -177,7 +109,7 @@ class Quickstart:
         )  # fmt: skip
         budget = choose_budget({row["budget"]: row["accuracy"] for row in rows})
         tried = ", ".join(f"{row['budget']}: {row['accuracy']:.2f}" for row in rows)
-        console.print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
+        print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
         return Start(str(model), budget, folder / "eval_before_rl")
 
     def row(self, name: str, seed: int, start: Start, run: Path | None) -> dict[str, Any]:
@@ -212,7 +144,7 @@ class Quickstart:
 
     def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
         """Return the rows of results.json. Without `scratch`, all seeds share one start, which is evaluated once."""
-        with ThreadPoolExecutor(len(seeds) * (len(METHODS) + 1)) as pool:
+        with ThreadPoolExecutor(self.slots) as pool:
             if scratch:
                 starts = dict(zip(seeds, pool.map(self.from_scratch, seeds), strict=True))
                 begun = [pool.submit(self.row, START, seed, starts[seed], None) for seed in seeds]
@@ -270,22 +202,17 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     draw(rows, out)
     show(rows, gaps)
-    console.print(
+    print(
         f"{seconds / 60:.1f} minutes. Written to {out}: results.json, accuracy.png, learning_curves.png, replay_gap.png"
     )
-    runs = " ".join(str(out / f"seed{min(r['seed'] for r in rows)}" / METHODS[n]) for n in ("rl_sparse", "rl_full"))
-    console.print("Next steps, for example:")
-    console.print(f"  sparse-rl plot {runs} --metric retention")
-    console.print("  sparse-rl train quickstart/grpo cache.budget=32 output_dir=runs/quickstart/budget32")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Draw accuracy.png over all seeds, and learning_curves.png and replay_gap.png of the first seed."""
-    from sparse_rl.analysis.accuracy import plot_accuracy
-    from sparse_rl.analysis.curves import plot_gap, plot_metric
+    from sparse_rl.analysis.results import Group, plot_accuracy, plot_gap, plot_metric
 
     seed = min(row["seed"] for row in rows)
-    first = {LABELS[name]: out / f"seed{seed}" / recipe for name, recipe in METHODS.items()}
+    first = {name: [out / f"seed{seed}" / recipe] for name, recipe in METHODS.items()}
     budgets = sorted({row["budget"] for row in rows})
     title = f"Accuracy on {rows[0]['n']:,} problems of about 100 tokens each;"
     title += f"\nthe small cache has a budget of {' or '.join(map(str, budgets))}"
@@ -298,42 +225,38 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     }
     method_of = {label: DRAWN_AS[name] for name, label in LABELS.items()}
     plot_accuracy(accuracies, out / "accuracy.png", title, method_of)
-    full = f"{LABELS['rl_full']} (samples with a full cache)"
-    curves = {full if label == LABELS["rl_full"] else label: folder for label, folder in first.items()}
+    labels = LABELS | {"rl_full": f"{LABELS['rl_full']} (samples with a full cache)"}
+    curves = [Group(labels[name], folders, DRAWN_AS[name]) for name, folders in first.items()]
     title = f"Reward during training, seed {seed}: each run under the cache it samples with"
-    plot_metric(curves, out / "learning_curves.png", "reward", title, {**method_of, full: DRAWN_AS["rl_full"]})
-    compared = {LABELS[name]: first[LABELS[name]] for name in ("rl_sparse", "rl_mismatch")}
-    title = f"Does the trainer see what the sampler saw? Seed {seed}"
-    plot_gap(compared, out / "replay_gap.png", title, method_of)
+    plot_metric(curves, out / "learning_curves.png", "reward", title)
+    compared = [Group(LABELS[name], first[name], DRAWN_AS[name]) for name in ("rl_sparse", "rl_mismatch")]
+    plot_gap(compared, out / "replay_gap.png", f"Does the trainer see what the sampler saw? Seed {seed}")
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
     """Print the table of the results, and its summary."""
+    from sparse_rl.analysis.tables import table
+
     seeds = sorted({row["seed"] for row in rows})
-    table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
-    for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in sorted(rows, key=lambda r: (r["seed"], list(LABELS).index(r["name"]))):
-        gap = "" if row["max_abs_dlogp"] is None else f"{row['max_abs_dlogp']:.1e}"
-        table.add_row(
-            LABELS[row["name"]], str(row["seed"]), str(row["budget"]),
-            f"{row['accuracy_evicted']:.3f} ± {row['standard_error_evicted']:.3f}",
-            f"{row['accuracy_full']:.3f} ± {row['standard_error_full']:.3f}", gap,
-            style="bold" if row["name"] == "rl_sparse" else None, end_section=row["name"] == list(LABELS)[-1],
-        )  # fmt: skip
-    console.print()
-    console.print(table)
+    headings = ["", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"]
+    cells = [
+        [
+            *(LABELS[row["name"]], str(row["seed"]), str(row["budget"])),
+            *(f"{row[f'accuracy_{c}']:.3f} ± {row[f'standard_error_{c}']:.3f}" for c in ("evicted", "full")),
+            "" if row["max_abs_dlogp"] is None else f"{row['max_abs_dlogp']:.1e}",
+        ]
+        for row in sorted(rows, key=lambda r: (r["seed"], list(LABELS).index(r["name"])))
+    ]
+    print()
+    print_table(table("Running sums, held-out problems: accuracy (± standard error)", headings, cells))
     by = {(r["name"], r["seed"]): r["accuracy_evicted"] for r in rows}
-    rise = [by["rl_sparse", s] - by[START, s] for s in seeds]
-    ahead = [by["rl_sparse", s] - by["rl_full", s] for s in seeds]
-    control = [by["rl_sparse", s] - by["rl_mismatch", s] for s in seeds]
-    middle = statistics.median
-    console.print(
-        f"Accuracy of RL-Sparse under eviction: {middle(rise):+.2f} over its start, {middle(ahead):+.2f} over RL-Full, "
-        f"{middle(control):+.2f} over the mismatched control (median of {len(seeds)} seed{'s' * (len(seeds) > 1)}; "
-        f"worst {min(rise):+.2f}, {min(ahead):+.2f}, {min(control):+.2f})"
+    others = {START: "its start", "rl_full": "RL-Full", "rl_mismatch": "Mismatched"}
+    ahead = {words: [by["rl_sparse", s] - by[name, s] for s in seeds] for name, words in others.items()}
+    compared = ", ".join(
+        f"{statistics.median(gains):+.2f} over {words} (worst {min(gains):+.2f})" for words, gains in ahead.items()
     )
-    console.print(
+    print(f"Accuracy of RL-Sparse under eviction, median of {len(seeds)} seed{'s' * (len(seeds) > 1)}: {compared}")
+    print(
         f"Max |Δlogp|, sampler against trainer: {gaps['rl_sparse']:.1e} replayed, {gaps['rl_mismatch']:.1e} mismatched."
     )
 
@@ -351,17 +274,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per stage is fastest for a model of this size
     start = time.monotonic()
-    screen.heard()  # the stages print their own progress
     slots = f"{options.engine} engine, {options.slots} stages at a time"
-    console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
+    print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     seeds = list(dict.fromkeys(options.seeds))
     for name in ["eval_before_rl", ROLLOUTS, *(f"seed{seed}" for seed in seeds)]:
         shutil.rmtree(options.out / name, ignore_errors=True)
-    stages = len(seeds) * 2 * len(METHODS) + (len(seeds) * 3 if options.scratch else 1) + 1
-    with stage("quickstart") as shown:
-        rows = Quickstart(options.out, Stages(options.slots, shown, stages), options.engine).run(seeds, options.scratch)
+    rows = Quickstart(options.out, options.engine, options.slots).run(seeds, options.scratch)
     report(rows, options.out, time.monotonic() - start, options.engine)
     page = options.out / html.OUT
     html.write(html.find([options.out]), page, str(options.out))
-    console.print(f"Open {page} in a browser: all results in one page, and completions with the cache that they had.")
+    print(f"Open {page} in a browser: all results in one page, and completions with the cache that they had.")
     return 0

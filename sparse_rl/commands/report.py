@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollout.origin import ORIGIN
+from rollout.config import ORIGIN
 from sparse_rl.commands import bench, budgets, eval, perplexity
 from sparse_rl.commands.arguments import file_path, positive
-from sparse_rl.commands.console import Session, quiet_loading, say, warn
-from sparse_rl.commands.figures import FIGURES, Choice, compute
-from sparse_rl.commands.plot import run_method
-from sparse_rl.commands.report_accuracy import accuracy
-from sparse_rl.commands.sources import Source
+from sparse_rl.commands.console import Session, quiet_loading
+from sparse_rl.commands.plot import FIGURES, Choice, compute, run_method
+from sparse_rl.commands.recordings import Recording
 from sparse_rl.errors import NotWrittenError, UserError, reason
-from sparse_rl.files import MOST_TEXT, read_text, replace_text
+from sparse_rl.files import DAMAGED, MOST_TEXT, read_json, read_text, replace_text
+from sparse_rl.methods.config import CONFIGS
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
-from sparse_rl.recipe.schema import parse_yaml
+from sparse_rl.progress import say, warn
+from sparse_rl.recipe.yaml_text import parse_yaml
 from sparse_rl.temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from sparse_rl.analysis.report.page import Section
+    from sparse_rl.analysis.report import ReportedRun, Section
 
 ABOUT = "Write one HTML page, which needs no network, about runs, evaluations, rollouts and timings."
 OUT = "report.html"
@@ -37,8 +39,6 @@ MOST_BYTES = 25_000_000  # larger pages are slow to open; the user is told
 
 @dataclass
 class Results:
-    """The results below the named folders."""
-
     runs: list[Path] = field(default_factory=list)
     rollouts: list[Path] = field(default_factory=list)
     files: dict[str, list[Path]] = field(default_factory=dict)  # name of a result file -> the files
@@ -91,14 +91,14 @@ def find(folders: Sequence[Path]) -> Results:
 
 def _is_figure(file: Path) -> bool:
     try:
-        return json.loads(read_text(file)).get("figure") in FIGURES
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return read_json(file, MOST_TEXT).get("figure") in FIGURES
+    except DAMAGED:
         return False
 
 
 def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -> str:
     """Write the report to `out`, and return its text."""
-    from sparse_rl.analysis.report.page import page
+    from sparse_rl.analysis.report import page
 
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as pictures:
         sections = parts(results, Path(pictures), completions)
@@ -115,26 +115,24 @@ def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -
 
 def parts(results: Results, folder: Path, completions: int) -> list[Section]:
     """Return the sections of the page. Pictures are written to `folder`. Sections without data are empty."""
-    from sparse_rl.analysis.report import runs as of_runs
-    from sparse_rl.analysis.report.page import Section
+    from sparse_rl.analysis.report import Section, curves, gaps, settings
 
     runs = described(results.runs)
-    scores = accuracy(results.files[eval.RESULTS], results.files[perplexity.RESULTS], runs, folder)
     return [
-        Section("runs", "Runs", of_runs.settings(runs) if runs else ""),
-        Section("accuracy", "Accuracy", scores),
-        Section("learning", "Learning curves", of_runs.curves(runs, "learning", folder)),
-        Section("replay", "Sampler and trainer", of_runs.gaps(runs, folder)),
-        Section("lengths", "Retention and lengths", of_runs.curves(runs, "lengths", folder)),
+        Section("runs", "Runs", settings(runs) if runs else ""),
+        Section("accuracy", "Accuracy", accuracy(results, runs, folder)),
+        Section("learning", "Learning curves", curves(runs, "learning", folder)),
+        Section("replay", "Sampler and trainer", gaps(runs, folder)),
+        Section("lengths", "Retention and lengths", curves(runs, "lengths", folder)),
         Section("analyses", "Analyses", analyses(results, folder)),
         Section("completions", "Completions and their cache", samples(results, completions)),
         Section("timing", "Timing", timing(results, folder)),
     ]
 
 
-def described(folders: Sequence[Path]) -> list[Any]:
-    from sparse_rl.analysis.curves import run_labels
-    from sparse_rl.analysis.report.runs import Run
+def described(folders: Sequence[Path]) -> list[ReportedRun]:
+    from sparse_rl.analysis.report import ReportedRun
+    from sparse_rl.analysis.results import run_labels
 
     runs = []
     for label, folder in run_labels(folders).items() if folders else ():
@@ -144,112 +142,215 @@ def described(folders: Sequence[Path]) -> list[Any]:
             recipe = parse_yaml(text, RECIPE_FILE)
         except (OSError, ValueError):
             warn(f"{folder} has no readable {RECIPE_FILE}; its settings are left out")
-        runs.append(Run(label, folder, recipe, text, run_method(folder)))
+        runs.append(ReportedRun(label, folder, recipe, text, run_method(folder)))
     return runs
 
 
-def analyses(results: Results, folder: Path) -> str:
-    """Return the pictures of analyses: those that were written by `sparse-rl plot --figure`, and, for each folder of
-    rollouts, those that need no model.
-    """
-    from sparse_rl.analysis.report.page import heading, picture, pictures
+@contextmanager
+def left_out_if_damaged(file: Path) -> Iterator[None]:
+    """Warn, and end the block, if the block finds that a file of results is damaged."""
+    try:
+        yield
+    except DAMAGED as error:
+        warn(f"{file} is left out: {error.message if isinstance(error, UserError) else reason(error)}")
 
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+SWEEPS = (  # (metric, axis, caption) of the pictures of an evaluation; None is the default of `sparse-rl plot`
+    (None, None, "one line for each method."),
+    ("retention_correct", None, "share of the tokens held at the end of right answers (G-KV figures 6, 19)."),
+    ("log_perplexity", "seconds", "log-perplexity against seconds (Attention Matching figure 10, left)."),
+    ("accuracy", "log_perplexity", "accuracy against log-perplexity (Attention Matching figure 10, right)."),
+)
+BEFORE = "before training"  # name of the model that the trainings of a report start from
+COLUMNS = (
+    "n: problems × samples of each. kept: share of a sequence's tokens that the cache holds at the end, of all "
+    "answers and of the right ones. peak: largest number of entries of a kv head. tokens: mean length of a "
+    "completion. cut off: completions that reached the largest length. tok/s: sampled tokens per second."
+)
+
+
+def accuracy(results: Results, runs: Sequence[ReportedRun], folder: Path) -> str:
+    """Return tables and pictures of evaluations and perplexities. Pictures are written to `folder`."""
+    from sparse_rl.analysis.report import from_terminal, html
+    from sparse_rl.analysis.results import points_table, read_sweep
+    from sparse_rl.analysis.tables import accuracy_table
+
+    evaluations, perplexities = results.files[eval.RESULTS], results.files[perplexity.RESULTS]
+    rows = [row for file in evaluations for row in eval_rows(file)]
+    made = [trainings_picture(rows, runs, folder / "trainings.png")]
+    for compacted in (False, True):  # rows of compacted contexts have further columns
+        if some := [row for row in rows if (row.contexts is not None) is compacted]:
+            made.append(from_terminal(accuracy_table(some), "of compacted contexts" if compacted else ""))
+            made.append(html.note(COLUMNS))
+    for number, file in enumerate([*evaluations, *perplexities]):
+        with left_out_if_damaged(file):
+            sweep = read_sweep(file)
+            if file in perplexities:
+                made += [html.heading(str(file.parent)), from_terminal(points_table(sweep), str(file))]
+            made.append(sweep_pictures(file, folder, f"sweep{number}"))
+    return "".join(made)
+
+
+def sweep_pictures(file: Path, folder: Path, name: str) -> str:
+    from sparse_rl.analysis.report import html
+    from sparse_rl.analysis.results import plot_sweep, read_sweep
+
+    drawn = []
+    for number, (metric, axis, about) in enumerate(SWEEPS):
+        try:
+            sweep = read_sweep(file, metric)
+            if metric == "retention_correct" and sweep.rows.seconds.notna().any():
+                continue  # compacted contexts; the figures are about caches that evict
+            lines = plot_sweep(sweep, folder / f"{name}_{number}.png", axis)
+        except UserError:  # no row has this metric, or there is no line
+            continue
+        drawn.append(html.picture(lines, f"{file.parent}, {sweep.subject}: {about}"))
+    return html.pictures(drawn)
+
+
+def eval_rows(file: Path) -> list[Any]:
+    """Return the rows of an eval.json with the attributes of EvalRow; [] after a warning if the file is damaged."""
+    from sparse_rl.analysis.tables import accuracy_table
+
+    with left_out_if_damaged(file):
+        made = []
+        for row in read_json(file, MOST_TEXT)["rows"]:
+            one = SimpleNamespace(**{"log_perplexity": None, "log_perplexity_error": None, **row})
+            one.further_accuracy = {name: SimpleNamespace(**score) for name, score in row["further_accuracy"].items()}
+            one.contexts = None if row.get("contexts") is None else SimpleNamespace(**row["contexts"])
+            for name in ("pass_at_k", "pass_at_k_error"):
+                setattr(one, name, {int(k): value for k, value in row[name].items()})
+            # wrong types show here, before the rows of other files are drawn beside these
+            accuracy_table([one]), Path(one.model)
+            made.append(one)
+        return made
+    return []
+
+
+def trainings_picture(rows: Sequence[Any], runs: Sequence[ReportedRun], out: Path) -> str:
+    """Return a picture of the accuracies; empty if fewer than two trainings were evaluated under both caches."""
+    from sparse_rl.analysis.report import groups, html
+    from sparse_rl.analysis.results import plot_accuracy
+
+    methods: dict[str, tuple[list[float], list[float]]] = {}
+    of_method: dict[str, str | None] = {}
+
+    def add(name: str, method: str | None, folders: set[Path]) -> None:
+        own = [row for row in rows if folders & {Path(row.model).resolve(), Path(row.model).resolve().parent}]
+        scored = [row for row in own if row.accuracy is not None]
+        caches = [[row.accuracy for row in scored if (row.policy == "full") is full] for full in (False, True)]
+        if all(caches):
+            methods[name], of_method[name] = (caches[0], caches[1]), method
+
+    add(BEFORE, "sft", {Path(str(run.recipe["model"])).resolve() for run in runs if run.recipe.get("model")})
+    for group in groups(runs):
+        add(group.name, group.method, {folder.resolve() for folder in group.folders})
+    if len(methods) < 2:
+        return ""
+    about = "Accuracy after each training, under caches that evict and with a full cache."
+    drawn = html.picture(plot_accuracy(methods, out, "Accuracy after each training", of_method), about)
+    words = []
+    for full, which in enumerate(("with the small cache", "with a full cache")):
+        mean = {name: fmean(accuracies[full]) for name, accuracies in methods.items()}
+        best = max(mean, key=lambda name: mean[name])
+        before = f" ({BEFORE}: {mean[BEFORE]:.1%})" if BEFORE in mean and best != BEFORE else ""
+        words.append(f"Best {which}: {best}, {mean[best]:.1%}{before}.")
+    return html.note(" ".join(words)) + html.pictures([drawn])
+
+
+# ---- rollouts and timings --------------------------------------------------------------------------------------------
+
+
+def analyses(results: Results, folder: Path) -> str:
+    """Return the pictures of analyses: those on disk, and of each folder of rollouts those that need no model."""
+    from sparse_rl.analysis import budgets as head_budgets
+    from sparse_rl.analysis.report import html
+
+    of_budgets = (
+        (
+            head_budgets.sensitivity,
+            head_budgets.draw_sensitivity,
+            "Change of the loss if one kv head keeps another ratio.",
+        ),
+        (head_budgets.proportions, head_budgets.draw_proportions, "Head budgets, and shares under global selection."),
+    )
     made: dict[str, list[str]] = {}
 
-    def add(name: str, numbers: Any, place: str) -> None:
+    def add(place: Path, draw: Any, numbers: Any, about: str) -> None:
         file = folder / f"figure{sum(map(len, made.values()))}.png"
-        FIGURES[name].draw(numbers, file)
-        made.setdefault(place, []).append(picture(file, f"{name}: {FIGURES[name].about.split('; by default')[0]}"))
+        draw(numbers, file)
+        made.setdefault(str(place), []).append(html.picture(file, about))
+
+    def add_figure(place: Path, name: str, numbers: Any) -> None:
+        add(place, FIGURES[name].draw, numbers, f"{name}: {FIGURES[name].about.split('; by default')[0]}")
 
     for file in results.files[budgets.RESULTS]:
-        for name, (numbers_of, draw, about) in budget_pictures().items():
-            picture_file = folder / f"{name}{len(made)}.png"
-            draw(numbers_of(json.loads(read_text(file, MOST_TEXT))), picture_file)
-            made.setdefault(str(file.parent), []).append(picture(picture_file, about))
+        for numbers_of, draw, about in of_budgets:
+            with left_out_if_damaged(file):
+                add(file.parent, draw, numbers_of(read_json(file, MOST_TEXT)), about)
     for file in results.figures:
-        numbers = json.loads(read_text(file))
-        add(numbers.pop("figure"), numbers, str(file.parent))
+        with left_out_if_damaged(file):
+            numbers = read_json(file, MOST_TEXT)
+            add_figure(file.parent, numbers.pop("figure"), numbers)
     for place in results.rollouts:
-        source = Source(place)
-        written = {json.loads(read_text(file))["figure"] for file in results.figures if file.parent == place}
+        source = Recording(place)
+        written = {read_json(file, MOST_TEXT)["figure"] for file in results.figures if file.parent == place}
         for name in (name for name, figure in FIGURES.items() if figure.automatic and name not in written):
             try:
-                add(name, compute(name, [source], Choice(line=1 if "line" in FIGURES[name].uses else None)), str(place))
+                choice = Choice(line=1 if "line" in FIGURES[name].uses else None)
+                add_figure(place, name, compute(name, [source], choice))
             except UserError as error:
                 say("left out", f"{name} of {place}: {error.message}")
-    return "".join(heading(place) + pictures(drawn) for place, drawn in made.items())
-
-
-def budget_pictures() -> dict[str, tuple[Any, Any, str]]:
-    """Return name -> (function from the content of head_budgets.json to numbers, function that draws them, caption)."""
-    from sparse_rl.analysis.budgets import draw_proportions, draw_sensitivity, proportions, sensitivity
-
-    curves = "Change of the loss if a single kv head keeps another ratio (Attention Matching, figures 2 and 7)."
-    shares = (
-        "Head budgets, and shares of the kept entries under global selection (Attention Matching, figures 6 and 8)."
-    )
-    return {
-        "sensitivity": (sensitivity, draw_sensitivity, curves),
-        "proportions": (proportions, draw_proportions, shares),
-    }
+    return "".join(html.heading(place) + html.pictures(drawn) for place, drawn in made.items())
 
 
 def samples(results: Results, count: int) -> str:
     """Return the coloured completions of each folder of rollouts, the first one opened."""
-    from sparse_rl.analysis.report.completion import packed
-    from sparse_rl.analysis.report.page import heading, note, sample
+    from sparse_rl.analysis.report import html, packed
 
     made = []
     for place in results.rollouts:
-        source = Source(place)
+        source = Recording(place)
         if not source.origin.evicts:
             continue
-        made += [heading(str(place)), note(policy_sentence(source.named))]
+        made += [html.heading(str(place)), html.note(policy_sentence(source.named))]
         for number, rollout in enumerate(islice(source.each(), count)):
             ids = [*rollout.prompt_ids, *rollout.completion_ids]
             lengths = f"prompt of {len(rollout.prompt_ids):,} tokens, completion of {len(rollout.completion_ids):,}"
             title = f"line {number + 1}: {lengths}, ended by {rollout.finish_reason}"
             data = packed(rollout.trace, source.strings(ids), len(rollout.prompt_ids))
-            made.append(sample(title, data, opened=len(made) == 2))
+            made.append(html.sample(title, data, opened=len(made) == 2))
     about = (
         "Each token is coloured by the share of kv heads that still hold it in their cache at a moment of sampling. "
         "Move the slider, or focus the text and press the arrow keys (with Shift: 32 tokens), to see the cache as the "
         "sampler had it then. Click a token to see its heads."
     )
-    return note(about) + "".join(made) if made else ""
+    return "".join([html.note(about), *made]) if made else ""
 
 
 def policy_sentence(fingerprint: Mapping[str, str]) -> str:
-    """Return the model and the cache of rollouts in words, for readers who do not know the policy."""
+    """Return the model and the cache of rollouts in words."""
     from sparse_rl.analysis.drawing import policy_settings, subject
-    from sparse_rl.methods.config import CONFIGS
 
-    settings = policy_settings(fingerprint)
-    parts = [f"Sampled by {subject(fingerprint)}."]
-    if (config := CONFIGS.get(settings.get("policy", ""))) is not None and config.__doc__:
-        parts.append(f"{settings['policy']}: {config.__doc__.splitlines()[0]}")
-    for name, which in (("sinks", "first"), ("window", "newest")):
-        if type(number := settings.get(name)) is int:
-            parts.append(f"{name.capitalize()}: the {which} {number} token{'s' * (number != 1)}.")
-    budget, period = settings.get("budget"), settings.get("period")
-    if type(budget) is int and type(period) is int:
-        parts.append(
-            f"When a kv head holds {budget + period} entries (budget {budget}, period {period}), a compaction cuts it "
-            f"back to {budget}."
-        )
-    return " ".join(parts)
+    settings = {key: value for key, value in policy_settings(fingerprint).items() if key not in ("policy", "budget")}
+    config = CONFIGS.get(policy_settings(fingerprint).get("policy", ""))
+    about = "" if config is None or not config.__doc__ else f" {config.__doc__.splitlines()[0]}"
+    listed = ", ".join(f"{key} {value}" for key, value in settings.items())
+    return f"Sampled by {subject(fingerprint)}.{about}" + (f" Settings: {listed}." if listed else "")
 
 
 def timing(results: Results, folder: Path) -> str:
     """Return the tables and pictures of `sparse-rl bench`."""
-    from sparse_rl.analysis.report.page import heading, picture, pictures
-    from sparse_rl.analysis.report.tables import from_terminal
+    from sparse_rl.analysis.report import from_terminal, html
     from sparse_rl.analysis.timing import plot_timing, timing_tables
 
     made = []
     for number, file in enumerate(results.files[bench.RESULTS]):
-        content = json.loads(read_text(file))
-        drawn = picture(plot_timing(content, folder / f"bench{number}.png"), f"Times of {file.parent}.")
-        tables = [from_terminal(table, str(file)) for table in timing_tables(content)]
-        made += [heading(str(file.parent)), *tables, pictures([drawn])]
+        with left_out_if_damaged(file):
+            content = read_json(file, MOST_TEXT)
+            drawn = html.picture(plot_timing(content, folder / f"bench{number}.png"), f"Times of {file.parent}.")
+            tables = [from_terminal(table, str(file)) for table in timing_tables(content)]
+            made += [html.heading(str(file.parent)), *tables, html.pictures([drawn])]
     return "".join(made)

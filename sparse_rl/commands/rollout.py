@@ -6,11 +6,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import SamplingConfig
-from rollout.origin import COMPLETIONS, ORIGIN, TRACES, Origin
+from rollout.config import COMPLETIONS, ORIGIN, TRACES, Origin, SamplingConfig
 from sparse_rl.commands.arguments import (
     add_dry_run,
     add_overwrite,
@@ -21,21 +21,21 @@ from sparse_rl.commands.arguments import (
     read_recipe,
     refuse_used,
 )
-from sparse_rl.commands.console import Session, quiet_loading, say
+from sparse_rl.commands.console import Session, quiet_loading
+from sparse_rl.commands.measurement import NOT_CHECKED
 from sparse_rl.config import as_mapping
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.progress import stage
-from sparse_rl.recipe import EvalRecipe, GRPORecipe, PerplexityRecipe, Recipe
+from sparse_rl.files import make_folder
+from sparse_rl.progress import say, stage
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, PerplexityRecipe, Recipe, Run
 
 if TYPE_CHECKING:
     from rollout.engine import Rollout
-    from rollout.evaluation.contexts import Questions
-    from sparse_rl.commands.prepared import Prepared
+    from rollout.measure.contexts import Questions
 
 ABOUT = "Sample completions for a recipe's problems and save them with their traces."
 FILES = (COMPLETIONS, TRACES, ORIGIN)
-NOT_CHECKED = "the values of the weights; memory (sparse-rl doctor RECIPE)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +92,17 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     """
     samples = sampled_problems(recipe)[2]
     with stage("loading", recipe.model):
-        from rollout.evaluation.samples import summary
         from rollout.files import written_rollouts
+        from rollout.measure.accuracy import summary
         from sparse_rl.models.load import model_fingerprint
-        from sparse_rl.policies.registry import fingerprint
+        from sparse_rl.policies.make import fingerprint
 
         prepared, source, prompts = prepare_sampling(recipe, problems)
         recipe, config, tokenizer = prepared.recipe, prepared.config, prepared.tokenizer
         policy, engine = prepared.policies[0], recipe.rollout
         assert engine is not None
         say("rollouts", prepared.findings["rollouts"])
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error}", "--out") from error
+        make_folder(folder, "--out")
         made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
         settings = recipe.sampling(samples)
         if caches := recipe.prompt_caches():
@@ -140,50 +137,43 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     return summaries
 
 
-def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Prepared, Any, Any]:
-    """Check everything that can be checked without loading the model. Returns (prepared recipe, the first `problems`
-    rows of its dataset, their prompts as token ids). If contexts are compacted, the last item is a `Questions`.
-    """
-    from sparse_rl.commands import sampling
-    from sparse_rl.commands.prepared import prepare
+def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Run, Any, Any]:
+    """Return (prepared recipe, the first `problems` rows of its dataset, their token ids or `Questions`)."""
     from sparse_rl.data.problems import load_data
+    from sparse_rl.recipe import sampling
 
     data, where, _ = sampled_problems(recipe)
-    prepared = prepare(recipe)
-    source = load_data(data, prepared.tokenizer, where=where)
-    source = source.select(range(min(problems, len(source))))
+    prepared = recipe.prepare()
+    few = replace(data, limit=min(problems, data.limit or problems))
+    room = None if recipe.prompt_caches() else prepared.room
+    source = load_data(few, prepared.tokenizer, where=where, room=room)
     if recipe.prompt_caches():
         return prepared, source, sampling.context_questions(source, prepared.tokenizer, data)
-    return prepared, source, sampling.prompt_tokens(source, prepared.tokenizer, data, prepared.room, where)
+    return prepared, source, sampling.prompt_tokens(source, prepared.tokenizer, data)
 
 
 Parts = Iterator[tuple[list[int], list["Rollout"]]]  # (indices of problems, rollouts sorted by problem)
 
 
 @contextmanager
-def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
+def _plain(prepared: Run, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
     """Yield an iterator over the sampled parts of plain prompts, under the recipe's first cache."""
-    from rollout.evaluation.samples import sample_in_parts
-    from sparse_rl.commands import sampling
+    from rollout.measure.accuracy import sample_in_parts
+    from sparse_rl.recipe import sampling
 
     with sampling.engines(prepared, prepared.recipe.rollout.progress)(prepared.policies[0]) as engine:
         yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, settings))
 
 
 @contextmanager
-def _behind_contexts(
-    prepared: Prepared, questions: Questions, settings: SamplingConfig, folder: Path
-) -> Iterator[Parts]:
+def _behind_contexts(prepared: Run, questions: Questions, settings: SamplingConfig, folder: Path) -> Iterator[Parts]:
     """Yield an iterator over the sampled parts of problems whose contexts the first prompt cache compacts."""
-    from rollout.evaluation.samples import sample_in_parts
-    from sparse_rl.commands import sampling
+    from rollout.measure.accuracy import sample_in_parts
+    from sparse_rl.recipe import sampling
 
     engines = sampling.context_engines(prepared, folder, prepared.recipe.rollout.progress)
     first = prepared.recipe.prompt_caches()[:1]
-    contexts = engines.opened(
-        {"": questions}, {"": first}, settings.max_tokens, lambda _, stage: say("rollouts", stage)
-    )
-    with contexts as (engine, contexts_of):
+    with engines.opened({"": questions}, {"": first}, settings.max_tokens) as (engine, contexts_of):
 
         def parts() -> Parts:
             for item in contexts_of(""):

@@ -89,26 +89,11 @@ def names(text: str) -> list[str]:
 def run(options: argparse.Namespace, session: Session) -> NoReturn:
     from rollout.vllm.serve import serve
     from sparse_rl.models.directory import model_directory
-    from sparse_rl.recipe.schema import apply_overrides
+    from sparse_rl.recipe.yaml_text import apply_overrides
 
     quiet_loading(session.verbose)
     cache, prompt_cache = dict[str, Any](), dict[str, Any]()
     for values, pairs in ((cache, options.cache), (prompt_cache, options.prompt_cache)):
         apply_overrides(values, [pair for text in pairs for pair in re.split(r",(?![^\[]*\])", text)])
-    serve(
-        model_directory(options.model),
-        cache,
-        context=options.context,
-        prompt_cache=prompt_cache,
-        host=options.host,
-        port=options.port,
-        dtype=options.dtype,
-        max_batch=options.max_batch,
-        max_model_len=options.max_model_len,
-        kv_cache_gb=options.kv_cache_gb,
-        full_graphs=options.full_graphs,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
-        further=options.further,
-        verbose=session.verbose,
-    )
+    options.verbose = session.verbose
+    serve(model_directory(options.model), cache, prompt_cache, options)

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.origin import COMPLETIONS, Origin, read_origin
+from rollout.config import COMPLETIONS, Origin, read_origin
 from sparse_rl.commands.arguments import file_path, number
-from sparse_rl.commands.console import Session, quiet_loading, warn
+from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import CONFIG_FILE, model_directory
+from sparse_rl.progress import warn
 
 if TYPE_CHECKING:
     from rollout.verify import Gap
@@ -25,18 +26,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="default: the model that sampled them")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the sampler's")
     parser.add_argument(
-        "--bound", metavar="NATS", type=number, help="largest allowed gap of a token; default: depends on the dtype"
+        "--bound",
+        metavar="NATS",
+        type=number,
+        help="largest allowed gap of a token; default: by the dtype, and in float32 the model's own rounding if larger",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
     origin = read_origin(options.rollouts)
-    directory, dtype = _model(options.model, origin), options.dtype or origin.dtype
+    named, dtype = options.model or origin.model, options.dtype or origin.dtype
+    if options.model is None and Path(named).is_absolute() and not Path(named).is_dir():
+        raise UserError(f"{named}, the model that sampled these rollouts, does not exist; name the model", "MODEL")
+    directory = model_directory(named)
     import torch
 
     from rollout.files import RolloutFiles
-    from rollout.verify import Gap, check_model, default_bound, verify
+    from rollout.verify import Gap, check_model, default_bound, own_rounding, verify
     from sparse_rl.models.load import load_config, load_model
     from sparse_rl.models.weights import check_weights
 
@@ -48,16 +55,23 @@ def run(options: argparse.Namespace, session: Session) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bound = options.bound or default_bound(origin, dtype, device)
     model = load_model(directory, dtype).to(device).eval()
-    gaps: dict[str, Gap] = {}
-    for file, gap in verify(model, RolloutFiles(options.rollouts, origin), bound):
-        gaps.setdefault(file.name, Gap()).add(gap)
-    whole = Gap()
-    for gap in gaps.values():
-        whole.add(gap)
+    files = RolloutFiles(options.rollouts, origin)
+
+    def measure() -> tuple[dict[str, Gap], Gap]:
+        gaps, whole = dict[str, Gap](), Gap()
+        for file, gap in verify(model, files, bound):
+            gaps.setdefault(file.name, Gap()).add(gap)
+            whole.add(gap)
+        return gaps, whole
+
+    gaps, whole = measure()
+    if whole.beyond and options.bound is None and dtype == origin.dtype == "float32":
+        bound = max(bound, own_rounding(model, files))
+        gaps, whole = measure()
     if options.json:
         facts = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "made_by": origin.made_by}
-        files = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
-        print(json.dumps({**facts, "model": directory, **whole.as_numbers(), "files": files}))
+        by_file = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
+        print(json.dumps({**facts, "model": directory, **whole.as_numbers(), "files": by_file}))
     else:
         print("\n".join(_lines(origin, directory, dtype, gaps)))
     worst = f"{whole.largest:.1e}, in line {whole.line} of {COMPLETIONS} at token {whole.token} of its completion"
@@ -68,16 +82,6 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if not options.json:
         print(f"the invariant holds: none of {whole.tokens} tokens has a gap above {bound:g}; the largest is {worst}")
     return 0
-
-
-def _model(name_or_path: str | None, origin: Origin) -> str:
-    """Return the replaying model's directory or hub name. Raises UserError if the sampler's is needed but missing."""
-    if name_or_path is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
-        raise UserError(
-            f"{origin.model}, the model that sampled these rollouts, does not exist; name the model",
-            "MODEL",
-        )
-    return model_directory(name_or_path or origin.model)
 
 
 def _lines(origin: Origin, model: str, dtype: str, gaps: dict[str, Gap]) -> list[str]:

@@ -18,9 +18,9 @@ from sparse_rl.config import (
     at_most,
     show,
 )
-from sparse_rl.errors import UserError, nearest
+from sparse_rl.errors import UserError, did_you_mean
 
-LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
+LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 COLUMNS = ("prompt", "answer", "completion", "context", "tests", "starter_code")
 BOUNDS = ("from", "until")  # of a condition in `where`
 MOST_CHOICES = 26  # letters of the alphabet
@@ -31,13 +31,18 @@ TASK_KEYS = {
 }
 
 
+def file_kind(name: str) -> str:
+    return PurePosixPath(name.lower().removesuffix(".gz")).suffix[1:].removesuffix("l")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig(Configuration):
     """Problems generated on the fly. The three splits never share a problem.
 
-    task : running_sum (running_sum.py) has the keys n, digits and note_probability; retrieval (retrieval.py) has the
-        keys facts, restated and filler; one_liners (one_liners.py) has the keys cases and note_probability
+    task : running_sum has the keys n, digits and note_probability; retrieval has the keys facts, restated and filler;
+        one_liners has the keys cases and note_probability (sparse_rl/data/synthetic.py)
     size : number of problems
+    split, seed : which of the three splits, and the seed from which its problems are drawn
     n : number of digits in a problem
     digits : digits are below this number
     note_probability : probability of a note before a line of a worked answer
@@ -72,7 +77,9 @@ class DataConfig(Configuration):
     """One dataset: its source, the columns to use, and the conversion of a problem to a prompt.
 
     split : split of the dataset, or a slice of it, such as train[:100]
-    path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
+    path : a .jsonl, .json, .csv (also .gz) or .parquet file, or a dataset on the hub (with `subset` and `split`). All
+        fields of a CSV file are text
+    subset : name of a subset of a dataset on the hub
     synthetic : generated problems, instead of a path
     files : names of files of a dataset on the hub, which are read instead of the dataset's table
     release : name of a release of a task in recipes/tasks that has several; stands for the release's `files`
@@ -88,10 +95,14 @@ class DataConfig(Configuration):
     answer_after : keep only the text after the last occurrence of this marker in the answer ("####" for GSM8K's files)
     prompt_template : text in which {prompt} stands for the problem with its options; other braces, as in \\boxed{}, are
         not changed; a context is put before it
+    system_prompt : system message before the user's message
     chat : use the tokenizer's chat template; by default true if there is one
     thinking : passed to the chat template as enable_thinking
     limit : maximum number of problems, taken after shuffling (shuffle_seed) and dropping (max_prompt_tokens)
+    shuffle_seed : seed of the order of the problems; None keeps the order of the source
     max_prompt_tokens : prompts with more tokens are dropped, and their number is logged
+    on_bad_row : stop ends the command at the first row that cannot be used, for example because the chat template
+        refuses its prompt; drop leaves such rows out, and their number and the first reasons are logged
     """
 
     path: PathText | None = None
@@ -112,6 +123,7 @@ class DataConfig(Configuration):
     limit: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     shuffle_seed: NonNegativeInt | None = None
+    on_bad_row: Literal["stop", "drop"] = "stop"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,9 +131,8 @@ class DataConfig(Configuration):
             raise UserError("give either path (a file or a hub name) or a synthetic block", "path")
         for name in self.columns:
             if name not in COLUMNS:
-                near = nearest(name, COLUMNS)
-                mend = f"did you mean {near}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
-                raise UserError(f"unknown column; {mend}", f"columns.{name}")
+                mend = f"columns maps our {', '.join(COLUMNS)} to your column names"
+                raise UserError(f"unknown column{did_you_mean(name, COLUMNS)}; {mend}", f"columns.{name}")
         if self.synthetic is not None:
             for key in ("columns", "subset", "choices", "answer_after", "files", "where"):
                 if getattr(self, key):
@@ -141,32 +152,25 @@ class DataConfig(Configuration):
         self._check_choices()
 
     def _check_files(self) -> None:
-        if self.release is not None and self.local:
-            raise UserError("a local file is one release; remove this key", "release")
+        for key in ("release", "files"):
+            if getattr(self, key) is not None and self.local:
+                raise UserError("is for a dataset on the hub, but path is a local file; remove this key", key)
         if self.release is not None and self.files is None:
-            raise UserError(
-                "this dataset has no releases, only datasets on the hub of a task in recipes/tasks", "release"
-            )
+            raise UserError("only datasets on the hub of a task in recipes/tasks have releases", "release")
         if self.files is None:
             return
-        if self.local:
-            raise UserError("names files of a dataset on the hub, but path is a local file; remove this key", "files")
-        suffixes = {PurePosixPath(file).suffix for file in self.files}
-        if len(suffixes) != 1 or not suffixes <= {*LOCAL_FILES}:
-            raise UserError(
-                f"name files with one of the suffixes {', '.join(LOCAL_FILES)}; got {show(self.files)}", "files"
-            )
+        if len(set(map(file_kind, self.files))) != 1 or not all(file.endswith(LOCAL_FILES) for file in self.files):
+            wrong = f"name files with one of the suffixes {', '.join(LOCAL_FILES)}; got {show(self.files)}"
+            raise UserError(wrong, "files")
 
     def _check_conditions(self) -> None:
         for column, condition in self.where.items():
-            if isinstance(condition, Mapping):
-                if not condition or not set(condition) <= set(BOUNDS):
-                    keys = show(dict(condition))
-                    raise UserError(f"bounds are a mapping with from, until or both, got {keys}", f"where.{column}")
+            if bounds := isinstance(condition, Mapping):
                 values = list(condition.values())
             else:
                 values = condition if isinstance(condition, list) else [condition]
-            if not values or not all(isinstance(value, str | int | float) for value in values):
+            has_bounds_alone = not bounds or set(condition) <= set(BOUNDS)
+            if not has_bounds_alone or not values or not all(isinstance(value, str | int | float) for value in values):
                 message = f"give a value, a list of values, or {{from: ..., until: ...}}, got {show(condition)}"
                 raise UserError(message, f"where.{column}")
 
@@ -184,10 +188,8 @@ class DataConfig(Configuration):
 
     @property
     def has_context(self) -> bool:
-        """True if the dataset's prompts begin with a context."""
         return "context" in self.columns
 
     @property
     def local(self) -> bool:
-        """True if the path has the suffix of a local file."""
         return self.path is not None and self.path.lower().endswith(LOCAL_FILES)

@@ -1,4 +1,4 @@
-"""Load the dataset of a `data:` block as rows {prompt, answer, ...}. Local files are read without network access.
+"""Turn the rows of a `data:` block into rows {prompt, answer, ...}. source.py reads them.
 
 `prompt` is text, or a list of chat messages if a chat template is used; tokens.py tokenizes both. If a row has a
 `context`, the prompt begins with it.
@@ -6,38 +6,45 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-import re
-from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from string import ascii_uppercase
 from typing import Any
 
 import datasets
 
-from sparse_rl.data import one_liners, retrieval, running_sum
-from sparse_rl.data.choices import lettered
-from sparse_rl.data.code import with_instruction
-from sparse_rl.data.config import LOCAL_FILES, DataConfig
-from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
-from sparse_rl.data.where import matching_rows
+from sparse_rl.config import show
+from sparse_rl.data.config import TASK_KEYS, DataConfig
+from sparse_rl.data.source import Row, matching_rows, read, table, without_nulls
+from sparse_rl.data.synthetic import TASKS
+from sparse_rl.data.tokens import Prompt, part_separator, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
+from sparse_rl.progress import stage
 
 logger = logging.getLogger(__name__)
-MOST_LEVELS = 64  # limit for nesting in JSON
-JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that vLLM reads as text
+FLOATS = (datasets.Value("float16"), datasets.Value("float32"))
+SHOWN = 3  # number of dropped rows in the log
+STARTED = "Complete this Python code so that it solves the problem:\n\n```python\n{code}\n```"
+FROM_INPUT = "Write a Python program that reads the input from standard input and prints the answer to standard output."
+FENCED = "Put the whole program into one block at the end of your answer, between ```python and ```."
 
 
 def load_data(
-    config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
+    config: DataConfig,
+    tokenizer: Any = None,
+    *,
+    require: Sequence[str] = ("prompt",),
+    where: str = "data",
+    room: int | None = None,
 ) -> datasets.Dataset:
     """Load a dataset: shuffle its rows, render the prompts, drop too long ones, and stop at the limit, as configured.
 
-    tokenizer : its chat template is used if it has one, and it counts tokens for `max_prompt_tokens`
     require : required columns among prompt, answer and completion (SFT needs prompt and completion)
     where : dotted key of the block in the recipe, for error messages
+    room : maximum number of tokens in a prompt if completions are sampled; None means no limit
 
     The returned columns are `prompt` (str, or a list of messages), `answer` (str) if the source or `choices` gives one,
     `completion` (in the form of the prompt) if `require` or `config.columns` names it, `context` (str) and `tests` if
@@ -45,86 +52,69 @@ def load_data(
     UserError for unreadable, incomplete or missing rows.
     """
     try:
-        return _load(config, tokenizer, require)
+        return _load(config, tokenizer, require, room)
     except UserError as error:
         raise UserError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
 
 
-def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> datasets.Dataset:
-    source = _synthetic(config, "completion" in require) if config.synthetic else _read(config)
-    if config.where:
-        source = source.select(matching_rows(source, config.where))
+def _load(config: DataConfig, tokenizer: Any, require: Sequence[str], room: int | None) -> datasets.Dataset:
+    source, filled = (_synthetic(config, "completion" in require), set()) if config.synthetic else read(config)
     columns = _columns(config, source.column_names, require)
-    chat = _uses_chat(config, tokenizer)
     if config.max_prompt_tokens and tokenizer is None:
         raise UserError("cannot be applied without a tokenizer", "max_prompt_tokens")
-
-    order = list(range(len(source)))
+    if "answer" in columns and source.features[columns["answer"]] in FLOATS:  # 0.1, and not 0.10000000149011612
+        source = source.cast_column(columns["answer"], datasets.Value("string"))
+    renderer = Renderer(config, tokenizer, columns, room)
+    order = matching_rows(source, config.where) if config.where else list(range(len(source)))
     if config.shuffle_seed is not None:
         random.Random(config.shuffle_seed).shuffle(order)
-    choices = config.choices or []
-    picked = source.select_columns(sorted({*columns.values(), *choices}))
+    picked = source.select_columns(sorted({*columns.values(), *(config.choices or ())}))
     kept: list[int] = []
     rendered: list[dict[str, Any]] = []
+    bad: list[UserError] = []
     too_long = 0
-    for index in order:
-        if len(kept) == config.limit:
-            break
-        try:
-            source_row = picked[index]
-        except UnicodeDecodeError:  # Arrow reads invalid UTF-8, and fails only on access
-            raise UserError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
-        row = {name: source_row[column] for name, column in columns.items()}
-        for name, value in row.items():
-            if name != "starter_code" and (value is None or value == "" or value == []):
-                raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete the row")
-        if "starter_code" in row:
+    most = min(len(order), config.limit or len(order))
+    with stage("reading", config.path or "", total=most, unit="row") as progress:
+        for index in order:
+            if len(kept) == most:
+                break
             try:
-                row["prompt"] = with_instruction(row["prompt"], row["starter_code"])
-            except UserError as error:
-                raise UserError(f"row {index + 1}: {error.message}", "columns.starter_code") from None
-        if choices:
-            try:
-                row["prompt"], row["answer"] = lettered(row["prompt"], source_row, choices, config.choices_seed)
-            except UserError as error:
-                raise UserError(f"row {index + 1}: {error.message}", "choices") from None
-        prompt, context = _prompt(row["prompt"], config, chat, index), row.get("context")
-        if context is not None:
-            prompt = _prepend_context(context, prompt, index)
-        if config.max_prompt_tokens or (chat and tokenizer is not None and not kept and not too_long):
-            try:
-                length = least_tokens(prompt, tokenizer)  # enough to drop a text that is far too long
-                if length <= (config.max_prompt_tokens or length):
-                    length = len(prompt_ids(prompt, tokenizer, config.thinking, context))
-            except Exception as error:  # a template may raise any exception, for example on a system role
-                key = "system_prompt" if _only_system_refused(prompt, config, tokenizer) else ""
-                raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}", key) from error
-            if config.max_prompt_tokens and length > config.max_prompt_tokens:
+                row = {name: without_nulls(v) if name in filled else v for name, v in picked[index].items()}
+                rendered_row = renderer.render(row)
+            except (UserError, UnicodeDecodeError) as error:  # Arrow fails at invalid UTF-8 when a row is read
+                wrong = error if isinstance(error, UserError) else UserError("not UTF-8; re-encode the file", "path")
+                bad.append(UserError(f"row {index + 1}: {wrong.message}", wrong.key))
+                if config.on_bad_row == "stop":
+                    raise bad[0] from error.__cause__
+                continue
+            if rendered_row is None:
                 too_long += 1
                 continue
-        rendered_row = {"prompt": prompt}
-        if "answer" in row:
-            rendered_row["answer"] = _answer(row["answer"], config, index)
-        if "completion" in row:
-            rendered_row["completion"] = _completion(row["completion"], chat, index)
-        kept.append(index)
-        rendered.append(rendered_row if context is None else {**rendered_row, "context": context})
+            kept.append(index)
+            rendered.append(rendered_row)
+            progress.advance()
+    if bad:
+        first = "; ".join(str(error) for error in bad[:SHOWN])
+        logger.warning("dropped %d rows that cannot be used, kept %d: %s", len(bad), len(kept), first)
     if too_long:
-        logger.warning(
-            "dropped %d prompts longer than %d tokens, kept %d", too_long, config.max_prompt_tokens, len(kept)
-        )
-    if not kept and too_long:
-        message = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise the limit"
-        raise UserError(message, "max_prompt_tokens")
+        line = "dropped %d prompts longer than %d tokens, kept %d"
+        logger.warning(line, too_long, config.max_prompt_tokens, len(kept))
     if not kept:
-        raise UserError("the dataset has no rows", "path")
-    used = {*columns, *columns.values(), *choices, *rendered[0]}
-    others = [name for name in source.column_names if name not in used]
-    parts = [datasets.Dataset.from_list(rendered), source.select_columns(others).select(kept)]
+        why = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise the limit"
+        long, empty = UserError(why, "max_prompt_tokens"), UserError("the dataset has no rows", "path")
+        raise bad[0] if bad else long if too_long else empty
+    used = {*columns, *columns.values(), *(config.choices or ()), *rendered[0]}
+    names = {name: name for name in source.column_names if name not in used}
     if "tests" in columns:
-        tests = source.select_columns(columns["tests"]).select(kept)
-        parts.append(tests if columns["tests"] == "tests" else tests.rename_column(columns["tests"], "tests"))
-    return datasets.concatenate_datasets([part for part in parts if part.column_names], axis=1)
+        names[columns["tests"]] = "tests"
+    others = source.select_columns(list(names)).select(kept).rename_columns(names)
+    exact = {name: [row[name] for row in rendered] for name in rendered[0]}
+    for name, ours in names.items():
+        if name in filled:
+            exact[ours] = list(map(without_nulls, others[ours]))
+    unchanged = others.remove_columns([name for name in exact if name in names.values()])
+    parts = [part for part in (table(exact), unchanged) if part.column_names]
+    return datasets.concatenate_datasets(parts, axis=1).select_columns([*rendered[0], *names.values()])
 
 
 # ---- sources -----------------------------------------------------------------------------------------------
@@ -133,108 +123,19 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> dataset
 def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
     synthetic = config.synthetic
     assert synthetic is not None
-    arguments = synthetic.split, synthetic.size, synthetic.seed, with_response
     try:
-        if synthetic.task == "retrieval":
-            made_rows = retrieval.rows(
-                *arguments, retrieval.Retrieval(synthetic.facts, synthetic.restated, synthetic.filler)
-            )
-        elif synthetic.task == "one_liners":
-            made_rows = one_liners.rows(*arguments, one_liners.OneLiners(synthetic.cases, synthetic.note_probability))
-        else:
-            made_rows = running_sum.rows(
-                *arguments, running_sum.RunningSum(synthetic.n, synthetic.digits, synthetic.note_probability)
-            )
-        return datasets.Dataset.from_list(made_rows)
+        keys = {key: getattr(synthetic, key) for key in TASK_KEYS[synthetic.task]}
+        rows = TASKS[synthetic.task](**keys).rows(synthetic.split, synthetic.size, synthetic.seed, with_response)
+        return datasets.Dataset.from_list(rows)
     except UserError as error:
         raise UserError(error.message, "synthetic") from None
-
-
-def _read(config: DataConfig) -> datasets.Dataset:
-    assert config.path is not None
-    if not config.local:
-        if Path(config.path).is_file():
-            raise UserError(f"{config.path} has none of the supported formats: {', '.join(LOCAL_FILES)}", "path")
-        try:
-            if config.files is not None:
-                return _hub_files(config, config.files)
-            return datasets.load_dataset(config.path, config.subset, split=config.split)
-        except Exception as error:  # not found, no network, no such subset or split
-            raise UserError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
-
-    path = Path(config.path).expanduser()
-    if not path.is_file():
-        problem = "not a regular file" if path.exists() else "no such file"
-        raise UserError(f"{problem}: {config.path}", "path")
-    if path.stat().st_size == 0:
-        raise UserError(f"{config.path} is empty", "path")
-    suffix = path.suffix.lower()
-    _refuse_deep(path, suffix)
-    try:
-        builder = datasets.load_dataset_builder(_builder(suffix), data_files=str(path))
-        builder.download_and_prepare()
-    except Exception as error:
-        cause = error.__cause__ or error
-        problem = (_bad_line(path) if suffix == ".jsonl" else None) or str(cause) or type(cause).__name__
-        raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
-    try:
-        return builder.as_dataset(config.split)
-    except Exception as error:  # the file or the slice is empty, or the split does not exist
-        raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
-
-
-def _hub_files(config: DataConfig, files: Sequence[str]) -> datasets.Dataset:
-    places = [f"hf://datasets/{config.path}/{file}" for file in files]
-    kind = _builder(PurePosixPath(files[0]).suffix)
-    return datasets.load_dataset(kind, data_files={config.split.partition("[")[0]: places}, split=config.split)
-
-
-def _builder(suffix: str) -> str:
-    """Return the name of the dataset builder for a file's suffix."""
-    return {".jsonl": "json"}.get(suffix, suffix[1:])
-
-
-def _refuse_deep(path: Path, suffix: str) -> None:
-    """Raise UserError for JSON nested deeper than MOST_LEVELS, which can crash the process in Arrow."""
-    if suffix not in (".json", ".jsonl"):
-        return
-    with path.open("rb") as file:
-        for number, text in enumerate([file.read()] if suffix == ".json" else file, start=1):
-            if text.count(b"[") + text.count(b"{") > MOST_LEVELS and _levels(text) > MOST_LEVELS:
-                where = "" if suffix == ".json" else f", line {number}"
-                raise UserError(f"{path}{where}: lists and objects are nested more than {MOST_LEVELS} deep", "path")
-
-
-def _levels(text: bytes) -> int:
-    brackets = re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text))
-    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
-
-
-def _bad_line(path: Path) -> str | None:
-    """Describe the first line of a JSONL file that is not a JSON object. None means that there is none."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                return f"line {number} is not JSON: {error.msg} at column {error.colno}"
-            except UnicodeDecodeError:
-                return f"line {number} is not UTF-8"
-            if not isinstance(value, dict):
-                return f"line {number} is not a JSON object"
-    return None
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
 def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str]) -> dict[str, str]:
-    """Return the columns to render, always including prompt: our name -> the source's name.
-
-    With `choices`, there is no column of answers; this function only checks that the columns of the options exist.
-    """
+    """Return the columns to render, always including prompt: our name -> the source's name."""
     for column in config.choices or []:
         if column not in available:
             raise UserError(f"no column {column!r}; the source has {listed(available, column)}", "choices")
@@ -261,66 +162,179 @@ def _uses_chat(config: DataConfig, tokenizer: Any) -> bool:
     return chat
 
 
-def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | list[dict[str, Any]]:
-    """Return the source's prompt (text, or messages) with template and system prompt applied."""
-    if isinstance(value, str):
-        text = value if config.prompt_template is None else config.prompt_template.replace("{prompt}", value)
-        if not chat:
-            return text
-        messages = [{"role": "user", "content": text}]
-    else:
-        if not _is_messages(value):
-            raise UserError(f"row {index + 1} is neither text nor a list of {{role, content}}", "columns.prompt")
-        if not chat:
-            raise UserError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
-        if config.prompt_template is not None:
-            raise UserError("does not apply to prompts that are chat messages; remove this key", "prompt_template")
-        messages = list(value)
-    if config.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
+class Renderer:
+    """Turns rows of a source into rows {prompt, answer, ...}. columns : our names of the columns -> the source's"""
 
+    def __init__(self, config: DataConfig, tokenizer: Any, columns: Mapping[str, str], room: int | None) -> None:
+        self.config, self.tokenizer, self.columns, self.room = config, tokenizer, columns, room
+        self.chat = _uses_chat(config, tokenizer)
+        self.separator = part_separator(tokenizer) if self.chat and tokenizer is not None else "\n"
+        self.checks_thinking = self.chat and tokenizer is not None and config.thinking is not None
 
-def _only_system_refused(prompt: str | list[dict[str, Any]], config: DataConfig, tokenizer: Any) -> bool:
-    """Return True if the tokenizer refuses a prompt because of the system message that the recipe adds to it."""
-    if config.system_prompt is None:
-        return False
-    try:
-        return bool(prompt_ids(prompt[1:], tokenizer, config.thinking))
-    except Exception:  # a template may raise any exception
-        return False
+    def render(self, source_row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a row, or None if its prompt has more than `max_prompt_tokens`. Raises UserError for a bad row."""
+        config = self.config
+        row = {name: source_row[column] for name, column in self.columns.items()}
+        for name, value in row.items():
+            if name != "starter_code" and (value is None or value in ("", []) or value != value):
+                raise UserError(f"it has no {self.columns[name]!r}; drop or complete the row")
+        if "starter_code" in row:
+            row["prompt"] = with_instruction(row["prompt"], row["starter_code"])
+        if config.choices:
+            row["prompt"], row["answer"] = lettered(row["prompt"], source_row, config.choices, config.choices_seed)
+        rendered = {"prompt": self._prompt(row["prompt"])}
+        if "context" in row:
+            rendered["prompt"] = with_context(rendered["prompt"], "", text_in(row["context"], "context"))
+        if "answer" in row:
+            rendered["answer"] = _answer(row["answer"], config.answer_after)
+        if "completion" in row:
+            rendered["completion"] = self._completion(row["completion"])
+        if "context" in row:
+            rendered["context"] = row["context"]
+        return rendered if self.tokenizer is None or self._fits(rendered) else None
 
+    def _fits(self, row: Mapping[str, Any]) -> bool:
+        """Return False if a prompt has more than `max_prompt_tokens`. Raises UserError if it cannot be used."""
+        most = self.config.max_prompt_tokens
+        if not (self.chat or most or self.room):
+            return True
+        tokens = self._count(row["prompt"], row)
+        if most and tokens > most:
+            return False
+        if not tokens:
+            raise UserError("the prompt has no tokens; remove the problem")
+        if self.room is not None and tokens > self.room:
+            raise UserError(
+                f"the prompt has {tokens:,} tokens, but max_completion_length leaves {self.room:,} of the "
+                "model's context length; lower max_completion_length, or drop longer prompts with "
+                f"max_prompt_tokens: {self.room}"
+            )
+        return True
 
-def _prepend_context(context: Any, prompt: str | list[dict[str, Any]], index: int) -> Any:
-    if not isinstance(context, str):
-        raise UserError(f"row {index + 1}: expected text, got {type(context).__name__}", "columns.context")
-    try:
-        return with_context(prompt, "", context)
-    except UserError as error:
-        raise UserError(f"row {index + 1}: {error.message}", "columns.context") from None
+    def _count(self, prompt: Prompt, row: Mapping[str, Any]) -> int:
+        tokenizer, thinking = self.tokenizer, self.config.thinking
+        try:
+            ids = prompt_ids(prompt, tokenizer, thinking, row.get("context"))
+            if self.chat and "completion" in row:
+                tokenizer.apply_chat_template([*prompt, *row["completion"]], tokenize=False)
+            if self.checks_thinking:
+                self.checks_thinking = False
+                if prompt_ids(prompt, tokenizer, not thinking) == prompt_ids(prompt, tokenizer, thinking):
+                    logger.warning("thinking has no effect, because the chat template ignores enable_thinking")
+        except Exception as error:  # a template may raise any exception, for example on a system role
+            raise UserError(f"the tokenizer refuses the prompt: {error}") from error
+        return len(ids)
 
+    def _prompt(self, value: Any) -> Prompt:
+        """Return the source's prompt (text, or messages) with template and system prompt applied."""
+        config = self.config
+        if isinstance(value, str):
+            text = value if config.prompt_template is None else config.prompt_template.replace("{prompt}", value)
+            if not self.chat:
+                return text
+            messages = [{"role": "user", "content": text}]
+        else:
+            if not _is_messages(value):
+                raise UserError("neither text nor a list of {role, content}", "columns.prompt")
+            if not self.chat:
+                raise UserError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
+            if config.prompt_template is not None:
+                raise UserError("does not apply to chat messages; remove this key", "prompt_template")
+            messages = self._messages(value, "prompt")
+        if config.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": config.system_prompt})
+        return messages
 
-def _completion(value: Any, chat: bool, index: int) -> str | list[dict[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}] if chat else value
-    if not chat or not _is_messages(value):
-        raise UserError(f"row {index + 1}: expected text, got {type(value).__name__}", "columns.completion")
-    return list(value)
+    def _completion(self, value: Any) -> Prompt:
+        if not self.chat or not _is_messages(value):
+            text = text_in(value, "completion")
+            return [{"role": "assistant", "content": text}] if self.chat else text
+        messages = self._messages(value, "completion")
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            raise UserError("the completion is empty; drop or complete the row", "columns.completion")
+        return messages
 
-
-def _answer(value: Any, config: DataConfig, index: int) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UserError(f"row {index + 1}: expected text or a number, got {type(value).__name__}", "columns.answer")
-    text = str(value)
-    if config.answer_after is None:
-        return text
-    _, marker, answer = text.rpartition(config.answer_after)
-    if not marker or not answer.strip():
-        raise UserError(f"row {index + 1} has nothing after {config.answer_after!r}: {text[-40:]!r}", "answer_after")
-    return answer.strip()
+    def _messages(self, value: Sequence[Row], column: str) -> list[Row]:
+        """Return messages without keys that are null, as a server reads them, and with parts of text joined."""
+        messages = []
+        for place, message in enumerate(value, start=1):
+            content = message.get("content")
+            if isinstance(content, list):
+                separator = "\n" if message["role"] == "tool" else self.separator
+                texts = [part if isinstance(part, str) else _text_of(part) for part in content]
+                content = None if None in texts else separator.join(map(str, texts))
+            if not isinstance(content, str) and ("content" in message or not message.get("tool_calls")):
+                wrong = f"must be text, or parts of text, got {show(message.get('content'))}"
+                raise UserError(f"the content of message {place} {wrong}", f"columns.{column}")
+            named = {key: item for key, item in message.items() if item is not None}
+            messages.append(named if content is None else {**named, "content": content})
+        return messages
 
 
 def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in value
     )
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part of a message; None if the part is no text."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None
+    return text if isinstance(text, str) else None
+
+
+def text_in(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"expected text, got {type(value).__name__}", f"columns.{column}")
+    return value
+
+
+def _answer(value: Any, after: str | None) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise UserError(f"expected text or a number, got {type(value).__name__}", "columns.answer")
+    text = str(value)
+    if after is None:
+        return text
+    _, marker, answer = text.rpartition(after)
+    if not marker or not answer.strip():
+        raise UserError(f"nothing follows {after!r} in {text[-40:]!r}", "answer_after")
+    return answer.strip()
+
+
+# ---- multiple-choice questions, and problems that a program solves ---------------------------------------------------
+
+
+def with_options(question: str, options: Sequence[str], mark: str = ")") -> str:
+    """Return the question, an empty line, and one line for each of at most 26 options, such as "A) 12 m"."""
+    lines = (f"{letter}{mark} {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
+    return "\n".join([question, "", *lines])
+
+
+def lettered(question: Any, row: Mapping[str, Any], columns: Sequence[str], seed: int) -> tuple[str, str]:
+    """Return the question with the stripped options of a row, in an order that depends only on the seed and the
+    question's text, and the letter of the right option, whose column is the first of `columns`."""
+    if not isinstance(question, str):
+        raise UserError(f"a question with options must be text, got {type(question).__name__}", "choices")
+    options: list[str] = []
+    for column in columns:
+        option = row[column]
+        if not isinstance(option, str) or not option.strip():
+            wrong = f"expected an option (text) in column {column!r}, got {show(option)}"
+        elif option.strip() in options:
+            wrong = (
+                f"columns {columns[options.index(option.strip())]!r} and {column!r} hold equal options, {show(option)}"
+            )
+        else:
+            options.append(option.strip())
+            continue
+        raise UserError(f"{wrong}; drop or mend the row", "choices")
+    order = list(range(len(options)))
+    random.Random(f"choices/{seed}/{question}").shuffle(order)
+    return with_options(question, [options[place] for place in order]), ascii_uppercase[order.index(0)]
+
+
+def with_instruction(problem: Any, starter_code: Any) -> str:
+    """Return the problem, followed by an instruction to write a program that completes the code, or reads an input."""
+    code = text_in(starter_code or "", "starter_code").rstrip()
+    task = STARTED.replace("{code}", code) if code.strip() else FROM_INPUT
+    return f"{text_in(problem, 'prompt').rstrip()}\n\n{task}\n\n{FENCED}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import UserError
+from sparse_rl.config import show
+from sparse_rl.errors import UserError, unread
+from sparse_rl.files import MOST_TEXT, read_text
 
 Prompt = str | Sequence[dict[str, Any]]
-MOST_TEMPLATE = 4096  # upper bound of the bytes, and so of the tokens, that a chat template adds
 MARK = "\ue000"  # placeholder that marks the position of the context in a rendered chat
 
 
@@ -37,41 +39,21 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, con
     return [int(i) for i in ids]
 
 
-def check_room(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool | None, room: int, where: str) -> None:
-    """Raise UserError for a prompt of more than `room` tokens. Only prompts that may be that long are tokenized."""
-    for number, prompt in enumerate(prompts, start=1):
-        refuse_text(number, prompt, tokenizer, room, where)
-        if sum(len(text.encode()) for text in _texts(prompt)) + MOST_TEMPLATE > room:
-            refuse_long(number, len(prompt_ids(prompt, tokenizer, thinking)), room, where)
-
-
-def refuse_text(number: int, prompt: Prompt, tokenizer: Any, room: int, where: str) -> None:
-    """Raise UserError, without tokenizing, if a prompt has more text than `room` tokens can hold."""
-    refuse_long(number, least_tokens(prompt, tokenizer), room, where, "at least ")
-
-
-def refuse_long(number: int, tokens: int, room: int, where: str, about: str = "") -> None:
-    """Raise UserError if problem `number` has a prompt of more than `room` tokens. `about` stands before the number."""
-    if tokens > room:
-        message = (
-            f"the prompt of problem {number} has {about}{tokens:,} tokens, but max_completion_length leaves {room:,}"
-        )
-        mend = f"lower max_completion_length, or drop longer prompts with max_prompt_tokens: {room}"
-        raise UserError(f"{message} of the model's context length; {mend}", where)
-
-
-def least_tokens(prompt: Prompt, tokenizer: Any) -> int:
-    """Return a lower bound of a prompt's number of tokens: its characters divided by those of the longest token."""
-    return sum(map(len, _texts(prompt))) // _longest_token(tokenizer)
-
-
-def _texts(prompt: Prompt) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+def prompt_ends(prompts: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
+    """Return the last characters of each prompt, for rewards: a chat template may end the prompt with <think>."""
+    return list(tokenizer.batch_decode([list(ids[-16:]) for ids in prompts]))
 
 
 @lru_cache(maxsize=1)
-def _longest_token(tokenizer: Any) -> int:
-    return max(map(len, tokenizer.get_vocab()))
+def part_separator(tokenizer: Any) -> str:
+    """Return the text that `serve` (vLLM) puts between two text parts of a message: a chat template that reads parts
+    determines it, and otherwise it is a line break."""
+    part = {"type": "text", "text": MARK}
+    try:
+        _, between, _ = _chat([{"role": "user", "content": [part, part]}], tokenizer, None, False).split(MARK)
+    except Exception:  # the template reads only text; it may raise any exception
+        return "\n"
+    return "\n" if "text" in between else between
 
 
 @dataclass(frozen=True)
@@ -87,8 +69,8 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
     """Tokenize a prompt whose text, or whose first user message, begins with a context.
 
     The text before the context, the context, and the text after it are tokenized separately: no token spans a cut, so
-    prompts with the same context share its tokens. A tokenizer that puts a space before every text also puts one at the
-    cuts. Raises UserError if the chat template changes the context, or if the tokenizer adds tokens after a text.
+    prompts with the same context share its tokens. Raises UserError if the chat template changes the context, or if the
+    tokenizer adds tokens after a text.
     """
     if isinstance(prompt, str):
         header = _encoded("", tokenizer, special=True)
@@ -96,10 +78,8 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
             raise UserError("the tokenizer adds tokens at the end of a text, so nothing can follow a context")
         rest = prompt[len(context) :]
     else:
-        text, marked = (
-            _chat(with_context(prompt, context, replacement), tokenizer, thinking, False)
-            for replacement in (context, MARK)
-        )
+        replaced = (with_context(prompt, context, text) for text in (context, MARK))
+        text, marked = (_chat(messages, tokenizer, thinking, False) for messages in replaced)
         before, _, rest = marked.partition(MARK)
         if text != before + context + rest:
             raise UserError("the chat template changes the context; remove whitespace from the context's ends")
@@ -115,12 +95,11 @@ def with_context(prompt: Prompt, context: str, other: str, question: str | None 
     if at is None:
         raise UserError("a context must begin a user message, but there is none")
     content = prompt[at]["content"][len(context) :] if question is None else question
-    message_with_context = {**prompt[at], "content": other + content}
-    return [*prompt[:at], message_with_context, *(prompt[at + 1 :] if question is None else ())]
+    following = prompt[at + 1 :] if question is None else ()
+    return [*prompt[:at], {**prompt[at], "content": other + content}, *following]
 
 
 def _chat(messages: Prompt, tokenizer: Any, thinking: bool | None, tokenize: bool) -> Any:
-    """Apply the chat template to messages. Return token ids or, if not `tokenize`, text."""
     assert not isinstance(messages, str)
     options = {} if thinking is None else {"enable_thinking": thinking}
     continues = messages[-1]["role"] == "assistant"
@@ -145,8 +124,25 @@ def completion_ids(completion: str | Sequence[dict[str, Any]], tokenizer: Any) -
     The text is tokenized as it was sampled. A chat template would rewrite it, and many templates drop the reasoning.
     """
     if not isinstance(completion, str):
-        if len(completion) != 1:
-            raise UserError(f"a completion must be one message, got {len(completion)}")
+        if len(completion) != 1 or "content" not in completion[0] or "tool_calls" in completion[0]:
+            raise UserError(f"a completion must be one message of text without tool_calls, got {show(completion)}")
         completion = str(completion[0]["content"])
     ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
+def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
+    """Return the first `most` pieces of a text (None: all), of `length` tokens each. A shorter last piece is dropped.
+
+    The whole file is tokenized in one call, so a token added at the start of a text (BOS) is only in the first piece.
+    """
+    try:
+        text = read_text(Path(path).expanduser(), MOST_TEXT)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {unread(error)}", "text") from error
+    ids = prompt_ids(text, tokenizer)
+    if len(ids) < length:
+        message = f"{path} has {len(ids)} tokens, but a piece needs {length}; use a longer text or fewer tokens"
+        raise UserError(message, "text")
+    pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return pieces[:most]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparse_rl.kernels.choice import Choice, choose
+from sparse_rl.kernels.parity import Errors, Parity, distance, judged
 
 Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNDER = 0.5 - 2**-25  # the float32 just below 0.5; a greater cosine counts as similar
@@ -46,7 +46,8 @@ def mean_similarity(
     Returns float32 [R, Hkv, N], with -inf for padding.
     """
     if kernel is None:
-        kernel = redundancy_choice(keys.dtype, keys.shape[-1]).kernel if keys.is_cuda else "torch"
+        passed = keys.is_cuda and check_redundancy(keys.dtype, keys.shape[-1]).failure is None
+        kernel = "triton" if passed else "torch"
     padding = torch.arange(positions.shape[-1], device=keys.device) >= lengths[:, None, None]
     if kernel == "triton":
         return (_triton_form()(keys, positions, lengths) / lengths[:, None, None]).masked_fill_(padding, float("-inf"))
@@ -84,8 +85,7 @@ def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
     The sum is the same to the last bit for every tiling: a similarity is 0 or a multiple of 2**-24 between 0.5 and 1
     (up to rounding), so float64 can add 2**28 similarities exactly.
 
-    keys : [..., Hkv, N, D]
-    order : int64 [..., Hkv, N], slots of the entries, oldest first
+    `keys` is [..., Hkv, N, D], and `order`, int64 [..., Hkv, N], has the slots of the entries, oldest first.
     """
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
     age = torch.arange(1, keys.shape[-2] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
@@ -101,44 +101,37 @@ def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
     return total.float()
 
 
-# ---- choice of the form --------------------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------------------------
 
 
 @cache
-def redundancy_choice(dtype: torch.dtype, head_dim: int) -> Choice:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Choice("torch", f"the keys are {str(dtype).removeprefix('torch.')}")
-    return check_redundancy(_triton_form, dtype, head_dim, "cuda")
-
-
-def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: int, device: str) -> Choice:
-    """Choose Triton if it passes a comparison with the reference, else torch; `load` returns the Triton implementation.
+def check_redundancy(dtype: torch.dtype, head_dim: int, device: str = "cuda") -> Parity:
+    """Compare the Triton implementation with the reference; it accepts only keys in half precision.
 
     Two rows are compared, the second with padding. The first is also computed alone, and must not depend on the second.
     """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Parity("triton", failure=f"the keys are {str(dtype).removeprefix('torch.')}")
 
-    def judge(form: Total) -> tuple[bool, str]:
-        inputs = [part.to(device) for part in drawn_entries(dtype, head_dim)]
-        totals, (keys, positions, lengths) = form(*inputs), inputs
-        worst = 0.0
+    def compared() -> Errors:
+        form, (keys, positions, lengths) = _triton_form(), (part.to(device) for part in drawn_entries(dtype, head_dim))
+        totals, worst = form(keys, positions, lengths), 0.0
         for row, length in enumerate(lengths.tolist()):
             wanted = total_similarity(keys[row, :, :length].double(), positions[row, :, :length].argsort(-1))
             error = (totals[row, :, :length] - wanted).abs() / wanted.clamp(min=1.0)
             worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
-        finding = f"error / allowed: {worst:.1e} / {ALLOWED:.1e}"
-        if not torch.equal(form(*(part[:1] for part in inputs))[0], totals[0]):
-            return False, f"a row depends on the batch; {finding}"
-        return worst <= ALLOWED, finding
+        alone = form(keys[:1], positions[:1], lengths[:1])[0]
+        return {"sum": (worst, ALLOWED), "row alone": (distance(alone, totals[0]), 0.0)}
 
-    return choose(load, judge)
+    return judged("triton", device, compared)
 
 
 def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random keys [2, 2, CHECKED, head_dim], positions and lengths, the inputs of the check.
 
-    Rounding cannot decide whether a cosine reaches 0.5. In the first head, the numbers of a key are 1, -1 and 0, and
-    the number of nonzero ones is a power of 4. So the cosines are exact in any precision; many are 0.5. In the second
-    head, keys lie close to a few orthogonal directions, so no cosine is near 0.5.
+    Rounding cannot decide whether a cosine reaches 0.5: in the first head, the numbers of a key are 1, -1 and 0, of
+    which a power of 4 are not 0, so that the cosines are exact in any precision; many are 0.5. In the second head, keys
+    lie close to a few orthogonal directions, so no cosine is near 0.5.
     """
     generator = torch.Generator().manual_seed(0)
     few = 4 ** ((head_dim.bit_length() - 1) // 2)
@@ -160,19 +153,3 @@ def _triton_form() -> Total:
     from sparse_rl.kernels.redundancy_triton import total_similarity as form
 
     return form
-
-
-def redundancy_bytes(
-    entries: int, kv_heads: int, head_dim: int, sequences: int = 1, device: str = "cpu", dtype: str = "float32"
-) -> int:
-    """Return the bytes of temporary memory that `mean_similarity` takes.
-
-    For the sequences that are computed together, torch takes a tile of similarities in float32 and in float64, three
-    float32 arrays of the size of the keys, and a few numbers per entry. Triton, if it is chosen for this dtype, takes a
-    copy of the keys of all sequences and a few numbers per entry.
-    """
-    if device == "cuda" and redundancy_choice(getattr(torch, dtype), head_dim).kernel == "triton":
-        return sequences * kv_heads * entries * (2 * head_dim + 24)
-    rows = max(last - first for first, last in similarity_tiles(entries))
-    at_once = min(sequences, max(1, AT_ONCE[device] // (kv_heads * rows * entries)))
-    return at_once * kv_heads * entries * (12 * rows + 12 * head_dim + 64)

@@ -11,8 +11,6 @@ other rows of the batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +24,6 @@ UNIT = tl.constexpr(2.0**24)
 
 @triton.jit(do_not_specialize=["count"])
 def _inverse_norms(keys, inverse, count, dim, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write 1 / |key| of each key [count, dim] to `inverse`, float32 [count]."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, DIM)
     valid = (token < count)[:, None] & (place < dim)[None, :]
@@ -100,28 +97,3 @@ def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor
     arguments = keys, inverse, positions, lengths, total, heads, width, dim
     _similarities[grid](*arguments, ROWS=ROWS, COLUMNS=COLUMNS, **wide)
     return (total * (1 / UNIT.value)).masked_fill_(~(inverse > 0), float("nan"))
-
-
-def compiled(target: Any, dim: int, dtype: str = "bf16") -> list[Any]:
-    """Compile both kernels for head dimension `dim` and a GPU that need not be present.
-
-    target : a triton.backends.compiler.GPUTarget
-    """
-    from triton.compiler import ASTSource
-
-    types = {
-        "keys": f"*{dtype}", "inverse": "*fp32", "positions": "*i64", "lengths": "*i64", "total": "*i64",
-        **dict.fromkeys(("count", "heads", "width", "dim"), "i32"),
-    }  # fmt: skip
-    compiled_kernels = []
-    for kernel, rows in ((_inverse_norms, COLUMNS), (_similarities, ROWS)):
-        names = enumerate(kernel.arg_names)
-        divisible = {
-            (i,): [["tt.divisibility", 16]] for i, name in names if types.get(name, "")[:1] == "*" or name == "dim"
-        }
-        sizes = {"ROWS": rows, "COLUMNS": COLUMNS, "DIM": max(16, triton.next_power_of_2(dim))}
-        sizes = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        source = ASTSource(kernel, signature, constexprs=sizes, attrs=divisible)
-        compiled_kernels.append(triton.compile(source, target=target, options={"num_warps": WARPS}))
-    return compiled_kernels

@@ -14,10 +14,10 @@ Then the k-th smallest rank in every prefix of the tokens must be found. A wavel
 together: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the
 half that contains its k-th smallest rank. For S tokens, this takes ceil(log2 S) passes of cumsum, gather and scatter,
 and no loop over tokens, rows or heads. KVpop's algorithm 2 inserts one token after the other into a Fenwick tree
-instead; the results are equal (benchmarks/topk.py has such a tree).
+instead; the results are equal (benchmarks/speed.py has such a tree).
 
-While fewer than k tokens are eligible, a query sees all of them. At such queries, the paper's algorithm 2 sets the
-cutoff to -1, which by equation 26 would hide all eligible tokens; but the text says that the top k are kept.
+While fewer than k tokens are eligible, a query sees all of them, as the paper's text says; its algorithm 2 sets the
+cutoff to -1, which by equation 26 would hide them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,32 @@ import torch
 from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.kernels.choice import Choice, choose, seconds_on_gpu
+from sparse_rl.kernels.parity import Errors, Parity, distance, judged
 from sparse_rl.trace import NEVER
 
+
+def ranked(scores: Tensor, positions: Tensor) -> Tensor:
+    """Return distinct ranks, int64 [...]: an entry with a higher score, or an equal one at an earlier position, has a
+    greater rank. Scores are float32 [...], positions int64 [...] below 2**31.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats sort in reverse
+    return (ordered.long() << 32) - positions
+
+
 Descent = Callable[[Tensor, int], Tensor]
-CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # (rows, tokens, k) of the cases in the check; the last one is timed
+CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # (rows, tokens, k) of the cases in the check
 
 
 @dataclass(frozen=True)
 class RunningTopK:
-    """The tokens that a cache with a budget holds at each query, for B rows of S tokens and H kv heads.
+    """The tokens that a cache with a budget holds at each query, for B rows of S tokens and H kv heads: int32 [B, H,
+    S].
 
-    evict_at : int32 [B, H, S], for each token, the first query that no longer sees the token; NEVER if all queries up
-        to the row's end see it
-    cutoff_rank : int32 [B, H, S], for each query, the rank of the worst of the k tokens that the query sees; -1 before
-        k tokens are eligible, and after the row's end
-    boundary : int32 [B, H, S], for each query, the position of this worst token; -1 where cutoff_rank is -1
+    evict_at : for each token, the first query that no longer sees it; NEVER if all queries up to the row's end see it
+    cutoff_rank : for each query, the rank of the worst of the k tokens that it sees; -1 before k tokens are eligible,
+        and after the row's end
+    boundary : for each query, the position of this worst token; -1 where cutoff_rank is -1
     """
 
     evict_at: Tensor
@@ -77,8 +87,8 @@ def running_topk(
     log_decay : log gamma, [H] <= 0
     decay_every : n; ages count in whole steps of n positions
     lengths : int64 [B], the end of each row; the tokens after the end are padding
-    kernel : the implementation of the passes over the bits; None means triton on a GPU on which the check found it
-        correct and faster, else torch
+    kernel : the implementation of the passes over the bits; None means triton on a GPU if it passed the check, else
+        torch
 
     Raises UserError if window, k or decay_every is below 1.
     Raises NotFiniteError if the score of a competing token is NaN, because that token would never be evicted.
@@ -104,7 +114,7 @@ def running_topk(
     ranks = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))  # 0 is the best; padding comes last
 
     if kernel is None:
-        kernel = topk_choice().kernel if scores.is_cuda else "torch"
+        kernel = "triton" if scores.is_cuda and check_topk().failure is None else "torch"
     descend = _triton_form() if kernel == "triton" else kth_smallest_of_prefixes
     cutoff = descend(ranks, k)  # [R, M - k + 1], for the prefixes of k, k + 1, ... tokens
     worst = order.gather(-1, cutoff)
@@ -122,7 +132,6 @@ def running_topk(
 
 
 def _ends(scores: Tensor, sinks: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the first competing token and the end of each row, both int64 [B], for scores [B, H, S]."""
     start = torch.as_tensor(sinks, device=scores.device).expand(len(scores))
     return start, torch.full_like(start, scores.shape[-1]) if lengths is None else lengths.to(scores.device)
 
@@ -157,22 +166,18 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 
 @cache
-def topk_choice() -> Choice:
-    return check_topk(_triton_form, seconds_on_gpu, "cuda")
+def check_topk(device: str = "cuda") -> Parity:
+    """Compare the Triton implementation with torch's; the results must be equal."""
 
-
-def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
-    """Choose Triton if its result equals torch's and it is faster, as measured by `seconds`; else choose torch."""
-
-    def judge(form: Descent) -> tuple[bool, str]:
+    def compared() -> Errors:
+        form, errors = _triton_form(), {}
         for rows, width, k in CHECKED:
             ranks = torch.rand(rows, width, generator=torch.Generator().manual_seed(0)).argsort(-1).to(device)
-            if not torch.equal(form(ranks, k), kth_smallest_of_prefixes(ranks, k)):
-                return False, f"it gives wrong results here, for {rows} rows of {width} tokens"
-        fast, plain = seconds(lambda: form(ranks, k)), seconds(lambda: kth_smallest_of_prefixes(ranks, k))
-        return fast < plain, f"{1e3 * fast:.2f} ms, torch's form {1e3 * plain:.2f} ms: {rows} rows of {width} tokens"
+            worst = distance(form(ranks, k), kth_smallest_of_prefixes(ranks, k))
+            errors[f"{rows} rows of {width} tokens"] = worst, 0.0
+        return errors
 
-    return choose(load, judge)
+    return judged("triton", device, compared)
 
 
 def _triton_form() -> Descent:
@@ -194,9 +199,7 @@ def recall(
 
     Only queries at which more than k tokens are eligible count.
 
-    found, wanted : results of `running_topk` for the same B rows and H kv heads
-    sinks, window, k, lengths : the arguments of `running_topk` that made both results; sinks an int or int64 [B],
-        lengths int64 [B] or None
+    found, wanted : results of `running_topk` with this window and k, sinks, int or int64 [B], and lengths, int64 [B]
 
     Returns two float64 scalars, summed over all queries, heads and rows: the number of tokens that both hold, and the
     number of tokens that `wanted` holds. The recall is the first divided by the second.

@@ -11,8 +11,6 @@ before this place whose next bit is 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -81,14 +79,3 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
         )
         ranks_now, ranks_next = ranks_next, ranks_now
     return answers.long()
-
-
-def compiled(target: Any) -> Any:
-    """Compile the kernel for a GPU that need not be present; `target` is a triton.backends.compiler.GPUTarget."""
-    from triton.compiler import ASTSource
-
-    pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")
-    numbers = ("width", "queries", "bit")
-    signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32"), "BLOCK": "constexpr"}
-    source = ASTSource(_level, signature, constexprs={"BLOCK": BLOCK})
-    return triton.compile(source, target=target, options={"num_warps": WARPS})

@@ -1,11 +1,10 @@
-"""The cache methods, one folder each: settings, policy, cache, replay and other code of the method.
+"""The cache methods that do more than evict by a score, one folder each: settings, policy, cache, replay and so on.
 
-eviction/    evictions on a schedule: streaming, H2O, TOVA, SnapKV, MorphKV, R-KV, G-KV, CAKE, lined attention
-kvpop/       KVpop: evictions by scorers that a model has learned
-dms/         DMS: evictions by gates that a model has learned
+kvpop/       KVpop: evictions by scorers that a model has learned; DMS: evictions by gates that it has learned
 am/          Attention Matching: kept entries get biases and new values
 pages/       LuKA: clustered attention, and a separate policy for each range of layers
+press/       presses of the library kvpress
 
-Code that all methods share is in sparse_rl/policies (contract, schedule, cache), sparse_rl/trace and
-sparse_rl/attention. docs/extending.md describes how to add a method.
+Policies that only evict by a score, and the code that all methods share, are in sparse_rl/policies.
+docs/extending.md describes how to add a method.
 """

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from sparse_rl.config import yaml_fields
 from sparse_rl.methods.am.config import AMConfig
-from sparse_rl.methods.dms.config import DMSConfig
-from sparse_rl.methods.eviction.config import (
+from sparse_rl.methods.kvpop.config import DMSConfig, KVpopPolicyConfig, LearnedConfig
+from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
+from sparse_rl.methods.press.config import PressConfig
+from sparse_rl.policies.config import (
     CAKEConfig,
     EvictingConfig,
+    FullConfig,
     GKVConfig,
     H2OConfig,
     LinedConfig,
     MorphKVConfig,
+    PolicyConfig,
     RKVConfig,
     ScoredWindowConfig,
     SnapKVConfig,
     StreamingConfig,
     TovaConfig,
 )
-from sparse_rl.methods.kvpop.config import KVpopPolicyConfig, LearnedConfig
-from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
-from sparse_rl.methods.press.config import PressConfig
-from sparse_rl.policies.config import FullConfig, PolicyConfig
 
 __all__ = [
     "CONFIGS",
@@ -66,7 +66,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "gkv": GKVConfig,
     "cake": CAKEConfig,
     "am": AMConfig,
-    "kvpop": KVpopPolicyConfig,  # a model is trained for kvpop and dms (trainer/kvpop/)
+    "kvpop": KVpopPolicyConfig,  # a model is trained for kvpop and dms (trainer/retrofit.py)
     "dms": DMSConfig,
     "clustered": ClusteredConfig,
     "layered": LayeredConfig,
@@ -76,5 +76,5 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
 
 
 def accepted_parameters(policy: str) -> list[str]:
-    """Return the parameter names of the policy with this name. Raises KeyError if there is no such policy."""
-    return list(yaml_fields(CONFIGS[policy]))
+    """Return the parameter names of the policy with this name. Raises UserError if there is no such policy."""
+    return list(yaml_fields(PolicyConfig.member({"policy": policy})))

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
-from sparse_rl.files import read_text
-from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
+from sparse_rl.files import open_tensors, read_json
+from sparse_rl.methods.kvpop.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # model_directory must not import torch
-    from sparse_rl.methods.kvpop.learned import LearnedPolicy
+    from sparse_rl.methods.kvpop.policy import LearnedPolicy
     from sparse_rl.policies.base import Policy
 
 CONFIG_FILE = "config.json"
@@ -30,10 +31,7 @@ SCORER_FILE = "cache_scorer.safetensors"
 
 
 def model_directory(name: str) -> str:
-    """Return the model directory that `name` means: a run's trained model, or a shipped model ("quickstart/model").
-
-    Any other name is returned unchanged.
-    """
+    """Return the directory of a run's trained model, or of a shipped model ("quickstart/model"); else `name` itself."""
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
         return name
@@ -52,10 +50,7 @@ def _shipped_model(name: str) -> Path | None:
 
 
 def file_states(directory: str | Path) -> list[tuple[str, int, int]]:
-    """Return (name, bytes, time of the last change in nanoseconds) of each file of a model's directory.
-
-    The list is empty for a model on the hub, whose name identifies it.
-    """
+    """Return (name, bytes, time of the last change in nanoseconds) of each file of a directory; none for a hub name."""
     files = sorted(file for file in Path(directory).glob("*") if file.is_file()) if Path(directory).is_dir() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
@@ -68,26 +63,26 @@ def save_policy(directory: str | Path, policy: Policy) -> None:
 
 def saved_policy(directory: str | Path) -> Policy | None:
     """Return the policy saved in a model directory, or None if there is none. Raises UserError for an unusable file."""
-    from sparse_rl.policies.registry import make_policy
+    from sparse_rl.policies.make import make_policy
 
     file = Path(directory) / POLICY_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
     try:
-        content = json.loads(read_text(file))
-        if not isinstance(content, dict):
-            raise UserError("it is not a mapping")
+        content = read_json(file)
         version = content.pop("format_version", None)
         if version != POLICY_VERSION:
-            raise UserError(
-                f"it has format version {show(version)}, but this version of sparse-rl reads {POLICY_VERSION}"
-            )
+            raise UserError(f"it has format version {show(version)}, but this sparse-rl reads {POLICY_VERSION}")
         return make_policy(content)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
 
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
+
+
+def needs_scorers(policy: Any) -> TypeGuard[LearnedPolicy]:
+    return hasattr(getattr(policy, "config", None), "scorer")
 
 
 def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
@@ -95,7 +90,7 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
     from torch import nn
 
     from sparse_rl.attention.families import policy_shape
-    from sparse_rl.methods.kvpop.scorers.registry import make_scorer
+    from sparse_rl.methods.kvpop.scorers import make_scorer
 
     layers, heads, dim = policy_shape(model.config)
     scorers = nn.ModuleList(make_scorer(policy.config.scorer, heads=heads, dim=dim) for _ in range(layers))
@@ -104,11 +99,9 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write the scorers in a model's state dict to cache_scorer.safetensors in the model's directory.
-
-    If the weights have no index, this also writes one. Without an index, vLLM would load the scorers' file as weights.
+    """Write the scorers in a model's state dict to cache_scorer.safetensors, and an index of the weights if there is
+    none: without an index, vLLM would load the scorers' file as weights.
     """
-    from safetensors import safe_open
     from safetensors.torch import save_file
 
     prefix = f"{SCORERS}."
@@ -116,12 +109,10 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
     folder = Path(directory)
     save_file({name: value.detach().cpu().contiguous() for name, value in scorer_weights.items()}, folder / SCORER_FILE)
     if (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
-        with safe_open(folder / WEIGHTS, "pt") as stored:
+        with open_tensors(folder / WEIGHTS) as stored:
             names = list(stored.keys())
-        index = {
-            "metadata": {"total_size": (folder / WEIGHTS).stat().st_size},
-            "weight_map": dict.fromkeys(names, WEIGHTS),
-        }
+        size = {"total_size": (folder / WEIGHTS).stat().st_size}
+        index = {"metadata": size, "weight_map": dict.fromkeys(names, WEIGHTS)}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -144,22 +135,22 @@ def read_scorers(directory: str | Path, model: Any) -> None:
 
 def stored_scorers(directory: str | Path) -> dict[str, Any]:
     """Return the tensors of cache_scorer.safetensors by name, "LAYER.PARAMETER"."""
-    from safetensors.torch import load_file
-
     file = Path(directory) / SCORER_FILE
-    if not file.is_file():
+    if not file.exists():
         raise UserError(f"{file} is missing: the model has a learned policy, but not its scorers", "model")
     try:
-        return load_file(file)
+        with open_tensors(file) as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if wrong := [n for n, value in weights.items() if not (value.is_floating_point() and value.isfinite().all())]:
+            raise UserError(f"{wrong[0]} has values that are not finite numbers; train or copy the model again")
+        return weights
     except Exception as error:  # the file is damaged
         raise UserError(f"{file} cannot be used: {one_line(error, 1000)}", "model") from error
 
 
 def check_scorers(directory: str | Path, policy: Policy) -> None:
     """Raise UserError if the policy needs scorers, and the directory has none or different ones. Builds no model."""
-    from sparse_rl.methods.kvpop.learned import LearnedPolicy
-
-    if isinstance(policy, LearnedPolicy):
+    for learned in filter(needs_scorers, getattr(policy, "parts", [policy])):
         own_policy = saved_policy(directory)
-        policy.check(own_policy.config.scorer if isinstance(own_policy, LearnedPolicy) else None, str(directory))
+        learned.check(own_policy.config.scorer if needs_scorers(own_policy) else None, str(directory))
         stored_scorers(directory)

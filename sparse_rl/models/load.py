@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes, is_text_part
+from sparse_rl.attention.families import NOISES, cache_shape, check_replayable, check_sizes, is_text_part
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
-from sparse_rl.files import check_readable, read_text
-from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.files import check_readable, open_tensors, read_json
 from sparse_rl.metrics import RECIPE_FILE
-from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
-from sparse_rl.models.hub import check_available
-from sparse_rl.models.text_part import RENAMED, text_config, text_settings
-from sparse_rl.models.weights import stored_shapes, weight_files
+from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, needs_scorers, saved_policy
+from sparse_rl.models.hub import SHAPES, UnavailableError, check_available
+from sparse_rl.models.weights import RENAMED, stored_shapes, text_config, text_settings, weight_files
 
+logger = logging.getLogger("sparse_rl")
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+GENERATION_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other values depend on these
+TOKENIZER_FILES = (
+    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
+)
+PROBE = (  # texts that a tokenizer must read as its tokenizer.json does
+    *("x = 12", " leading and trailing ", "two  spaces\n\n  indented\ttab\r\n", "1234567 + 0.5e-3", "it's I'LL"),
+    *(
+        "def f(a, b):\n    return a[0]**2  # {}",
+        "Größe naïve 数学 привет ½ \u00a0 🙂",
+        "<|im_start|>user\n<s>[INST] </s>",
+    ),
+)
 MOST_TOKENS = 2**24  # limit for the size of a vocabulary
 
 
 def load_config(model: str) -> Any:
-    """Load the configuration of a directory or hub name, and check that its model family supports replay.
+    """Load the configuration of a directory or hub name, of a multimodal model that of its text part (weights.py).
 
-    For a multimodal model, this is the configuration of its text part (text_part.py). Raises UserError if there is no
-    such model, or if it cannot be replayed (`check_replayable`).
+    Raises UserError if there is no such model, or if it cannot be replayed (`check_replayable`).
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -50,28 +67,74 @@ def load_config(model: str) -> Any:
         message = f"{model} is neither a model directory nor a hub name that can be read: {reason(error)}"
         raise UserError(message, "model") from error
     check_replayable(config, model)
-    for source in (config, load_generation_config(model) if Path(model).is_dir() else None):
+    for name in NOISES:
+        if value := getattr(config, name, 0.0):
+            _warn_once(f"{model}: {name} {show(value)} is set to 0, because random changes cannot be replayed")
+            setattr(config, name, 0.0)
+    for source in (config, load_generation_config(model)):
         ends = getattr(source, "eos_token_id", None)
         if any(type(end) is not int for end in (ends if isinstance(ends, list) else [ends]) if ends is not None):
-            raise UserError(
-                f"eos_token_id of {model} is {show(ends)}; it must be a token id, or a list of token ids", "model"
-            )
+            wanted = "it must be a token id, or a list of token ids"
+            raise UserError(f"eos_token_id of {model} is {show(ends)}; {wanted}", "model")
     return config
 
 
+def load_shape(model: str) -> Any:
+    """Load the configuration of a directory or hub name; if it is unavailable, use the table SHAPES, which has the
+    model's shape, but not the model's eos, rope and dtype.
+    """
+    try:
+        return load_config(model)
+    except UnavailableError:
+        if model not in SHAPES:
+            raise
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[model])
+
+
 def load_generation_config(model: str | Path) -> Any:
-    """Load the generation config of a directory or hub name. None means that there is none."""
+    """Load the generation config of a directory or hub name; without a file, the one that its config.json implies."""
     from transformers import GenerationConfig
 
-    is_here = (Path(model) / GENERATION_FILE).is_file()
-    if Path(model).is_dir() and not is_here:
-        return None
     try:
-        return GenerationConfig.from_pretrained(str(model))
+        try:
+            return GenerationConfig.from_pretrained(str(model))
+        except OSError:
+            if (Path(model) / GENERATION_FILE).is_file():
+                raise
+            return GenerationConfig.from_pretrained(str(model), CONFIG_FILE, _from_model_config=True)
     except Exception as error:  # any exception of the library for an invalid file
-        if not is_here and isinstance(error, OSError):  # a hub model without a generation config
-            return None
-        raise UserError(f"{GENERATION_FILE} of {model} cannot be read: {reason(error)}", "model") from error
+        place = f"generation settings of {model} ({GENERATION_FILE}, or {CONFIG_FILE} without one)"
+        raise UserError(f"{place} are invalid; correct or remove them: {reason(error)}", "model") from error
+
+
+def writable(generation: Any) -> Any:
+    """Return a generation config that transformers can save; it refuses values without effect, as a temperature without
+    `do_sample`. That is set to true if more values can then be kept; values that it still refuses are left out.
+    """
+    values = generation.to_diff_dict()
+    choices = [_saved_values({**values, **more}) for more in ({}, {"do_sample": True})]
+    return type(generation)(**max(choices, key=lambda kept: len(kept.keys() - {"do_sample"})))
+
+
+def changed_generation_settings(model: str) -> str:
+    """Describe how the trained model's generation config will differ from the model's; "" if it will not."""
+    generation = load_generation_config(model)
+    before, after = generation.to_diff_dict(), writable(generation).to_diff_dict()
+    changes = [f"{name}={after.get(name)}" for name in {**before, **after} if before.get(name) != after.get(name)]
+    return f"transformers refuses to save it as it is; the trained model's has {', '.join(changes)}" if changes else ""
+
+
+def _saved_values(values: dict[str, Any]) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    kept: dict[str, Any] = {}
+    for name in sorted(values, key=lambda name: name not in GENERATION_MODES):
+        with suppress(Exception):  # any exception of the library for an invalid value
+            GenerationConfig(**kept, **{name: values[name]}).validate(strict=True)
+            kept[name] = values[name]
+    return kept
 
 
 def _check_files(model: str) -> None:
@@ -87,7 +150,7 @@ def _check_token_ids(file: Path) -> None:
     """Raise ValueError for a token id of MOST_TOKENS or more: the library would allocate a list of that length."""
     if not file.is_file():
         return
-    content = json.loads(read_text(file))
+    content = read_json(file)
     vocabulary = content["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token["id"] for token in content.get("added_tokens") or ()]
@@ -96,19 +159,90 @@ def _check_token_ids(file: Path) -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model, with padding on the left and a pad token."""
-    from transformers import AutoTokenizer
+    """Load the tokenizer of a model, with padding on the left and a pad token.
+
+    transformers rebuilds a tokenizer by the class that tokenizer_config.json names. If that one reads the texts in
+    PROBE otherwise than tokenizer.json (as LlamaTokenizerFast, which loses all spaces of a byte-level tokenizer), this
+    returns the tokenizer of tokenizer.json itself, and logs a warning.
+    """
+    tokenizer, warning = _read_tokenizer(model)
+    if warning:
+        _warn_once(warning)
+    return tokenizer
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def misread_tokenizer(model: str) -> Any | None:
+    """Return the model's tokenizer if transformers and vLLM read another one by themselves; else None."""
+    tokenizer, warning = _read_tokenizer(model)
+    return tokenizer if warning else None
+
+
+def _read_tokenizer(model: str) -> tuple[Any, str]:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
 
     _check_files(model)
+    problems = []
     try:
         _check_token_ids(Path(model) / TOKENIZER_FILE)
-        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
-        tokenizer("text")
-    except Exception as error:  # any exception of the libraries for invalid files
+        file = cached_file(model, TOKENIZER_FILE, _raise_exceptions_for_missing_entries=False)
+        own = None if file is None else Tokenizer.from_file(file)
+        for reader in (AutoTokenizer, PreTrainedTokenizerFast)[: 1 if own is None else 2]:
+            try:
+                tokenizer = reader.from_pretrained(model, padding_side="left", trust_remote_code=False)
+                tokenizer("text")
+                problem = None if own is None else _difference(tokenizer, own)
+            except Exception as error:  # any exception of the libraries for invalid files
+                problem = reason(error)
+            if problem is None:
+                break
+            problems.append(problem)
+        else:
+            raise ValueError(problems[0])
+    except Exception as error:  # as above
         raise UserError(f"{model} has no tokenizer that can be read: {reason(error)}", "model") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    used = f"{model}: tokenizer.json itself is used, because transformers misreads it"
+    return tokenizer, "".join(f"{used}: {problem}" for problem in problems)
+
+
+def _difference(tokenizer: Any, own: Any) -> str | None:
+    """Return how a tokenizer reads PROBE otherwise than `own`, the tokenizer of tokenizer.json; None if it does not."""
+    own.no_truncation()
+    own.no_padding()
+    special = [token.content for token in own.get_added_tokens_decoder().values() if token.special]
+    for text in (*PROBE, "".join(f"a {token} b" for token in special[:8])):
+        ids, given = own.encode(text, add_special_tokens=False).ids, tokenizer.encode(text, add_special_tokens=False)
+        if ids != given:
+            read = tokenizer.decode(given)
+            return f"{show(text)} becomes {show(read) if read != text else 'other tokens'}"
+    return None
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer into a model's directory: the files that it was loaded from, unless it was changed since."""
+    from transformers.utils import cached_file
+
+    start = tokenizer.name_or_path
+
+    def content(one: Any) -> Any:
+        return one.get_vocab(), one.chat_template, one.special_tokens_map
+
+    tokenizer.save_pretrained(folder)
+    with suppress(OSError, UserError):  # the start model's directory may have moved
+        if content(_read_tokenizer(start)[0]) == content(tokenizer):
+            find = partial(cached_file, start, _raise_exceptions_for_missing_entries=False)
+            for name, file in {name: find(name) for name in TOKENIZER_FILES}.items():
+                (folder / name).unlink(missing_ok=True)
+                if file is not None:
+                    shutil.copyfile(file, folder / name)
 
 
 def model_fingerprint(config: Any) -> str:
@@ -116,11 +250,8 @@ def model_fingerprint(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     layers, kv_heads, head_dim = cache_shape(config)
-    settings = {
-        k: v
-        for k, v in config.to_dict().items()
-        if not k.startswith("_") and k not in ("transformers_version", "dtype")
-    }
+    left_out = ("transformers_version", "dtype")
+    settings = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in left_out}
     if is_text_part(config):  # as in the text model that is saved from it
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -132,15 +263,14 @@ def load_model(directory: str | Path, dtype: str = "float32") -> Any:
 
     model = load_plain_model(directory, dtype)
     policy = saved_policy(directory)
-    if isinstance(policy, LearnedPolicy):
+    if needs_scorers(policy):
         load_scorers(directory, model, policy)
     return adopt(model)
 
 
 def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") -> Any:
-    """Create a model with the configuration of a directory or hub name, and random weights from `seed`.
-
-    The weights are drawn in float32 on the CPU. The global generator is not changed.
+    """Create a model with the configuration of a directory or hub name, and random weights from `seed`, drawn in
+    float32 on the CPU. The global generator is not changed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -148,8 +278,7 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if (generation := load_generation_config(directory)) is not None:
-        model.generation_config = generation
+    model.generation_config = load_generation_config(directory)
     return model.to(getattr(torch, dtype))
 
 
@@ -165,15 +294,12 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
 
 
 def read_model(directory: str | Path, **options: Any) -> Any:
-    """Load a model by transformers, or the text part of a multimodal model.
-
-    options : options of `from_pretrained`
-    """
+    """Load a model, or the text part of a multimodal model, by transformers' `from_pretrained` with `options`."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(str(directory))
     if not is_text_part(config):
-        return AutoModelForCausalLM.from_pretrained(directory, **options)
+        return AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, key_mapping=RENAMED, **options)
     del model._weight_conversions  # with which `save_pretrained` would write the names of the multimodal model
     return model
@@ -184,9 +310,25 @@ def load_weights(model: Any, directory: str | Path) -> Any:
 
     transformers joins the tensors of single experts. Other tensors, such as scorers, are read under their own names.
     """
-    from safetensors.torch import load_file
+    weights = read_model(directory, dtype="auto", use_safetensors=True).state_dict()
+    others = model.state_dict().keys() - weights.keys()
+    for file in weight_files(Path(directory)):
+        with open_tensors(file) as opened:
+            weights |= {name: opened.get_tensor(name) for name in others & set(opened.keys())}
+    return model.load_state_dict(weights, strict=False)
 
-    stored = {name: tensor for file in weight_files(Path(directory)) for name, tensor in load_file(file).items()}
-    named = {name: tensor for name, tensor in stored.items() if name in model.state_dict()}
-    joined = read_model(directory, dtype="auto", use_safetensors=True).state_dict()
-    return model.load_state_dict({**named, **joined}, strict=False)
+
+# ---- models in memory ------------------------------------------------------------------------------------------------
+
+
+def base_of(model: Any) -> Any:
+    """Return the transformers model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function from last hidden states [..., hidden size] to logits [..., vocabulary] of a base model: the
+    output embedding, and Granite's division by `logits_scaling`.
+    """
+    output, scaling = model.get_output_embeddings(), getattr(model.config, "logits_scaling", 1.0)
+    return output if scaling == 1.0 else lambda hidden: output(hidden) / scaling

@@ -11,18 +11,14 @@ import torch
 from sparse_rl.attention.families import check_replayable, check_sizes
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, listed, reason
-from sparse_rl.methods.kvpop.learned import LearnedPolicy
-from sparse_rl.models.directory import SCORERS, attach_scorers, save_policy, write_scorers
+from sparse_rl.models.directory import SCORERS, attach_scorers, needs_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
 
 SCORER_NOISE = 0.1  # standard deviation of the noise added to new scorers, which rank by recency
 
 
 def changed_config(config: Any, changes: Mapping[str, Any], key: str) -> Any:
-    """Return a copy of a model's configuration with some of its keys replaced.
-
-    Raises UserError, which names the recipe key `key`, for keys that the configuration lacks, and for invalid values.
-    """
+    """Return a copy of a model's configuration with some of its keys replaced. Errors name the recipe key `key`."""
     from transformers import AutoConfig
 
     settings = config.to_dict()
@@ -52,9 +48,9 @@ def random_model(config: Any, dtype: str, seed: int, device: str = "cpu") -> Any
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
-def attach_random_scorers(model: Any, policy: Policy) -> None:
+def attach_random_scorers(model: Any, policy: Any) -> None:
     """Attach scorers with random weights to a model if the policy is a learned one. They replace earlier scorers."""
-    if not isinstance(policy, LearnedPolicy):
+    if not needs_scorers(policy):
         return
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -64,21 +60,18 @@ def attach_random_scorers(model: Any, policy: Policy) -> None:
 
 
 def save_random_model(make: Callable[[], Any], policy: Policy, folder: Path) -> Path:
-    """Write a model, and random scorers if the policy is a learned one, to a directory below `folder`; return it.
-
-    All policies without scorers share a directory. A directory that exists is returned as it is.
-
-    make : function that returns the model
+    """Write the model that `make` returns, with random scorers for a learned policy, to a directory below `folder`;
+    return it. All policies without scorers share a directory. A directory that exists is returned as it is.
     """
-    learned = isinstance(policy, LearnedPolicy)
-    words = [policy.name, *map(str, vars(policy.config.scorer).values())] if learned else ["full"]
+    scorer: Any = policy.config.scorer if needs_scorers(policy) else None
+    words = [policy.name, *map(str, vars(scorer).values())] if scorer else ["full"]
     place = folder / "-".join(words)
     if place.is_dir():
         return place
     model = make()
     attach_random_scorers(model, policy)
     model.save_pretrained(place)
-    if learned:
+    if scorer:
         write_scorers(place, model.state_dict())
         save_policy(place, policy)
     return place

@@ -1,9 +1,6 @@
 """Code that all cache policies share; each method has its own folder in sparse_rl/methods.
 
-    policy = make_policy("gkv", budget=512, window=16, period=128)
-
 Schedules (schedule.py) and settings (config.py) need no torch. base.py is the contract between a policy and an engine.
-docs/extending.md describes how to add a policy, and which tests then cover it.
 """
 
 from __future__ import annotations
@@ -13,22 +10,11 @@ from typing import TYPE_CHECKING
 from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
-    from sparse_rl.policies.base import Policy
+    from sparse_rl.policies.base import Arriving, Chunk, Entries, Kept, Policy
     from sparse_rl.policies.config import PolicyConfig
-    from sparse_rl.policies.entries import Arriving, Chunk, Entries, Kept
-    from sparse_rl.policies.registry import fingerprint, make_policy
+    from sparse_rl.policies.make import fingerprint, make_policy
     from sparse_rl.policies.schedule import Schedule
 
 __getattr__ = public_names(__name__)
 
-__all__ = [
-    "Arriving",
-    "Chunk",
-    "Entries",
-    "Kept",
-    "Policy",
-    "PolicyConfig",
-    "Schedule",
-    "fingerprint",
-    "make_policy",
-]
+__all__ = ["Arriving", "Chunk", "Entries", "Kept", "Policy", "PolicyConfig", "Schedule", "fingerprint", "make_policy"]

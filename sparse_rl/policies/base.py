@@ -1,36 +1,189 @@
-"""The contract between a cache policy and an engine.
+"""The contract between a cache policy and an engine: `Policy`, what it receives, and what it returns.
 
 A policy is tensor code over R sequences and all kv heads of one layer. It sees no prompts, tokens, models or engines.
 It keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves along with the
 entry. The schedule (schedule.py) sets when a compaction runs and how many entries the compaction leaves. If a
 compaction drops an entry after query q, the engine records evict_at = q + 1.
 
-Sizes in shapes: R rows (sequences), Hkv kv heads, Hq query heads, N entries of a kv head, S tokens of a prompt,
-T tokens or queries of a call, D head_dim.
+Sizes in shapes: R rows (sequences), Hkv kv heads, Hq query heads, G = Hq / Hkv, N entries of a kv head, S tokens of a
+prompt, T tokens or queries of a call, D head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparse_rl.errors import NotFiniteError
-from sparse_rl.kernels.ranked import ranked
-from sparse_rl.kernels.redundancy import redundancy_bytes
-from sparse_rl.policies.entries import Arriving, Chunk, Entries, Kept
+from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.kernels.topk import ranked
 from sparse_rl.policies.schedule import Schedule
+
+
+@dataclass
+class Entries:
+    """The entries of one layer's cache for R sequences, right-padded to N entries, in any order.
+
+    `valid` marks the real entries; the contents of padding are meaningless. Several layers may be stacked along R.
+
+    keys, values : [R, Hkv, N, D], keys after RoPE; None if `Policy.score_reads` (in `observe`: `observe_reads`) does
+        not name them
+    positions : int64 [R, Hkv, N], positions of the entries' tokens in prompt and completion
+    lengths : int64 [R], number of entries held; the slots after them are padding
+    seen : int64 [R], number of tokens seen so far; the last query is at position seen - 1
+    queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None if W is 0
+    scaling : the factor on q . k, usually D ** -0.5
+    state : name -> float32 [R, Hkv, N], the policy's memory per entry
+    left : number of entries that a compaction leaves in each kv head, per row (ints, so that reading them needs no
+        synchronization with a device)
+    mean_over_ranks : function that averages a tensor over the tensor-parallel ranks, each of which holds Hkv of the
+        layer's kv heads
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+    positions: Tensor
+    lengths: Tensor
+    seen: Tensor
+    queries: Tensor | None
+    scaling: float
+    state: dict[str, Tensor]
+    left: Sequence[int] = ()
+    mean_over_ranks: Callable[[Tensor], Tensor] = lambda value: value  # one rank
+
+    def valid(self) -> Tensor:
+        """Return a mask of the slots that hold an entry: bool [R, 1, N]."""
+        slots = torch.arange(self.positions.shape[2], device=self.positions.device)
+        return (slots < self.lengths[:, None])[:, None]
+
+    def left_tensor(self) -> Tensor:
+        """Return `left` as a tensor on the entries' device: int64 [R]."""
+        return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
+
+    def by_position(self) -> Tensor:
+        """Return the slots sorted by the positions of their entries, with padding last: int64 [R, Hkv, N]."""
+        return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the slots of the entries at `positions`, int64 [R]: int64 [R, Hkv]; 0 for one that is not held."""
+        return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Return key and value, concatenated, [R, Hkv, 2 D], of the entries in the slots int64 [R, Hkv]."""
+        assert self.keys is not None and self.values is not None
+        at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
+        return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
+
+    def competing(self, sinks: int, window: int) -> Tensor:
+        """Return a mask of the entries that may be dropped, all but the sinks and the window: bool [R, Hkv, N]."""
+        older = self.positions < (self.seen - window)[:, None, None]
+        return self.valid() & (self.positions >= sinks) & older
+
+    def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
+        """Return the attention softmax(`scaling` q K^T) of T queries over the entries: float32 [R, Hkv, G, T, N].
+
+        The attention to padding, and to entries later than the query, is 0.
+
+        queries : [R, Hq, T, D], after RoPE, of all Hq query heads
+        query_positions : int64 [R, T], positions of the queries
+        seen_by_all : number of first slots that need no mask: their entries are real, and not later than any query
+        """
+        assert self.keys is not None
+        rows, q_heads, count, dim = queries.shape
+        kv_heads = self.keys.shape[1]
+        grouped = queries.reshape(rows, kv_heads, -1, dim).float() * self.scaling  # G x T queries: no key is repeated
+        logits = (grouped @ self.keys.float().transpose(-1, -2)).view(rows, kv_heads, q_heads // kv_heads, count, -1)
+        rest = slice(seen_by_all, None)
+        seen = self.positions[:, :, None, rest] <= query_positions[:, None, :, None]  # [R, Hkv, T, N - seen_by_all]
+        hidden = ~(seen & self.valid()[:, :, None, rest]).unsqueeze(2)
+        logits[..., rest].masked_fill_(hidden, float("-inf"))
+        return logits.softmax(-1)
+
+    def window_attention(self, window: int) -> Tensor:
+        """Return the attention of the last `window` queries over the entries: float32 [R, Hkv, G, window, N]."""
+        assert self.queries is not None and self.queries.shape[2] >= window
+        query_positions = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
+        # the window's own entries and padding
+        needs_mask = ~self.valid() | (self.positions >= query_positions[:, :1, None])
+        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first entry that needs a mask
+        return self.attention(self.queries[:, :, -window:], query_positions, seen_by_all)
+
+
+@dataclass
+class Arriving:
+    """The arriving token of each of R rows, at position `Entries.seen` - 1, before it is one of the entries.
+
+    keys, values : [R, Hkv, D], keys after RoPE
+    state : name -> float32 [R, Hkv], the policy's memory of the new entries; the policy may write to it
+    memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
+    """
+
+    keys: Tensor
+    values: Tensor
+    state: dict[str, Tensor]
+    memory: dict[str, Tensor]
+
+
+@dataclass
+class Chunk:
+    """T consecutive tokens of R prompts; a prompt is read in one chunk or in several.
+
+    keys, values : [R, Hkv, T, D], keys after RoPE
+    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], keys and values of the tokens right before the chunk;
+        meaningless before position 0
+    start : int64 [R], position of the first token
+    lengths : int64 [R], number of real tokens of each row; the rest is padding. None means T tokens in every row
+    memory : name -> [R, Hkv, ...], the policy's memory of these sequences; the policy updates it in place
+    """
+
+    keys: Tensor
+    values: Tensor
+    earlier_keys: Tensor
+    earlier_values: Tensor
+    start: Tensor
+    lengths: Tensor | None
+    memory: dict[str, Tensor]
+
+
+@dataclass
+class Kept:
+    """The outcome of a compaction: the entries that stay, and the policy's memory of them.
+
+    keep : bool [R, Hkv, N], True for entries that stay: `Entries.left` in each kv head (`check_counts`)
+    state : name -> float32 [R, Hkv, N], the policy's memory after the compaction
+    values : [R, Hkv, N, D], the values of the kept entries after the compaction; None means unchanged
+    """
+
+    keep: Tensor
+    state: dict[str, Tensor]
+    values: Tensor | None = None
+
+    def check_counts(self, entries: Entries, policy: str) -> None:
+        """Raise StoppedError, with the policy's name, if a kv head does not keep `Entries.left` entries."""
+        left = entries.left_tensor()[:, None]
+        if bool((counts := self.keep.sum(-1)).ne(left).any()):
+            row = int(counts.ne(left).any(1).nonzero()[0, 0])
+            raise StoppedError(
+                f"{policy}: a compaction left {counts[row].tolist()} entries in the kv heads of a sequence, but the "
+                f"schedule says {entries.left[row]}; this engine needs exactly that number in every kv head"
+            )
+
+    def slots(self, most: int) -> Tensor:
+        """Return the slots of the entries that stay, ascending: int64 [R, Hkv, most], padded with 0 if fewer stay."""
+        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # dropped entries come after the others
+        slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
+        return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]
 
 
 class Policy:
     """A cache policy: a compaction keeps the sinks, the window, and the other entries with the best scores.
 
-    A new policy is a subclass that implements `score`; docs/extending.md lists the other steps and the tests.
-
-    In `observe` and `compact`, the argument `layer` only names the layer in error messages, and several layers may be
-    stacked along R in one call. `take_in` and `before_attending` are called layer by layer, because they may use
-    parameters of each layer (`layered_parameters`).
+    A new policy is a subclass that implements `score` (docs/extending.md). In `observe` and `compact`, the argument
+    `layer` only names the layer in error messages, and several layers may be stacked along R in one call. `take_in` and
+    `before_attending` are called layer by layer, because they may use parameters of each layer (`layered_parameters`).
 
     config : the policy's settings, a `sparse_rl.methods.config.PolicyConfig`
     """
@@ -58,39 +211,8 @@ class Policy:
         return 0
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed.
-
-        The `fed` tokens include the `prompt` tokens of the prompt.
-        """
+        """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed."""
         return self.schedule.most_decoding(prompt, fed)
-
-    @property
-    def compares_keys(self) -> bool:
-        """True if a compaction compares every pair of keys (R-KV's redundancy)."""
-        return False
-
-    def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
-        """Return the policies of a model's layers, in order, each with the number of layers that it covers."""
-        return [(self, layers)]
-
-    def summaries(self, entries: int) -> int:
-        """Return the number of summaries (each a key and a value) that a kv head holds besides `entries` entries."""
-        return 0
-
-    def compaction_bytes(
-        self, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, device: str, dtype: str
-    ) -> dict[str, tuple[int, str]]:
-        """Return the temporary memory that `compact` needs besides its inputs: name -> (bytes, a note on their use).
-
-        rows : number of rows that are compacted together, from one layer or several
-        group : number of query heads per kv head
-        dtype : dtype of the cache
-        """
-        if not self.compares_keys:
-            return {}
-        return {
-            "redundancy": (redundancy_bytes(entries, kv_heads, head_dim, rows, device, dtype), "similarities in tiles")
-        }
 
     @property
     def delay(self) -> int:
@@ -98,10 +220,7 @@ class Policy:
         return 0
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-        """Return the policy's initial memory of one sequence in one layer: name -> [Hkv, ...], on the CPU.
-
-        An engine forks, selects and releases this memory together with its sequence. By default it is empty.
-        """
+        """Return the policy's initial memory of one sequence in one layer: name -> [Hkv, ...], on the CPU."""
         return {}
 
     def bound_to(self, model: Any) -> Policy:
@@ -141,8 +260,7 @@ class Policy:
     def observe(self, layer: int, entries: Entries, queries: Tensor, query_positions: Tensor) -> None:
         """Process the queries of a forward pass, and update `entries.state` in place. Called if `every_query` is true.
 
-        queries : [R, Hq, T, D], after RoPE
-        query_positions : int64 [R, T], positions of the queries; those >= `entries.seen` are padding
+        queries, query_positions : [R, Hq, T, D], after RoPE, and int64 [R, T]; positions >= `entries.seen` are padding
         """
         raise NotImplementedError
 
@@ -155,17 +273,17 @@ class Policy:
         raise NotImplementedError
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose the entries that stay in a compaction: sinks, window, and the entries with the highest `score`.
+        """Choose the `entries.left` entries that stay in a compaction: sinks, window, and those with the highest
+        `score`.
 
-        In every kv head, `entries.left` entries stay. Among equal scores, the entry at the earlier position stays.
-        Raises NotFiniteError if a competing entry's score is NaN.
+        Among equal scores, the entry at the earlier position stays, so that neither the order of slots nor the engine
+        or device decides. Raises NotFiniteError if a competing entry's score is NaN.
         """
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
         if bool((scores.isnan() & competing).any()):
-            raise NotFiniteError(
-                f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
-            )
+            why = "the model's keys or queries are not finite"
+            raise NotFiniteError(f"{self.name}: a NaN score in layer {layer}; {why}")
         bounds = torch.iinfo(torch.int64)
         rank = ranked(scores, entries.positions).masked_fill_(~competing, bounds.max)
         rank.masked_fill_(~entries.valid(), bounds.min)
@@ -175,13 +293,18 @@ class Policy:
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
-        """Return the trace sections of a sequence, except evict_at: name -> tensor, such as refit_at int32 [C].
-
-        prompt, length : number of tokens of the prompt, and of prompt and completion
+        """Return name -> trace section [...], except evict_at, of a sequence of `length` tokens, with `prompt` in the
+        prompt.
         """
         return {}
 
-    # ---- identity -------------------------------------------------------------------------------------------------
+    def metrics(self, model: Any, rollout: Any) -> dict[str, float]:
+        """Return diagnostic metrics of one sampled sequence, name -> value, for GRPO's log; by default there are none.
+
+        model : the trainer's model, without wrappers
+        rollout : the sequence, with its `prompt_ids`, `completion_ids` and `trace`
+        """
+        return {}
 
     def parameters(self) -> dict[str, Any]:
         """Return the settings as plain values: make_policy(name, **parameters) makes the same policy."""

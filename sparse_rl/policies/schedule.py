@@ -1,8 +1,8 @@
 """Schedules: when a cache is compacted, and how many entries it then holds, as functions of token counts alone.
 
 In all methods, `prompt` is the length of the prompt, and `seen` (or `fed`) is the number of prompt and completion
-tokens that the cache has seen. All methods except `next_due` take ints or int64 tensors of one shape, and therefore do
-not branch on counts. The module does not import torch.
+tokens that the cache has seen. All methods take ints or int64 tensors of one shape, and therefore do not branch on
+counts. The module does not import torch.
 
 A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves.
 If the prompt has at least that many tokens, the first compaction runs at the end of the prefill; no prompt is compacted
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 NEVER = 1 << 30  # more tokens than any sequence has
@@ -59,11 +60,6 @@ class Schedule:
         """Return True if a compaction runs when `seen` tokens have been seen."""
         over = seen - self.first(prompt)
         return (over >= 0) & (over % self.period == 0)
-
-    def next_due(self, prompt: int, seen: int) -> int:
-        """Return the smallest number of tokens, greater than `seen`, at which a compaction runs."""
-        over = seen - self.first(prompt)
-        return seen + (self.period - over % self.period if over >= 0 else -over)
 
     def held(self, prompt: Any, seen: Any) -> Any:
         """Return the number of entries held after `seen` tokens; if a compaction is due then, after that compaction."""
@@ -112,20 +108,6 @@ class KeepsAFraction(Schedule):
 
 
 @dataclass(frozen=True)
-class NeverEvicts(Schedule):
-    """A full cache: no compaction ever runs."""
-
-    budget: int = NEVER
-    evicts: ClassVar[bool] = False
-
-    def left(self, prompt: Any, seen: Any) -> Any:
-        return seen
-
-    def first(self, prompt: Any) -> Any:
-        return NEVER
-
-
-@dataclass(frozen=True)
 class EvictsBeforeAttending(Schedule):
     """In decoding, an entry is dropped before each query attends, so that a kv head never holds more than `budget`.
 
@@ -136,9 +118,6 @@ class EvictsBeforeAttending(Schedule):
 
     def due(self, prompt: Any, seen: Any) -> Any:
         return (seen == prompt) & (prompt > self.budget)
-
-    def next_due(self, prompt: int, seen: int) -> int:
-        return prompt if seen < prompt and prompt > self.budget else NEVER
 
     def held(self, prompt: Any, seen: Any) -> Any:
         return seen + (seen >= prompt) * (_smaller(seen, self.budget) - seen)
@@ -162,6 +141,7 @@ class CompactsPrompts(Schedule):
     """
 
     budget: int = NEVER
+    period: int = NEVER
     share: float = 0.5
 
     def left(self, prompt: Any, seen: Any) -> Any:
@@ -175,52 +155,50 @@ class CompactsPrompts(Schedule):
     def due(self, prompt: Any, seen: Any) -> Any:
         return (seen == prompt) & (self.left(prompt, seen) < prompt)
 
-    def next_due(self, prompt: int, seen: int) -> int:
-        return prompt if seen < prompt else NEVER
-
-    def held(self, prompt: Any, seen: Any) -> Any:
-        return seen + (seen >= prompt) * (self.left(prompt, seen) - prompt)
-
-    def attended(self, prompt: Any, seen: Any) -> Any:
-        return seen + (seen > prompt) * (self.left(prompt, seen) - prompt)
-
-    @property
-    def peak(self) -> int | None:
-        return None
-
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
         return self.held(prompt, fed)
 
 
-@dataclass(frozen=True)
-class NothingCompacts(NeverEvicts):
-    """No compaction runs, but once `begins` tokens are seen, queries after the prompt may see fewer than all tokens."""
+# ---- schedules without compactions -----------------------------------------------------------------------------------
 
-    evicts: ClassVar[bool] = True
-    begins: int = 1
+
+@dataclass(frozen=True)
+class HoldsAll(Schedule):
+    """No compaction ever runs. From `begins` tokens on, the policy hides entries in another way; `first` says when."""
+
+    budget: int = NEVER
+    begins: int = NEVER
+
+    def left(self, prompt: Any, seen: Any) -> Any:
+        return seen
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt, prompt * 0 + self.begins)
 
     def due(self, prompt: Any, seen: Any) -> Any:
-        return (seen < 0) & (prompt < 0)
-
-    def next_due(self, prompt: int, seen: int) -> int:
-        return NEVER
+        return seen >= NEVER
 
     def held(self, prompt: Any, seen: Any) -> Any:
         return seen
 
-    def attended(self, prompt: Any, seen: Any) -> Any:
-        return seen
 
-    @property
-    def peak(self) -> int | None:
-        return None
+@dataclass(frozen=True)
+class NeverEvicts(HoldsAll):
+    """A full cache: all queries see all tokens."""
 
-    def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        return fed
+    evicts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class ReadsPages(NothingCompacts):
+class GatesDecide(HoldsAll):
+    """Before a query attends, the gates of each kv head decide which entries are dropped. Counts are upper bounds."""
+
+    before_attending: ClassVar[bool] = True
+    counts_vary: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ReadsPages(HoldsAll):
     """The cache holds all entries; from the first query after the prompt on, closed pages are read as summaries."""
 
     def first(self, prompt: Any) -> Any:
@@ -228,8 +206,10 @@ class ReadsPages(NothingCompacts):
 
 
 @dataclass(frozen=True)
-class PerLayer(NothingCompacts):
-    """Each layer is compacted by its own schedule; this schedule only returns the means of their counts, rounded up.
+class PerLayer(HoldsAll):
+    """The schedules of a policy for each range of layers, whose caches follow their own schedules, not this one.
+
+    Here, `first` is that of the first layer to be compacted, and counts are means over the layers, rounded up.
 
     parts : number of layers and schedule of each range of layers
     """
@@ -237,11 +217,7 @@ class PerLayer(NothingCompacts):
     parts: tuple[tuple[int, Schedule], ...] = ()
 
     def first(self, prompt: Any) -> Any:
-        """Return the number of tokens seen at the first compaction of any layer."""
-        first, *others = (schedule.first(prompt) for _, schedule in self.parts)
-        for other in others:
-            first = _smaller(first, other)
-        return first
+        return reduce(_smaller, (schedule.first(prompt) for _, schedule in self.parts))
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
         return self._mean([schedule.most_decoding(prompt, fed) for _, schedule in self.parts])
@@ -252,17 +228,6 @@ class PerLayer(NothingCompacts):
     def _mean(self, counts: Sequence[Any]) -> Any:
         total = sum(layers for layers, _ in self.parts)
         return -(-sum(n * layers for n, (layers, _) in zip(counts, self.parts, strict=True)) // total)
-
-
-@dataclass(frozen=True)
-class GatesDecide(NothingCompacts):
-    """Before a query attends, the gates of each kv head decide which entries are dropped. Counts are upper bounds."""
-
-    before_attending: ClassVar[bool] = True
-    counts_vary: ClassVar[bool] = True
-
-    def first(self, prompt: Any) -> Any:
-        return _larger(prompt, prompt * 0 + self.begins)
 
 
 def _larger(a: Any, b: Any) -> Any:

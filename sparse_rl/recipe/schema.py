@@ -1,155 +1,193 @@
-"""Reads YAML, and overrides from the command line. sparse_rl/config.py checks the values against the configuration.
+"""The JSON Schema of recipes (draft 2020-12), with which an editor completes and checks a recipe.
 
-YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
-False and `2024-01-01` into a date. Duplicate keys are errors, and so are texts beyond the limits MOST_CHARACTERS,
-MOST_VALUES and MOST_LEVELS, which no hand-written recipe reaches. A value repeated by aliases counts each time.
+It holds the names, types and choices of the keys, and accepts every recipe that the loader accepts, except for a recipe
+whose `cache` block has a value of a wrong type that the sweep replaces. The loader also checks bounds, which the schema
+only describes, and conditions between keys. A definition in $defs is named after its dataclass or, for a kind of
+recipe, `kind_NAME`. A mapping selects its definition by `if` and `then`: with `oneOf`, an editor would report the
+errors of all definitions.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
+from sparse_rl.config import NamedConfiguration, default_of, describe, own_fields
+from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.recipe.evaluation import BudgetsRecipe, EvalRecipe, SweepConfig, SweptRecipe
+from sparse_rl.recipe.keys import description, holders, read_docstring
+from sparse_rl.recipe.load import KINDS, named_tasks
+from sparse_rl.recipe.options import PASSED_THROUGH
 
-from sparse_rl.config import show
-from sparse_rl.errors import UserError, one_line
-
-_FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-)
-_INT = re.compile(r"[-+]?[0-9][0-9_]*$")
-_TAG = "tag:yaml.org,2002:"
-# PyYAML looks up None for any other tag
-_TYPES = (None, *(f"{_TAG}{name}" for name in ("null", "bool", "float", "str", "seq", "map")))
-_SIGNED = list("-+.0123456789")
-MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS, MOST_DIGITS = 100_000, 10_000, 32, 40
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # replaces PyYAML's resolvers; filled below
-    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TYPES}  # JSON types
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.level = self.deepest = self.values = 0
-        self.whole: dict[Any, tuple[int, int]] = {}  # (number of values, number of levels) of each complete node
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Count values and levels, including those repeated by aliases, before any object is constructed."""
-        alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        values, deepest = self.values, self.deepest
-        self.level += 1
-        self.deepest = self.level
-        self._refuse_large(mark)
-        node = super().compose_node(parent, index)
-        if alias and node not in self.whole:
-            raise yaml.composer.ComposerError(None, None, "an alias repeats a node that contains it", mark)
-        held = self.whole[node] if alias else (self.values - values + 1, self.deepest - self.level + 1)
-        self.whole[node] = held
-        self.values, self.deepest = values + held[0], max(deepest, self.level + held[1] - 1)
-        self.level -= 1
-        self._refuse_large(mark)
-        return node
-
-    def _refuse_large(self, mark: Any) -> None:
-        for count, most, what in ((self.values, MOST_VALUES, "values"), (self.deepest, MOST_LEVELS, "levels")):
-            if count > most:
-                raise yaml.composer.ComposerError(None, None, f"more than {most} {what}, aliases included", mark)
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError):  # !!int abc
-            wrong = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark) from None
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        if not isinstance(node, yaml.MappingNode):  # !!map [a]
-            wrong = f"expected a mapping, found a {node.id}"
-            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (name := (key.tag, key.value)) in lines:
-                problem = f"the key {key.value!r} is given twice (first in line {lines[name]}); keep one"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                lines[key.tag, key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-    def construct_integer(self, node: Any) -> int:
-        digits = self.construct_scalar(node).replace("_", "")
-        if len(digits) > MOST_DIGITS:
-            wrong = f"a number of {len(digits)} digits; no setting takes more than {MOST_DIGITS}"
-            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark)
-        return int(digits)  # 010 is ten, not eight
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+Schema = dict[str, Any]
+_SIMPLE = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes YAML, and quotes each text that YAML 1.1 or _Loader would read back as something other than text."""
+@dataclass(frozen=True)
+class Key:
+    """One key of a dataclass. `default` is dataclasses.MISSING if the key is required; `words` is its description."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    name: str
+    hint: Any
+    default: Any
+    words: str
 
-
-_Loader.add_constructor(f"{_TAG}int", _Loader.construct_integer)
-_Loader.add_implicit_resolver(f"{_TAG}null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(f"{_TAG}merge", re.compile(r"<<$"), ["<"])
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(f"{_TAG}int", _INT, _SIGNED)
-    _class.add_implicit_resolver(f"{_TAG}float", _FLOAT, _SIGNED)
-
-
-def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text. Errors start with `name` and, if it is known, the line.
-
-    Raises UserError for invalid YAML, a duplicate key, or a text beyond the limits.
-    """
-    if len(text) > MOST_CHARACTERS:
-        raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, the limit for a recipe")
-    try:
-        return _unshared(yaml.load(text, Loader=_Loader))  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{name}{line}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: an escape such as "\\UFFFFFFFF"
-        raise UserError(f"{name}: not YAML: {error}") from None
+    @property
+    def required(self) -> bool:
+        """True if a recipe must give the key."""
+        return self.default is dataclasses.MISSING
 
 
-def dump_yaml(mapping: Mapping[str, Any]) -> str:
-    """Return YAML that `parse_yaml` reads back unchanged, with the keys in the given order."""
-    return yaml.dump(dict(mapping), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+def all_keys(cls: type) -> Iterator[Key]:
+    """Yield the keys at one level of the YAML: the dataclass's own keys, and the keys of its flat fields."""
+    for holder in holders(cls):
+        hints = own_fields(holder)
+        for f in (f for f in dataclasses.fields(holder) if f.name in hints):
+            yield Key(f.name, hints[f.name], default_of(f), description(holder, f.name))
 
 
-def _unshared(value: Any) -> Any:
-    """Copy a value so that aliased nodes become separate objects, and an override changes only one of them."""
-    if isinstance(value, dict):
-        return {key: _unshared(item) for key, item in value.items()}
-    return [_unshared(item) for item in value] if isinstance(value, list) else value
+def recipe_schema(kind: str | None = None) -> Schema:
+    """Return the schema of recipes of one kind, or of all recipes if `kind` is None."""
+    writer = SchemaWriter()
+    if kind is not None:
+        schema, title = writer.recipe(kind), f"A sparse-rl recipe of kind {kind}"
+    else:
+        choices = {name: writer.refer(f"kind_{name}", partial(writer.recipe, name)) for name in KINDS}
+        schema, title = _chosen("kind", choices), "A sparse-rl recipe"
+    return {"$schema": DIALECT, "title": title, **schema, "$defs": writer.definitions}
 
 
-def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozenset[str]:
-    """Set the overrides in `mapping`, and return the dotted keys that were set.
+class SchemaWriter:
+    """Writes schemas, and collects the definitions that several schemas refer to."""
 
-    overrides : strings "key=value"; the key is dotted if it belongs to a block, and the value is in YAML
-    """
-    keys = set()
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        *blocks, last = path = key.strip().split(".")
-        if not equals or not all(path) or len(path) > MOST_LEVELS:
-            raise UserError(f"command line: {show(text)} is not of the form key=value or block.key=value")
-        block = mapping
-        for depth, name in enumerate(blocks):
-            if block.get(name) is None:
-                block[name] = {}
-            if not isinstance(block[name], dict):
-                where = ".".join(blocks[: depth + 1])
-                wrong = f"{where} is not a block but {show(block[name])}; set {where} as a whole"
-                raise UserError(f"command line: {one_line(text, 60)}: {wrong}")
-            block = block[name]
-        block[last] = parse_yaml(value, f"command line: {one_line(text, 60)}")
-        keys.add(".".join(path))
-    return frozenset(keys)
+    def __init__(self) -> None:
+        self.definitions: dict[str, Schema] = {}
+
+    def refer(self, name: str, write: Callable[[], Schema]) -> Schema:
+        """Return a reference to the definition `name`. On first use, `write` creates the definition."""
+        if name not in self.definitions:
+            self.definitions[name] = {}  # its content may refer to the definition itself
+            self.definitions[name] = write()
+        return {"$ref": f"#/$defs/{name}"}
+
+    def recipe(self, kind: str) -> Schema:
+        """Return the schema of a kind of recipe, including the options that are passed on to TRL."""
+        cls = KINDS[kind]
+        schema = self.mapping(cls)
+        schema["properties"] = {"kind": {"const": kind}, **schema["properties"]}
+        schema["required"] = ["kind", *schema["required"]]
+        for option, hint in PASSED_THROUGH.get(kind, {}).items():
+            words = f"{describe(hint)}: passed on unchanged to TRL and transformers"
+            schema["properties"][option] = {"description": words, **self.type(hint)}
+        if issubclass(cls, EvalRecipe | BudgetsRecipe):  # the loader turns a list of named tasks into blocks
+            blocks = {key: schema["properties"]["tasks"].pop(key) for key in ("type", "additionalProperties")}
+            schema["properties"]["tasks"]["anyOf"] = [blocks, _list_of({"enum": list(named_tasks())}, promote=True)]
+        return self.swept(schema) if issubclass(cls, SweptRecipe) else schema
+
+    def swept(self, schema: Schema) -> Schema:
+        """Refine the schema of a swept recipe, whose `cache` may be incomplete if a sweep supplies the rest.
+
+        With a sweep, `cache` may have the keys of any policy, an item of `sweep.policy` may have the keys of its own
+        policy, and both may lack required keys. Without a sweep, `cache` is one complete policy.
+        """
+        members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
+        name = _name(members, PolicyConfig.name_key)
+        schemas_of_key: dict[str, list[Schema]] = {PolicyConfig.name_key: [name]}
+        for key, value in (pair for member in members.values() for pair in member["properties"].items()):
+            if key != PolicyConfig.name_key and value not in schemas_of_key.setdefault(key, []):
+                schemas_of_key[key].append(value)
+        keys = {key: values[0] if len(values) == 1 else {"anyOf": values} for key, values in schemas_of_key.items()}
+        base = {"type": "object", "properties": keys, "additionalProperties": False}
+        entry = {"anyOf": [name, _chosen(PolicyConfig.name_key, members)]}
+        sweep = self.definitions[SweepConfig.__name__]["properties"]
+        sweep["policy"] |= _list_of(entry, promote=True)
+        axes = {key: _list_of(value, promote=True) for key, value in keys.items() if key != PolicyConfig.name_key}
+        sweep["cache"] |= {"properties": axes, "additionalProperties": False}
+        schema["properties"]["cache"] |= {"anyOf": [name, base, {"type": "null"}]}
+        whole = {"properties": {"cache": self.type(PolicyConfig | None)}}
+        return schema | {"if": {"required": ["sweep"]}, "else": whole}
+
+    def mapping(self, cls: type) -> Schema:
+        keys = list(all_keys(cls))
+        return {
+            "type": "object",
+            "description": read_docstring(cls)[0],
+            "properties": {key.name: self.property(key) for key in keys},
+            "required": [key.name for key in keys if key.required],
+            "additionalProperties": False,
+        }
+
+    def property(self, key: Key) -> Schema:
+        """Return the schema of a key: its type, default and description."""
+        words = ": ".join(filter(None, [describe(key.hint), key.words]))
+        schema = {"description": words, **self.type(key.hint)}
+        if not key.required and not dataclasses.is_dataclass(key.default):
+            schema["default"] = key.default
+        elif isinstance(key.default, NamedConfiguration):
+            schema["default"] = key.default.as_block()
+        return schema
+
+    def family(self, cls: type[NamedConfiguration]) -> Schema:
+        """Return the schema of a family: a mapping with a member's name, or the name alone if it needs no key."""
+        choices = {
+            name: self.refer(member.__name__, partial(self.member, member)) for name, member in cls.members().items()
+        }
+        alone = [name for name, member in cls.members().items() if not any(key.required for key in all_keys(member))]
+        return {"anyOf": [_name(alone, cls.name_key), _chosen(cls.name_key, choices)]}
+
+    def member(self, cls: type[NamedConfiguration], whole: bool = True) -> Schema:
+        """Return the schema of a family's member as a mapping. If not `whole`, the mapping may lack required keys."""
+        schema = self.mapping(cls)
+        schema["properties"] = {cls.name_key: {"const": cls.name}, **schema["properties"]}
+        schema["required"] = [cls.name_key, *(schema["required"] if whole else [])]
+        return schema
+
+    def type(self, hint: Any, promote: bool = True) -> Schema:
+        """Return the schema, without bounds, of the values that `coerce` (sparse_rl/config.py) accepts for a type."""
+        origin, args = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            return self.type(args[0], promote)
+        if origin in (Union, types.UnionType):
+            alone = sum(member is not type(None) for member in args) == 1
+            return {"anyOf": [self.type(member, alone) for member in args]}
+        if origin is Literal:
+            return {"enum": list(args)}
+        if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
+            return self.refer(hint.__name__, partial(self.family, hint))
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return self.refer(hint.__name__, partial(self.mapping, hint))
+        if origin is list or hint is list:
+            return _list_of(self.type(args[0]) if args else {}, promote)
+        if origin is dict or hint is dict:
+            return {"type": "object", **({"additionalProperties": self.type(args[1])} if args else {})}
+        return {"type": _SIMPLE[hint]} if hint in _SIMPLE else {}
+
+
+def _list_of(item: Schema, promote: bool) -> Schema:
+    """Return the schema of a list. With `promote`, the schema also accepts a single item without a list."""
+    items = {"type": "array", "items": item}
+    return {"anyOf": [items, item]} if promote else items
+
+
+def _name(names: Iterable[str], key: str) -> Schema:
+    """Return the schema of a name that a block may have under `key`; a policy may be the user's own, FILE.py:CLASS."""
+    own = {"type": "string", "pattern": r"\.py:"}
+    return {"anyOf": [{"enum": list(names)}, own]} if key == PolicyConfig.name_key else {"enum": list(names)}
+
+
+def _chosen(key: str, choices: Mapping[str, Schema]) -> Schema:
+    """Return the schema of a mapping whose value under `key` names the one of `choices` that the mapping must match."""
+    return {
+        "type": "object",
+        "properties": {key: _name(choices, key)},
+        "required": [key],
+        "allOf": [
+            {"if": {"properties": {key: {"const": name}}, "required": [key]}, "then": schema}
+            for name, schema in choices.items()
+        ],
+    }

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparse_rl.trace.checks import policy_part, window_evictions
 from sparse_rl.trace.files import read_sections, write_sections
-from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
+from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared, policy_part, window_evictions
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class EvictionTrace:
     validate : False skips the checks (for tests that build deliberately wrong traces)
 
     Raises TraceError for a section that is not declared, has a wrong dtype or shape, lacks another section that it
-    needs, or has values that no sampler can have recorded (checks.py).
+    needs, or has values that no sampler can have recorded (sections.py).
     """
 
     evict_at: Tensor
@@ -44,7 +43,7 @@ class EvictionTrace:
         self.check()
 
     def check(self, prompt: int | None = None) -> None:
-        """Raise TraceError if a section has values that no sampler can have recorded (checks.py).
+        """Raise TraceError if a section has values that no sampler can have recorded.
 
         The constructor runs this check. Each replay repeats it, because tensors are mutable. If `prompt`, the
         number of prompt tokens, is given, refits and page openings before the end of the prompt are errors too.
@@ -57,13 +56,9 @@ class EvictionTrace:
         """All sections by name, evict_at first."""
         return {EVICT_AT.name: self.evict_at, **self.further}
 
-    def to_state(self) -> dict[str, Tensor]:
-        """Return the sections as plain data for checkpoints, which `torch.load` can read with weights_only."""
-        return self.sections
-
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> EvictionTrace:
-        """Rebuild a trace from the result of `to_state`. Raises TraceError if sections are missing or invalid.
+        """Rebuild a trace from its `sections`. Raises TraceError if evict_at is missing, or a section is invalid.
 
         state : the sections by name, including evict_at int32 [L, Hkv, S]
         """
@@ -111,28 +106,6 @@ class EvictionTrace:
             evict_at[layer] = window_evictions(windows[layer], len(self))
         return EvictionTrace(evict_at, {"windowed": windowed, **self.further})
 
-    @classmethod
-    def from_events(cls, layers: int, kv_heads: int, length: int, events: Tensor) -> EvictionTrace:
-        """Make the trace [layers, kv_heads, length] with the given evictions; all other tokens are never evicted.
-
-        events : int64 [number of evictions, 4], rows of (layer, kv_head, token, evict_at); TraceError if one is invalid
-        """
-        evict_at = torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32)
-        layer, head, token, at = events.unbind(1)
-        for name, index, size in (("layer", layer, layers), ("kv_head", head, kv_heads), ("token", token, length)):
-            if bool(((index < 0) | (index >= size)).any()):
-                raise TraceError(
-                    f"an event names {name} {int(index[(index < 0) | (index >= size)][0])}; there are only {size}"
-                )
-        evict_at[layer, head, token] = at.to(torch.int32)
-        return cls.recorded(evict_at)
-
-    def to_events(self) -> Tensor:
-        """Return the evictions as sorted rows of (layer, kv_head, token, evict_at): int64 [number of evictions, 4]."""
-        index = (self.evict_at < NEVER).nonzero()
-        at = self.evict_at[index[:, 0], index[:, 1], index[:, 2]]
-        return torch.cat([index, at[:, None].long()], dim=1)
-
     @property
     def shape(self) -> tuple[int, int, int]:
         """Number of layers, of kv heads per layer, and of tokens in prompt and completion."""
@@ -152,14 +125,11 @@ class EvictionTrace:
         return self.evict_at.shape[2]
 
     def policy_part(self) -> EvictionTrace:
-        """Return the trace of the layers without a sliding window, which are those whose entries a policy evicts. It is
-        this trace itself if no layer has a window.
-        """
-        if not self.windows:
-            return self
+        """Return the trace of what a policy recorded (see `policy_part`); this trace itself if there is no more."""
         part = policy_part(self.sections)
-        further = {name: values for name, values in part.items() if name not in (EVICT_AT.name, "routed")}
-        return EvictionTrace(part[EVICT_AT.name], further, self.validate)
+        if part.keys() == self.sections.keys():
+            return self
+        return EvictionTrace(part.pop(EVICT_AT.name), part, self.validate)
 
     @property
     def windows(self) -> list[int]:
@@ -171,10 +141,6 @@ class EvictionTrace:
     def global_layers(self) -> list[int]:
         """Indices of the layers without a sliding window, which are those whose entries a policy evicts."""
         return [layer for layer, window in enumerate(self.windows or [0] * self.layers) if not window]
-
-    def layer(self, index: int) -> Tensor:
-        """Return evict_at of one layer, int32 [Hkv, S]."""
-        return self.evict_at[index]
 
     def visible(self, layer: int) -> Tensor:
         """Return one layer's attention mask, True if the query sees the token: bool [Hkv, S queries, S tokens]."""
@@ -214,10 +180,9 @@ class EvictionTrace:
         """
         return float(self.policy_part().kept_counts().float().mean()) / max(len(self) - 1, 1)
 
-    def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
+    def density(self, bins: int, layer: int | None = None) -> Tensor:
         """Return the share of tokens that the cache holds at the end, by position: float32 [bins].
 
-        bins : number of ranges of equal size into which the sequence is divided
         layer : the only layer that is counted; None means the mean over all layers without a sliding window
         """
         fed = max(len(self) - 1, 1)
@@ -246,9 +211,8 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
     """Join traces of different lengths into one padded batch. Returns the batched sections by name.
 
     The batch has one row per trace and `width` columns. The trace of row b, with S_b tokens, occupies the columns from
-    starts[b] to starts[b] + S_b - 1: starts of 0 give right padding, starts of width - S_b left padding. Positions in a
-    section are shifted by the start of their row. evict_at is int32 [layers, rows, kv heads, width], and 0 in padding
-    columns, so that no query sees them.
+    starts[b] to starts[b] + S_b - 1. Positions in a section are shifted by the start of their row. evict_at is int32
+    [layers, rows, kv heads, width], and 0 in padding columns, so that no query sees them.
 
     Raises TraceError if there is no trace; if the traces differ in their sections, layers, kv heads or settings; if a
     trace does not fit the columns; or if `EvictionTrace.check` rejects a trace.
@@ -258,8 +222,15 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
         trace.check()
         if start < 0 or start + len(trace) > width:
             raise TraceError(f"row {row}: {len(trace)} tokens from column {start} do not fit into {width} columns")
-    declarations = declared()
-    return {name: declarations[name].batch([t.sections[name] for t in traces], starts, width) for name in names}
+    return {name: declared()[name].batch([t.sections[name] for t in traces], starts, width) for name in names}
+
+
+def pinned(section: Tensor, device: torch.device | str) -> Tensor:
+    """Return a batched section in pinned memory, from which a GPU copies layers while it computes; on a CPU, as it is.
+
+    section : values [layers, ...] in host memory
+    """
+    return section if torch.device(device).type == "cpu" or section.is_pinned() else section.pin_memory()
 
 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
@@ -275,8 +246,7 @@ def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
         trace.check()
     ends = list(accumulate(len(trace) for trace in traces))
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
-    declarations = declared()
-    packed = {name: declarations[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
+    packed = {name: declared()[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
     # The checks would reject evictions at a document's end, which no sampler records.
     return EvictionTrace(packed.pop(EVICT_AT.name), packed, validate=False)
 
@@ -291,8 +261,6 @@ def save_traces(
 
     Raises TraceError if there is no trace, a trace is invalid, or the traces differ in sections, layers or kv heads.
     """
-    if not traces:
-        raise TraceError(f"{path}: there is no trace to save")
     _common_sections(traces)
     for trace in traces:
         _check(trace.sections)  # ensures that the file can be read again
@@ -304,8 +272,8 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
     fingerprint : entries that the file's fingerprint must have; the file may have other entries too
 
-    Raises TraceError for a file that is not a trace file, is truncated or changed, has another format version, or holds
-    no trace. It also raises for a missing, unknown or invalid section, and for an unexpected fingerprint entry.
+    Raises TraceError for a file that is no trace file, is damaged, has another format version, or holds no trace, for a
+    missing, unknown or invalid section, and for an unexpected fingerprint entry.
     """
     rows = read_sections(path, fingerprint)
     try:
@@ -341,19 +309,18 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
     """Return the names of the sections that all traces have. Raises TraceError if traces differ or are missing."""
     if not traces:
         raise TraceError("at least one trace is needed, but there is none")
-    first, declarations = traces[0].sections, declared()
+    first = traces[0].sections
     for row, trace in enumerate(traces):
         if trace.sections.keys() != first.keys():
-            raise TraceError(
-                f"trace {row} has the sections {', '.join(trace.sections)}, but trace 0 has {', '.join(first)}"
-            )
+            wrong = f"has the sections {', '.join(trace.sections)}, but trace 0 has {', '.join(first)}"
+            raise TraceError(f"trace {row} {wrong}")
         for name, values in trace.sections.items():
-            section = declarations[name]
-            shared_axes = [i for i in range(len(section.axes)) if i != section.joined_axis]
-            if any(values.shape[i] != first[name].shape[i] for i in shared_axes):
-                other_shape = " x ".join(f"{values.shape[i]} {section.axes[i].replace('_', ' ')}s" for i in shared_axes)
-                trace_0_shape = " x ".join(str(first[name].shape[i]) for i in shared_axes)
-                raise TraceError(f"trace {row} has {other_shape}, but trace 0 has {trace_0_shape} ({name})")
+            section = declared()[name]
+            sizes, others = ([*x.shape] for x in (values, first[name]))
+            sizes[section.joined_axis] = others[section.joined_axis]
+            if sizes != others:
+                wrong = f"has {name} {list(values.shape)}, but trace 0 has {list(first[name].shape)}"
+                raise TraceError(f"trace {row} {wrong} ({' x '.join(section.axes)})")
     return list(first)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,18 @@ from sparse_rl.analysis.attention import (
     SHARES,
     attended_levels,
     counted_tokens,
+    draw_attention,
+    map_numbers,
     observation_windows,
     overlap_numbers,
     overlaps,
+    read_shares,
     recall_numbers,
     sparsity,
     sparsity_numbers,
 )
-from sparse_rl.analysis.attention_map import draw_attention, map_numbers, read_shares, seen_shares
 from sparse_rl.errors import UserError
-from sparse_rl.methods.pages.pages import Pages
+from sparse_rl.methods.pages.policy import Pages
 from sparse_rl.trace import NEVER, EvictionTrace
 
 WORDS = {"model": "tiny", "method": "gkv", "policy": "gkv, budget 8", "note": ""}
@@ -51,7 +52,7 @@ def best(scores: Tensor, held: Tensor, percent: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_overlaps_equal_sets_of_tokens(seed: int) -> None:
+def test_overlaps_equal_sets_of_tokens(seed):
     scores, held = random_windows(seed)
     result = overlaps(scores, held)
     assert result.shape == (5, len(SHARES))
@@ -66,8 +67,7 @@ def test_overlaps_equal_sets_of_tokens(seed: int) -> None:
         assert result[:, i].numpy() == pytest.approx(np.mean(expected, 0))
 
 
-def test_windows_that_agree_overlap_wholly_and_windows_that_differ_not_at_all() -> None:
-    """Each window attends to one token. The last window's token is the first window's, and no other's."""
+def test_windows_that_agree_overlap_wholly_and_windows_that_differ_not_at_all():
     scores = [torch.zeros(1, first) for first in (17, 18, 19, 20)]  # 5 % of each is one token
     for score, token in zip(scores, (3, 4, 5, 3), strict=True):
         score[0, token] = 1.0
@@ -76,7 +76,7 @@ def test_windows_that_agree_overlap_wholly_and_windows_that_differ_not_at_all() 
     assert result[:, -1].tolist() == pytest.approx([17 / 20, 18 / 20, 19 / 20, 19 / 20, 1.0])
 
 
-def test_earlier_tokens_win_ties() -> None:
+def test_earlier_tokens_win_ties():
     levels = attended_levels(torch.ones(1, 20), torch.arange(20)[None] >= 10)
     assert (levels[0] <= SHARES.index(20)).nonzero()[:, 0].tolist() == [10, 11]
 
@@ -91,13 +91,11 @@ def test_earlier_tokens_win_ties() -> None:
         (78, 81, None, []),
     ],
 )
-def test_windows_are_at_the_end_of_the_completion(
-    prompt: int, length: int, last: int | None, windows: list[tuple[int, int]]
-) -> None:
+def test_windows_are_at_the_end_of_the_completion(prompt, length, last, windows):
     assert observation_windows(prompt, length, last) == windows
 
 
-def test_sparsity_equals_a_counting_loop() -> None:
+def test_sparsity_equals_a_counting_loop():
     scores = torch.rand(3, 30, generator=torch.Generator().manual_seed(0)) ** 4
     counted = torch.rand(3, 30, generator=torch.Generator().manual_seed(1)) < 0.6
     result = sparsity(scores, counted)
@@ -110,7 +108,7 @@ def test_sparsity_equals_a_counting_loop() -> None:
         assert value == pytest.approx(np.mean(shares))
 
 
-def test_sparsity_of_equal_scores_is_0_and_of_one_large_score_almost_1() -> None:
+def test_sparsity_of_equal_scores_is_0_and_of_one_large_score_almost_1():
     everything = torch.ones(1, 10, dtype=torch.bool)
     assert sparsity(torch.full((1, 10), 0.1), everything).tolist() == [0.0] * len(LEVELS)
     one = torch.full((1, 10), 1e-5)
@@ -118,7 +116,7 @@ def test_sparsity_of_equal_scores_is_0_and_of_one_large_score_almost_1() -> None
     assert sparsity(one, everything).tolist() == pytest.approx([0.9] * len(LEVELS))
 
 
-def test_counted_tokens_are_the_last_ones_of_a_full_cache_and_the_held_ones_of_another() -> None:
+def test_counted_tokens_are_the_last_ones_of_a_full_cache_and_the_held_ones_of_another():
     full = EvictionTrace.dense(1, 1, 100)
     assert counted_tokens(full, 0, 80, 10)[0].nonzero()[:, 0].tolist() == list(range(70, 80))
     evict_at = torch.full((1, 1, 100), NEVER)
@@ -128,7 +126,7 @@ def test_counted_tokens_are_the_last_ones_of_a_full_cache_and_the_held_ones_of_a
     assert counted_tokens(evicted, 0, 80, 2)[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, *range(75, 80)]
 
 
-def test_recall_leaves_out_sequences_without_competition() -> None:
+def test_recall_leaves_out_sequences_without_competition():
     recalls = [torch.tensor([[0.5, 1.0]]).double(), torch.full((1, 2), math.nan).double()]
     numbers = recall_numbers(recalls, [3])
     assert numbers == {"sequences": 1, "layers": [3], "recall": [[0.5, 1.0]], "mean": 0.75}
@@ -136,14 +134,12 @@ def test_recall_leaves_out_sequences_without_competition() -> None:
         recall_numbers(recalls[1:], [3])
 
 
-def test_too_short_sequences_are_refused() -> None:
+def test_too_short_sequences_are_refused():
     with pytest.raises(UserError, match="no completion is long enough for 4 windows"):
         overlap_numbers({}, [])
     with pytest.raises(UserError, match="no sequence has more than 16 tokens"):
         sparsity_numbers({}, [])
 
-
-# ---- maps ----------------------------------------------------------------------------------------------------------
 
 PAGES = Pages(size=3, window=2, sinks=1, most=2, weighed=True, valued=True)
 
@@ -161,8 +157,8 @@ def paged_trace(length: int, prompt: int) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_shares_of_read_pairs_equal_a_loop(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparse_rl.analysis.attention_map.CHUNK", 4)
+def test_shares_of_read_pairs_equal_a_loop(size, monkeypatch):
+    monkeypatch.setattr("sparse_rl.analysis.attention.CHUNK", 4)
     trace = paged_trace(24, 5)
     opened, closed_at = trace.further["opened"][0, 0, :23], trace.further["closed_at"]
     read, possible = np.zeros((2, -(-23 // size), -(-23 // size)))
@@ -176,19 +172,6 @@ def test_shares_of_read_pairs_equal_a_loop(size: int, monkeypatch: pytest.Monkey
     assert shares.numpy() == pytest.approx(read / np.maximum(possible, 1), abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_shares_of_seen_pairs_equal_a_loop(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    evict_at = torch.arange(23) + torch.randint(1, 30, (23,), generator=generator)
-    shares = seen_shares(evict_at.int(), size)
-    for i, row in enumerate(shares.tolist()):
-        for j, share in enumerate(row):
-            queries = range(i * size, min((i + 1) * size, 23))
-            pairs = [(q, t) for q in queries for t in range(j * size, min((j + 1) * size, q + 1))]
-            seen = sum(q < int(evict_at[t]) for q, t in pairs)
-            assert share == pytest.approx(seen / len(pairs) if pairs else 0.0, abs=1e-6)
-
-
 def many(layers: int, heads: int) -> dict[str, dict[str, Any]]:
     """Return made numbers of every figure, for so large a model."""
     generator = torch.Generator().manual_seed(0)
@@ -199,13 +182,13 @@ def many(layers: int, heads: int) -> dict[str, dict[str, Any]]:
     return {
         "overlap": {**WORDS, **overlap_numbers(by_layer, [128])},
         "sparsity": {"levels": list(LEVELS), "sources": [source, source | {"note": "raw scores"}]},
-        "recall": {**WORDS, "k": 4, **recall},
+        "recall": {**WORDS, "k": 4, "teacher": "start", **recall},
     }
 
 
 @pytest.mark.parametrize("name", ["overlap", "sparsity", "recall"])
 @pytest.mark.few(1)
-def test_large_models_are_drawn(name: str, tmp_path: Path) -> None:
+def test_large_models_are_drawn(name, tmp_path):
     getattr(attention, f"draw_{name}")(many(28, 8)[name], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
@@ -214,10 +197,9 @@ EVICTED = EvictionTrace((torch.arange(24) + 12).masked_fill(torch.arange(24) > 1
 
 
 @pytest.mark.parametrize("trace", [paged_trace(24, 5), EvictionTrace.dense(1, 1, 24), EVICTED])
-def test_maps_are_drawn_with_and_without_pages(trace: EvictionTrace, tmp_path: Path) -> None:
+def test_maps_are_drawn_with_and_without_pages(trace, tmp_path):
     cells = torch.rand(12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, math.nan)
     numbers = map_numbers(cells, trace, 0, [0, 1], 0, 2)
     assert (numbers["pages"] is None) == ("closed_at" not in trace.further)
-    assert (numbers["seen"] is None) == (trace is not EVICTED)
     draw_attention({**WORDS, **numbers, "note": ""}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

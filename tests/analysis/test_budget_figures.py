@@ -46,10 +46,8 @@ def budgets_of(layers: int, heads: int, contexts: int, seed: int = 0) -> dict[st
     }
 
 
-def test_sensitivity_by_hand() -> None:
-    """Two contexts, two heads, the ratios 0.05 (the base) and 1. With all entries, head 0 lowers the losses 2 and 4 of
-    the baseline by 1 and 3: by 2 on average, with a standard error of 1. Head 1 changes nothing.
-    """
+def test_sensitivity_by_hand():
+    """Head 0 lowers the losses 2 and 4 of the baseline by 1 and 3: 2 on average, with an error of 1."""
     content = budgets_of(1, 2, 2) | {
         "ratios": [0.05, 1.0],
         "baseline_losses": [2.0, 4.0],
@@ -64,7 +62,7 @@ def test_sensitivity_by_hand() -> None:
     assert numbers["coloured"] == [[0, 0], [0, 1]]
 
 
-def test_sensitivity_equals_a_loop() -> None:
+def test_sensitivity_equals_a_loop():
     content = budgets_of(3, 2, 4)
     numbers = sensitivity(content)
     spreads = {}
@@ -81,8 +79,7 @@ def test_sensitivity_equals_a_loop() -> None:
     assert numbers["coloured"] == [*widest_first[:2], *widest_first[-2:]]
 
 
-def test_proportions_equal_a_loop() -> None:
-    """The ratio of the global selection is 0.04, which is nearest to 0.05. All shares of a selection add up to 1."""
+def test_proportions_equal_a_loop():
     content = budgets_of(3, 2, 4)
     numbers = proportions(content)
     assert numbers["ratio"] == 0.04
@@ -95,30 +92,23 @@ def test_proportions_equal_a_loop() -> None:
             for place in range(len(GLOBAL_RATIOS)):
                 of_contexts = [content["global_shares"][n][place][layer][head] for n in range(4)]
                 assert numbers["global"][place][layer][head] == pytest.approx(mean(of_contexts))
-                if place == 1:
-                    assert numbers["low"][layer][head] == min(of_contexts)
-                    assert numbers["high"][layer][head] == max(of_contexts)
 
 
-def test_a_single_context_has_no_standard_error() -> None:
+def test_a_single_context_has_no_standard_error():
     numbers = sensitivity(budgets_of(2, 2, 1))
     assert numbers["error"] is None
     assert len(numbers["coloured"]) == 4
 
 
-def test_heads_are_named_by_the_layers_of_the_file() -> None:
-    """A file of a model with sliding windows names its other layers."""
+def test_heads_are_named_by_the_layers_of_the_file():
     content = budgets_of(2, 1, 2) | {"layers": [5, 11]}
     assert proportions(content)["layers"] == [5, 11]
     assert sorted(sensitivity(content)["coloured"]) == [[5, 0], [11, 0]]
-    with pytest.raises(ValueError, match="budgets of 2 layers, but names 3"):
-        proportions(content | {"layers": [1, 2, 3]})
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3), (9, 2, 1), (36, 8, 2)])
 @pytest.mark.few(1)
-def test_pictures_of_few_and_of_many_heads_are_drawn(shape: tuple[int, int, int], tmp_path: Path) -> None:
-    """The pictures are drawn from the numbers alone, as JSON has them."""
+def test_pictures_of_few_and_of_many_heads_are_drawn(shape, tmp_path):
     content = budgets_of(*shape)
     for compute, draw in ((sensitivity, draw_sensitivity), (proportions, draw_proportions)):
         draw(json.loads(json.dumps(compute(content))), tmp_path / "picture.png")
@@ -126,7 +116,7 @@ def test_pictures_of_few_and_of_many_heads_are_drawn(shape: tuple[int, int, int]
         (tmp_path / "picture.png").unlink()
 
 
-def test_plot_draws_head_budgets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_plot_draws_head_budgets(tmp_path, capsys):
     """The file is named directly or by its folder. The file of numbers never replaces a file of results."""
     content = budgets_of(2, 2, 3)
     file = tmp_path / "head_budgets.json"
@@ -165,16 +155,12 @@ def test_plot_draws_head_budgets(tmp_path: Path, capsys: pytest.CaptureFixture) 
         ("contexts", [], "it has no contexts"),
         ("shares", [], "damaged"),
         ("global_ratios", [0.0, 0.1, 0.2], "damaged"),
-        ("ratios", [0.0] * 5, "its ratios are not increasing"),
-        ("ratios", [0.0, 0.1, 0.2, 0.4, 2.0], "its ratios are not increasing"),
         ("settings", 3, "damaged"),
         ("model", {}, "it has no 'name'"),
         ("full_losses", ..., "it has no 'full_losses'"),
     ],
 )
-def test_a_damaged_file_gives_one_short_line(
-    key: str, value: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_file_gives_one_short_line(key, value, message, tmp_path, capsys):
     content = copy.deepcopy(budgets_of(2, 2, 3))
     content[key] = value
     if value is ...:
@@ -186,8 +172,7 @@ def test_a_damaged_file_gives_one_short_line(
     assert len(line) < 300
 
 
-def test_budgets_without_curves_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The file of the paper's authors has shares alone."""
+def test_budgets_without_curves_are_refused(tmp_path, capsys):
     (tmp_path / "head_budgets.json").write_text(json.dumps({"L0H0": 0.7, "L0H1": 0.3}))
     assert main(["plot", str(tmp_path)]) == 2
     assert "is not a file of head budgets that sparse-rl budgets wrote" in capsys.readouterr().err

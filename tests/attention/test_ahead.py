@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
+from tiny import new_model
 from torch._dynamo.utils import counters
+from traces import trace_of
 
-from sparse_rl.attention.ahead import compile_ahead, sizes_up_to
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.kernels import flex
-from sparse_rl.attention.kernels.flex import flex_attend, padded
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.startup import compile_ahead
+from sparse_rl.attention.views import make_view
+from sparse_rl.kernels import flex
+from sparse_rl.kernels.flex import flex_attend
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.few(1)
 def test_steps_compile_no_graph_after_compile_ahead(
-    autocast: bool,
-    flex_trains: list[bool],
-    new_model: Callable,
-    trace_of: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    autocast: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `compile_ahead` for 2 rows of at most 300 tokens, a step of 2 rows compiles no graph, with gradients (under
-    checkpointing) or without. Control: a step of 3 rows compiles one.
-    """
+    """With gradients (under checkpointing) or without. Control: a step of 3 rows compiles one."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(flex, "_compiled", lambda: traced)
-    monkeypatch.setattr(
-        "sparse_rl.attention.kernels.masked.flex_attend",
-        lambda *args, compiled, **kwargs: flex_attend(*args, compiled=True, **kwargs),
-    )
+    monkeypatch.setattr(flex, "_compiled", lambda _: traced)
+    by_graph = lambda *args, compiled, **kwargs: flex_attend(*args, compiled=True, **kwargs)  # noqa: E731
+    monkeypatch.setattr("sparse_rl.kernels.masked.flex_attend", by_graph)
     model = adopt(new_model("qwen3", num_hidden_layers=2, head_dim=16)).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch._dynamo.reset()
@@ -41,9 +34,8 @@ def test_steps_compile_no_graph_after_compile_ahead(
     device_and_dtype = torch.device("cpu"), torch.float32
 
     def step(rows: int, width: int) -> None:
-        view = make_view(
-            [trace_of(width, layers=2, seed=i) for i in range(rows)], [0] * rows, width, "cpu", "flex_sorted"
-        )
+        traces = [trace_of(width, layers=2, seed=i) for i in range(rows)]
+        view = make_view(traces, [0] * rows, width, "cpu", "flex_sorted")
         ids = torch.full((rows, width), 5)
         out = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         if torch.is_grad_enabled():
@@ -60,9 +52,3 @@ def test_steps_compile_no_graph_after_compile_ahead(
         assert counters["stats"]["unique_graphs"] == before
         step(3, 300)  # control
         assert counters["stats"]["unique_graphs"] == before + 1
-
-
-@pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
-def test_sizes_to_compile_are_all_padded_lengths(length: int) -> None:
-    """`sizes_up_to(length)` lists all padded lengths of texts of 1 to `length` tokens, each once."""
-    assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

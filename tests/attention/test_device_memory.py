@@ -1,10 +1,5 @@
-"""A view copies one layer's slice of evict_at at a time to the device and makes one mask at a time. The tests count
-the masks and slices that are alive together, and the peak of their bytes.
-
-A dispatch mode records every tensor that an operator makes, in the forward pass, recomputation and backward pass, and
-which of their storages are still alive. On the CPU the device is also the host: the batch of traces, which lives in
-host memory, is passed to the mode as `host` and not counted.
-"""
+"""A view copies one layer's slice of evict_at at a time to the device, and makes one mask at a time. A dispatch mode
+records every tensor that an operator makes, and which storages are alive."""
 
 from __future__ import annotations
 
@@ -14,24 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import new_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from traces import starts_of, trace_of
 from transformers import PreTrainedModel
 
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.kernels import masked
-from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.attention.views import ReplayView
+from sparse_rl.kernels import masked
 from sparse_rl.trace import EvictionTrace, batch_traces
 
 OWNED = (torch.bool, torch.int32)  # the dtypes of masks and traces; no other tensor in these models has these dtypes
 
 
 class Alive(TorchDispatchMode):
-    """The storages of tensors made by operators that are still alive, by kind.
-
-    `kind` returns the kind of a new tensor, or None to ignore it; views of `host` are ignored.
-    """
+    """Storages of operators' tensors that are alive, by `kind` (None ignores a tensor); views of `host` are ignored."""
 
     def __init__(self, kind: Callable[[torch.Tensor], str | None], host: torch.Tensor) -> None:
         super().__init__()
@@ -111,9 +105,7 @@ LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37
 def most_alive(
     model: PreTrainedModel, view_class: Callable, traces: Iterable[EvictionTrace], starts: Iterable[int]
 ) -> dict[str, int]:
-    """Return the largest number of tensors of one kind alive at once in a training step: masks, torch's float copies of
-    masks, slices.
-    """
+    """Return the largest number of tensors of one kind alive at once in a training step."""
 
     def kind(tensor: torch.Tensor) -> str | None:
         if tensor.numel() == BATCH * KV_HEADS * WIDTH * WIDTH and tensor.shape[-2:] == (WIDTH, WIDTH):
@@ -129,13 +121,9 @@ def most_alive(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_at_most_one_mask_and_two_slices_of_evict_at_are_alive(
-    checkpointing: bool, new_model: Callable, trace_of: Callable, starts_of: Callable
-) -> None:
-    """In forward pass, recomputation and backward pass at most one mask and two layers' slices of evict_at (the layer
-    that runs, and the next) are alive. Controls: views that hold all masks or all slices are detected, and without
-    checkpointing also a view that holds its masks until the backward pass.
-    """
+def test_at_most_one_mask_and_two_slices_of_evict_at_are_alive(checkpointing: bool) -> None:
+    """The slices are those of the layer that runs and the next. Controls: views that hold all masks or slices, and
+    without checkpointing one that holds its masks."""
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), checkpointing)
     lengths = (37, 20, 30)
     traces = [trace_of(n, layers=LAYERS) for n in lengths]
@@ -150,10 +138,8 @@ def test_at_most_one_mask_and_two_slices_of_evict_at_are_alive(
     assert kept == (1 if checkpointing else LAYERS)
 
 
-def test_layers_without_evictions_make_no_mask_and_fetch_no_slice(new_model: Callable, trace_of: Callable) -> None:
-    """Traces without any eviction need no mask and no slice. If layers 1, 4 and 5 have evictions, the other layers add
-    nothing: at most one mask and two slices are alive.
-    """
+def test_layers_without_evictions_make_no_mask_and_fetch_no_slice() -> None:
+    """If layers 1, 4 and 5 have evictions, the other layers add none."""
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
     without_evictions = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
     expected = {"mask": 0, "float mask": 0, "evict_at": 0}
@@ -179,14 +165,9 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_layers_slice_is_fetched_one_layer_ahead(trace_of: Callable) -> None:
-    """When a layer runs, its slice of evict_at is already on the device. Layers run upwards in the forward pass and
-    downwards in the backward pass.
-
-    Two slices are exceptions, and are copied when their layers run: that of the first layer in the forward pass, and
-    that of the second layer in the backward pass, since there the direction has just turned. In the backward pass each
-    layer runs twice, as under checkpointing. The second run copies nothing.
-    """
+def test_each_layers_slice_is_fetched_one_layer_ahead() -> None:
+    """Upwards in the forward pass, downwards in the backward pass, except where a direction begins: the first layer
+    forward, and the second one backward, whose slices are copied when their layers run."""
     batch = batch_traces([trace_of(WIDTH, layers=LAYERS)], [0], WIDTH)
     view, top, evict_at = ReplayView(batch, "cpu"), LAYERS - 1, batch["evict_at"]
     up, down = list(range(LAYERS)), [i for i in reversed(range(LAYERS)) for _ in range(2)]
@@ -208,12 +189,8 @@ def peak_bytes(model: PreTrainedModel, view_class: Callable, traces: list[Evicti
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_peak_memory_is_at_most_a_twelfth_of_the_dense_masks(
-    checkpointing: bool, new_model: Callable, trace_of: Callable
-) -> None:
-    """With 16 layers and 256 tokens, the peak is at most 1/12 of the bytes of all layers' boolean masks. Control: a
-    view that holds all masks has a peak of at least their bytes.
-    """
+def test_peak_memory_is_at_most_a_twelfth_of_the_dense_masks(checkpointing: bool) -> None:
+    """With 16 layers and 256 tokens. Control: a view that holds all masks."""
     layers, batch, kv_heads, width = 16, 4, 2, 256
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=layers)), checkpointing)
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
@@ -223,16 +200,11 @@ def test_peak_memory_is_at_most_a_twelfth_of_the_dense_masks(
 
 
 @pytest.mark.slow
-def test_peak_memory_is_at_most_a_twelfth_of_the_dense_masks_at_2048_tokens(
-    new_model: Callable, trace_of: Callable, record_property: Callable
-) -> None:
-    """The peak is at most 1/12 of the bytes of all layers' boolean masks also for the documented measurement: 4
-    sequences x 16 layers x 2 kv heads x 2,048 tokens.
-    """
+def test_peak_memory_is_at_most_a_twelfth_of_the_dense_masks_at_2048_tokens() -> None:
+    """The documented measurement: 4 sequences x 16 layers x 2 kv heads."""
     layers, batch, kv_heads, width = 16, 4, 2, 2048
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": layers}
     model = set_checkpointing(adopt(new_model("qwen3", **tiny)), True)
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
     peak = peak_bytes(model, under_masks, traces, width)
-    record_property("peak bytes", peak)
     assert peak <= layers * batch * kv_heads * width * width / 12

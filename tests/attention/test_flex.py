@@ -1,29 +1,27 @@
-"""The FlexAttention kernel against the dense reference.
+"""The FlexAttention kernel against the dense reference. Lists say which tiles (128 queries by 128 keys) it visits.
 
-FlexAttention computes a mask's scores tile by tile (128 queries by 128 keys); lists say which tiles to visit. On a CPU
-torch has two partial versions: the compiled one honours the lists but has no backward pass; the plain operator has
-gradients and the log-sum-exp (LSE) but ignores the lists, and torch refuses its backward pass unless the fixture
-`flex_trains` lifts the refusal. Both versions together run all of our own code for the GPU. tests/gpu runs the complete
-kernel. Kernel `flex` keeps keys in natural order; `flex_sorted` sorts them by evict_at within segments.
-"""
+On a CPU torch has two partial versions: the compiled one honours the lists but has no backward pass; the plain operator
+has gradients and the log-sum-exp (LSE) but ignores the lists, and the fixture `flex_trains` must permit its backward
+pass. Both together run all of our own code; tests/gpu runs the complete kernel. Kernel `flex` keeps keys in natural
+order; `flex_sorted` sorts them by evict_at within segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny import new_model
 from torch._dynamo.utils import counters
+from traces import trace_of
 
 from sparse_rl.attention.interface import NO_MASK, adopt, attention_forward
-from sparse_rl.attention.kernels import flex
-from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.attention.kernels.flex import flex_attend
-from sparse_rl.attention.kernels.masked import visible_mask
-from sparse_rl.attention.kernels.tiles import Tiles
-from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.attention.views import ReplayView, make_view
+from sparse_rl.kernels import flex
+from sparse_rl.kernels.flex import Tiles, flex_attend
+from sparse_rl.kernels.masked import dense_attention, visible_mask
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # SCALE differs from torch's default scaling, 0.25
@@ -45,7 +43,7 @@ def random_qkv(rows: int, width: int, group: int = GROUP, dtype: torch.dtype = t
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
-def batched(layout: str, trace_of: Callable) -> torch.Tensor:
+def batched(layout: str) -> torch.Tensor:
     """Return evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
     if layout == "packed":
         rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
@@ -64,12 +62,10 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 @pytest.mark.few(3)
 def test_flex_output_lse_and_gradients_equal_the_dense_reference(
-    layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable
+    layout: str, in_segments: bool, flex_trains: list[bool]
 ) -> None:
-    """Through the plain operator, output, log-sum-exp (LSE) and all gradients equal the dense reference's, for ragged
-    batches with groups of query heads. Padding has output 0. Control: without evictions the output differs.
-    """
-    evict_at = batched(layout, trace_of)
+    """Ragged batches with groups of query heads; padding has output 0. Control: no evictions."""
+    evict_at = batched(layout)
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()  # 1 for tokens, 0 for padding
     visible = visible_mask(evict_at)
@@ -97,9 +93,8 @@ def test_flex_output_lse_and_gradients_equal_the_dense_reference(
 @pytest.mark.slow  # each case compiles once; the fast test_all_layers_and_steps_share_one_graph compiles one too
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segments: bool, trace_of: Callable) -> None:
-    """The compiled forward pass reads the lists of tiles, and is within 1e-5 of the reference."""
-    evict_at = batched(layout, trace_of)
+def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segments: bool) -> None:
+    evict_at = batched(layout)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
     expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
@@ -109,14 +104,12 @@ def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segmen
 
 @ORDERS
 def test_traced_training_graph_equals_the_dense_reference(
-    in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+    in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph that a GPU trains with is traced here, forward and backward, and run with torch's own operators. The
-    gradients of the sum of all squared outputs and log-sum-exps equal the dense reference's.
-    """
+    """The graph that a GPU trains with, forward and backward, run with torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(flex, "_compiled", lambda: traced)
-    evict_at = batched("right", trace_of)
+    monkeypatch.setattr(flex, "_compiled", lambda _: traced)
+    evict_at = batched("right")
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()
     visible = visible_mask(evict_at)
@@ -151,10 +144,7 @@ def another_order(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
-def test_control_damaged_tiles_change_the_output(
-    damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
-) -> None:
-    """With damaged lists of tiles, the output of the compiled forward pass changes by more than 1e-2."""
+def test_control_damaged_tiles_change_the_output(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     make = flex.make_tiles
 
     def damaged(*args: Any) -> Tiles:
@@ -162,7 +152,7 @@ def test_control_damaged_tiles_change_the_output(
         damage(tiles)
         return tiles
 
-    evict_at = batched("right", trace_of)
+    evict_at = batched("right")
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     right = flex_attend(evict_at, q, k, v, SCALE, in_segments=True)[0]
     monkeypatch.setattr(flex, "make_tiles", damaged)
@@ -179,12 +169,8 @@ class Compiled(ReplayView):
 
 
 @pytest.mark.slow
-def test_all_layers_and_steps_share_one_graph(
-    new_model: Callable, trace_of: Callable, record_property: Callable
-) -> None:
-    """28 layers and 20 steps of varying lengths and evictions share one compiled graph, and their logits equal those of
-    the default kernel. Batches of a single row share a second graph.
-    """
+def test_all_layers_and_steps_share_one_graph() -> None:
+    """28 layers and 20 steps of varying lengths; batches of a single row share a second graph. Logits equal sdpa's."""
     layers = 28
     model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
     torch._dynamo.reset()
@@ -195,10 +181,8 @@ def test_all_layers_and_steps_share_one_graph(
         traces = [trace_of(n, layers=layers, seed=lengths[0]) for n in lengths]
         ids = torch.full((len(lengths), max(lengths)), 5)
         batch = batch_traces(traces, [0] * len(lengths), max(lengths))
-        views = [view(batch, "cpu") for view in (Compiled, ReplayView)]
-        ours, theirs = (
-            model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for view in views
-        )
+        inputs = {"input_ids": ids, "attention_mask": NO_MASK, "use_cache": False}
+        ours, theirs = (model(kv_view=view(batch, "cpu"), **inputs).logits for view in (Compiled, ReplayView))
         for row, n in enumerate(lengths):
             torch.testing.assert_close(ours[row, :n], theirs[row, :n], rtol=0, atol=1e-4)
 
@@ -214,18 +198,16 @@ def test_all_layers_and_steps_share_one_graph(
 
 
 @pytest.mark.parametrize("kernel", ["gather", "flex", "flex_sorted", "dense"])
-def test_a_view_runs_the_named_kernel(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through transformers' interface, outputs and gradients equal those of the kernel `sdpa`. The log `flex_trains`
-    shows that FlexAttention runs for the kernels `flex` and `flex_sorted` alone, once for each layer with evictions.
-    Layer 1 has no evictions, and runs causal attention.
-    """
+def test_a_view_runs_the_named_kernel(kernel: str, flex_trains: list[bool]) -> None:
+    """Outputs and gradients equal sdpa's; only flex and flex_sorted run FlexAttention, once for each layer with
+    evictions."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
     real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
     ours, theirs = (make_view(traces, [0] * 3, WIDTH, "cpu", name) for name in (kernel, "sdpa"))
     for layer in range(3):
         module = torch.nn.Module()
-        module.layer_idx = layer  # type: ignore[assignment]
+        module.layer_idx, module.config = layer, SimpleNamespace(model_type="llama")  # type: ignore[assignment]
         outs = [attention_forward(module, q, k, v, None, kv_view=view)[0].transpose(1, 2) for view in (ours, theirs)]
         grads = [torch.autograd.grad((out * real).square().sum(), (q, k, v)) for out in outs]
         torch.testing.assert_close(outs[0] * real, outs[1] * real, rtol=0, atol=1e-5)
@@ -234,11 +216,9 @@ def test_a_view_runs_the_named_kernel(kernel: str, flex_trains: list[bool], trac
     assert flex_trains == {"flex": [False] * 2, "flex_sorted": [True] * 2}.get(kernel, [])
 
 
-def test_attention_is_computed_in_the_dtype_of_autocast(trace_of: Callable) -> None:
-    """Under autocast, RoPE leaves queries and keys in float32. The attention converts them to autocast's dtype, as SDPA
-    does: the output equals that of bfloat16 inputs, and differs from that of float32 inputs by less than 0.05.
-    """
-    evict_at = batched("right", trace_of)
+def test_attention_is_computed_in_the_dtype_of_autocast() -> None:
+    """As SDPA does, since RoPE leaves queries and keys in float32: the output equals that of bfloat16 inputs."""
+    evict_at = batched("right")
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
     expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
@@ -253,7 +233,6 @@ def test_attention_is_computed_in_the_dtype_of_autocast(trace_of: Callable) -> N
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
 def test_flex_without_evictions_is_causal_at_lengths_around_a_tile(length: int, flex_trains: list[bool]) -> None:
-    """For 1, 2, 128 (a whole tile) and 129 tokens, the output equals causal attention and the gradients are finite."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)
     for in_segments in (False, True):

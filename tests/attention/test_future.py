@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl.attention.future import future_attention_mass
+from sparse_rl.kernels.future import future_attention_mass
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 37, 8, 0.4
 ENDS = {
@@ -33,9 +33,8 @@ def brute(q: torch.Tensor, k: torch.Tensor, ends: Any, window: int, options: dic
         lse = []
         for d in range(S):
             seen = [float(q[b, h, d] @ k[b, h, t]) * SCALE for t in range(d + 1) if d < end[t]]
-            lse.append(
-                torch.tensor(seen, dtype=torch.float64).logsumexp(0) if given_lse is None else given_lse[b, h, d]
-            )
+            own = torch.tensor(seen, dtype=torch.float64).logsumexp(0)
+            lse.append(own if given_lse is None else given_lse[b, h, d])
         for t in range(S):
             last = end[t] if look is None else min(end[t], t + window + look + 1)
             queries = range(t + window, last)
@@ -44,7 +43,6 @@ def brute(q: torch.Tensor, k: torch.Tensor, ends: Any, window: int, options: dic
     return result
 
 
-@pytest.fixture
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(B, HQ, S, D, generator=generator) * 2, torch.randn(B, HKV, S, D, generator=generator) * 2
@@ -54,18 +52,15 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("window", [1, 5, 40])
 @pytest.mark.parametrize("option", [{}, {"lookahead": 0}, {"lookahead": 6}, {"normalise": False}, {"log_sum_exp": 1}])
 @pytest.mark.few(20)
-def test_future_attention_mass_equals_the_loop(where: str, window: int, option: dict, tensors: Any) -> None:
-    """The log-mass equals that of the loop `brute` for any layout, window and option, whether it is computed in chunks
-    of 512, in chunks of 7 or by FlexAttention. The same holds for the maximum and the mean of the mass over the query
-    heads of a kv head.
-    """
+def test_future_attention_mass_equals_the_loop(where: str, window: int, option: dict) -> None:
+    """For any layout, window and option, in chunks or by FlexAttention; also the maximum and mean over query heads."""
     if "log_sum_exp" in option:  # arbitrary values; no score exceeds 20
         option = {"log_sum_exp": torch.randn(B, HQ, S, generator=torch.Generator().manual_seed(1)) + 20}
     ends = ENDS[where]
-    expected = brute(*tensors, ends, window, option)
+    expected = brute(*tensors(), ends, window, option)
     given = {"window": window, "scaling": SCALE, "ends": None if ends is None else torch.tensor(ends), **option}
     for method in ({"chunk": 512}, {"chunk": 7}, {"kernel": "flex"}):
-        mass = future_attention_mass(*tensors, **given, **method)
+        mass = future_attention_mass(*tensors(), **given, **method)
         assert mass.shape == (B, HQ, S)
         assert mass.dtype == torch.float32
         assert not mass.isnan().any()
@@ -75,17 +70,16 @@ def test_future_attention_mass_equals_the_loop(where: str, window: int, option: 
         assert not positive.any() or (mass[positive] - expected[positive].log()).abs().max() <= 1e-4
     by_head = expected.view(B, HKV, -1, S)
     for group, by_group in (("max", (1e-6 + by_head).log().amax(2)), ("mean", (1e-6 + by_head.mean(2)).log())):
-        joined = future_attention_mass(*tensors, **given, group=group, floor=1e-6)
+        joined = future_attention_mass(*tensors(), **given, group=group, floor=1e-6)
         assert joined.shape == (B, HKV, S)
         assert (joined.exp() - by_group.exp()).abs().max() <= 1e-5
 
 
-def test_control_wrong_options_give_another_mass(tensors: Any) -> None:
-    """If window, scaling, lookahead or layout is not the loop's, the mass differs from the loop's by more than 1e-2."""
-    expected = brute(*tensors, None, 5, {})
+def test_control_wrong_options_give_another_mass() -> None:
+    expected = brute(*tensors(), None, 5, {})
 
     def gap(**changed: Any) -> float:
-        mass = future_attention_mass(*tensors, **{"window": 5, "scaling": SCALE, **changed})
+        mass = future_attention_mass(*tensors(), **{"window": 5, "scaling": SCALE, **changed})
         return float((mass.exp() - expected).abs().max())
 
     assert gap() <= 1e-5
@@ -93,8 +87,8 @@ def test_control_wrong_options_give_another_mass(tensors: Any) -> None:
     assert gap(ends=torch.tensor(ENDS["packed"])) > 1e-2
 
 
-def test_future_attention_mass_has_no_gradient_and_is_float32(tensors: Any) -> None:
-    query, key = (tensor.clone().requires_grad_() for tensor in tensors)
+def test_future_attention_mass_has_no_gradient_and_is_float32() -> None:
+    query, key = (tensor.clone().requires_grad_() for tensor in tensors())
     target = future_attention_mass(query, key, window=5, scaling=SCALE)
     assert not target.requires_grad
     half = future_attention_mass(query.bfloat16(), key.bfloat16(), window=5, scaling=SCALE)

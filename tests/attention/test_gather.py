@@ -6,16 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peaks import Largest
 from test_flex import DIM, GROUP, KV_HEADS, SCALE, WIDTH, batched, random_qkv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from sparse_rl.attention.kernels import gather
-from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.attention.kernels.gather import QueryChunk, gathered_attention, held_bytes, make_chunks, visited_share
-from sparse_rl.attention.kernels.masked import visible_mask
-from sparse_rl.attention.kernels.tiles import visible_share
+from sparse_rl.kernels import masked as gather
 from sparse_rl.kernels import running_topk
+from sparse_rl.kernels.flex import visible_share
+from sparse_rl.kernels.masked import (
+    QueryChunk,
+    dense_attention,
+    gathered_attention,
+    held_bytes,
+    make_chunks,
+    visible_mask,
+    visited_share,
+)
 from sparse_rl.trace import EvictionTrace
 
 
@@ -27,8 +32,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evictions_of_top_k(length: int, budget: int) -> torch.Tensor:
-    """Return evict_at int32 [1, 1, S] of a policy that keeps 4 sinks, a window of 8 and the tokens with the best random
-    scores so far, `budget` tokens in all."""
+    """Return evict_at [1, 1, S] of 4 sinks, a window of 8 and the best random scores so far, `budget` tokens in all."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
     return running_topk(scores, 4, window=8, k=budget - 12).evict_at
 
@@ -40,14 +44,11 @@ def random_inputs(rows: int, width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_gathered_output_and_gradients_equal_the_dense_reference(
-    layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+    layout: str, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For ragged batches with groups of query heads, output and gradients equal the dense reference's up to float64
-    rounding, both if the gathered keys are held for the backward pass and if they are gathered again. Control: without
-    evictions the output differs.
-    """
+    """Gathered keys are held for the backward pass or gathered again. Control: no evictions."""
     monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
-    evict_at = batched(layout, trace_of)
+    evict_at = batched(layout)
     q, k, v = random_inputs(3, WIDTH)
     real = (evict_at[:, :1, :, None] > 0).double()
     expected = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
@@ -62,11 +63,9 @@ def test_gathered_output_and_gradients_equal_the_dense_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_and_gradients_have_the_inputs_dtype(dtype: torch.dtype, trace_of: Callable) -> None:
-    """The output equals float64 attention up to rounding: 1e-6 for float32 inputs, which a CPU computes in float64, and
-    0.05 for bfloat16 inputs.
-    """
-    evict_at = batched("right", trace_of)
+def test_output_and_gradients_have_the_inputs_dtype(dtype: torch.dtype) -> None:
+    """Up to 1e-6 for float32 inputs, which a CPU computes in float64, and 0.05 for bfloat16."""
+    evict_at = batched("right")
     exact = random_inputs(3, WIDTH)
     given = [x.detach().to(dtype).requires_grad_() for x in exact]
     out = gathered_attention(evict_at, *given, SCALE)
@@ -94,7 +93,6 @@ def other_keys(chunk: QueryChunk) -> None:
 
 @pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
 def test_control_damaged_chunks_change_the_output(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one chunk of queries is damaged, the output changes by more than 1e-2."""
     evict_at = evictions_of_top_k(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
     right = gathered_attention(evict_at, q, k, v, SCALE)
@@ -105,11 +103,9 @@ def test_control_damaged_chunks_change_the_output(damage: Callable, monkeypatch:
 
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_every_visible_pair_is_computed_once(layout: str, trace_of: Callable) -> None:
-    """The chunks of queries compute every visible pair of query and key once, and no other pair. A chunk gathers its
-    own tokens and, from each row, the same number of earlier keys: the largest number that is visible in any row.
-    """
-    evict_at = batched(layout, trace_of).flatten(0, 1)
+def test_every_visible_pair_is_computed_once(layout: str) -> None:
+    """And no other. Each row gathers the same number of earlier keys, the largest that is visible in any row."""
+    evict_at = batched(layout).flatten(0, 1)
     expected = visible_mask(evict_at[:, None])[:, 0]
     computed = torch.zeros_like(expected, dtype=torch.int32)
     for chunk in make_chunks(evict_at):
@@ -125,9 +121,7 @@ def test_every_visible_pair_is_computed_once(layout: str, trace_of: Callable) ->
 def test_computed_pairs_are_close_to_the_visible_pairs(
     length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With chunks of the real size (about a quarter of the budget), the computed share of all pairs of query and key is
-    above the visible share and at most `most`.
-    """
+    """With chunks of the real size, about a quarter of the budget."""
     monkeypatch.undo()  # the real sizes of chunks
     evict_at = evictions_of_top_k(length, budget)[0]
     share = visited_share(make_chunks(evict_at))
@@ -142,17 +136,6 @@ def test_gathered_attention_without_evictions_is_causal_at_lengths_around_a_chun
     torch.testing.assert_close(gathered_attention(evict_at, q, k, v, SCALE), expected, rtol=0, atol=1e-13)
 
 
-class Largest(TorchDispatchMode):
-    """Number of elements of the largest tensor that an operator made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
-        return result
-
-
 def test_no_tensor_of_forward_or_backward_is_as_large_as_a_mask() -> None:
     length, evict_at = 1024, evictions_of_top_k(1024, 64).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, length)
@@ -164,9 +147,7 @@ def test_no_tensor_of_forward_or_backward_is_as_large_as_a_mask() -> None:
 
 @pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])
 def test_held_bytes_equal_the_counted_bytes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory plan's `held_bytes` equals the bytes that autograd saves for the backward pass, besides inputs, output
-    and log-sum-exp (LSE). With HELD = 0 nothing is held, and the keys are gathered again.
-    """
+    """It saves this besides inputs, output and LSE. With HELD = 0 keys are gathered again."""
     monkeypatch.setattr(gather, "HELD", most)
     evict_at = evictions_of_top_k(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, WIDTH)
@@ -180,7 +161,5 @@ def test_held_bytes_equal_the_counted_bytes(most: int, monkeypatch: pytest.Monke
         out = gathered_attention(evict_at, q, k, v, SCALE)
     own = {x.untyped_storage().data_ptr(): x for x in (q, k, v, out)}
     outputs_and_lse = GROUP * KV_HEADS * WIDTH * (DIM + 1) * 8
-    counted = held_bytes(make_chunks(evict_at.flatten(0, 1)), DIM, 8)
-    assert sum(size for address, size in held.items() if address not in own) == (
-        counted + outputs_and_lse if most else 0
-    )
+    counted = held_bytes(make_chunks(evict_at.flatten(0, 1)), DIM, 8) + outputs_and_lse
+    assert sum(size for address, size in held.items() if address not in own) == (counted if most else 0)

@@ -4,17 +4,19 @@ the log-probs of the public function replay_logprobs, and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from dense_matched import DenseMatchedView, dense_logprobs
+from tiny import new_model
 from torch import nn
+from traces import starts_of, trace_of
 
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views import make_view
 from sparse_rl.trace import EvictionTrace
 
 LENGTHS = (17, 30, 2, 24)
@@ -29,7 +31,6 @@ class Sampled:
     trace: EvictionTrace
 
 
-@pytest.fixture
 def rows() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -69,9 +70,8 @@ def dense(model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace]) 
     """Return the reference's gradients: one sequence at a time, without padding or checkpointing, explicit masks."""
     losses = []
     for row, trace in zip(rows, traces, strict=True):
-        logits = model(
-            input_ids=torch.tensor([row]), attention_mask=NO_MASK, kv_view=DenseView(trace), use_cache=False
-        ).logits
+        ids, view = torch.tensor([row]), DenseMatchedView(trace)
+        logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         losses.append(token_loss(logits[0], row))
     return gradients(model, torch.stack(losses).sum())
 
@@ -85,45 +85,29 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_gradients_equal_the_dense_reference(
-    family: str,
-    side: str,
-    checkpointing: bool,
-    new_model: Callable,
-    rows: list[list[int]],
-    trace_of: Callable,
-    starts_of: Callable,
-    record_property: Callable,
-) -> None:
-    """The gradients of all parameters equal the dense reference's within a relative error of 1e-5. Controls: under
-    the causal mask, or with the kv heads swapped, the error exceeds 1e-2.
-    """
+def test_gradients_equal_the_dense_reference(family: str, side: str, checkpointing: bool) -> None:
+    """Within a relative error of 1e-5. Controls: the causal mask, or kv heads swapped."""
     model = adopt(new_model(family, num_hidden_layers=LAYERS)).double().train()
     traces = [trace_of(n, layers=LAYERS, causal=[1]) for n in LENGTHS]
-    expected = dense(model, rows, traces)
+    expected = dense(model, rows(), traces)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     starts = starts_of(side, LENGTHS)
-    error = distance(replayed(model, rows, traces, starts), expected)
-    record_property("gradient", error)
+    error = distance(replayed(model, rows(), traces, starts), expected)
     assert error <= 1e-5
 
     for wrong_traces in (  # controls
         [EvictionTrace.dense(LAYERS, 2, n) for n in LENGTHS],
         [EvictionTrace(t.evict_at.roll(1, dims=1)) for t in traces],
     ):
-        assert distance(replayed(model, rows, wrong_traces, starts), expected) > 1e-2
+        assert distance(replayed(model, rows(), wrong_traces, starts), expected) > 1e-2
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_replay_logprobs_and_its_gradients_equal_the_dense_reference(
-    checkpointing: bool, new_model: Callable, rows: list[list[int]], trace_of: Callable
-) -> None:
-    """Log-probs and gradients equal the dense reference's within 1e-5, in batches of 3 rollouts and at two
-    temperatures. Control: at another temperature than the reference's, the gradients differ by more than 1e-2.
-    """
+def test_replay_logprobs_and_its_gradients_equal_the_dense_reference(checkpointing: bool) -> None:
+    """In batches of 3 rollouts, at two temperatures. Control: another temperature."""
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
-    rollouts = [Sampled(r[:1], r[1:], trace_of(len(r))) for r in rows]
+    rollouts = [Sampled(r[:1], r[1:], trace_of(len(r))) for r in rows()]
     for temperature in (1.0, 0.7):
         model.gradient_checkpointing_disable()
         theirs = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature) for r in rollouts]
@@ -139,20 +123,15 @@ def test_replay_logprobs_and_its_gradients_equal_the_dense_reference(
 
 
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=["said", "by default"])
-def test_reentrant_checkpointing_is_refused(
-    kwargs: dict, new_model: Callable, rows: list[list[int]], trace_of: Callable
-) -> None:
-    """Reentrant checkpointing, which is torch's default, is refused. The one-line error names the setting to use
-    instead. Control: non-reentrant checkpointing runs.
-    """
+def test_reentrant_checkpointing_is_refused(kwargs: dict) -> None:
+    """It is torch's default; the error names the mend. Control: non-reentrant checkpointing runs."""
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
-    rollouts = [Sampled(rows[0][:3], rows[0][3:], trace_of(LENGTHS[0]))]
+    rollouts = [Sampled(rows()[0][:3], rows()[0][3:], trace_of(LENGTHS[0]))]
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})  # control
     replay_logprobs(model, rollouts)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    with pytest.raises(
-        ValueError, match=r'^reentrant .* use gradient_checkpointing_kwargs=\{"use_reentrant": False\}$'
-    ):
+    mend = r'^reentrant .* use gradient_checkpointing_kwargs=\{"use_reentrant": False\}$'
+    with pytest.raises(ValueError, match=mend):
         replay_logprobs(model, rollouts)
 
 
@@ -162,17 +141,13 @@ def test_reentrant_checkpointing_is_refused(
     ids=["layers", "length", "kv heads"],
 )
 @pytest.mark.parametrize("evicting", [False, True])
-def test_a_trace_that_does_not_fit_is_refused(
-    trace: EvictionTrace, evicting: bool, new_model: Callable, rows: list[list[int]]
-) -> None:
-    """A trace is refused if its number of layers, tokens or kv heads differs from that of model and rollout, with
-    evictions or without. Control: a trace that fits is replayed.
-    """
+def test_a_trace_that_does_not_fit_is_refused(trace: EvictionTrace, evicting: bool) -> None:
+    """Number of layers, tokens or kv heads, with evictions or without. Control: a trace that fits."""
     model = new_model("qwen3", num_hidden_layers=LAYERS)
     evict_at = trace.evict_at.clone()
     evict_at[:, :, 0] = 5 if evicting else evict_at[:, :, 0]
-    rollout = Sampled(rows[0][:3], rows[0][3:], EvictionTrace(evict_at))
+    rollout = Sampled(rows()[0][:3], rows()[0][3:], EvictionTrace(evict_at))
     with pytest.raises(ValueError, match="does not fit"):
         replay_logprobs(model, [rollout])
-    fitting = Sampled(rows[0][:3], rows[0][3:], EvictionTrace.dense(3, 2, 17))
+    fitting = Sampled(rows()[0][:3], rows()[0][3:], EvictionTrace.dense(3, 2, 17))
     assert len(replay_logprobs(model, [fitting])) == 1  # control

@@ -5,20 +5,20 @@ right, and a layer that gradient checkpointing recomputes keeps its evictions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tiny import new_model
 
-from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.future import attention_lse, future_attention_mass
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.attention.target import FutureTarget
 from sparse_rl.kernels import recall, running_topk
+from sparse_rl.kernels.future import attention_lse, future_attention_mass
+from sparse_rl.kernels.masked import dense_attention
 from sparse_rl.methods.config import KVpopPolicyConfig
+from sparse_rl.methods.kvpop.config import TargetConfig
 from sparse_rl.methods.kvpop.policy import KVpop
+from sparse_rl.methods.kvpop.target import FutureTarget
 from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.directory import attach_scorers
 from sparse_rl.trace import EvictionTrace
@@ -39,9 +39,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolicyConfig) -> torch.Tensor:
-    """Return the mask bool [B, Hkv, S, S], query by query: sinks, window, and the k best tokens outside of the window,
-    by current score.
-    """
+    """Return the mask bool [B, Hkv, S, S], query by query: sinks, window, and the k best other tokens by score."""
     mask = torch.zeros(B, HKV, S, S, dtype=torch.bool)
     n = cache.decay_every
     for b in range(B):
@@ -58,19 +56,14 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolic
 @pytest.mark.parametrize("prefill", ["masked", "dense"])
 @pytest.mark.parametrize("decay_every", [1, 3])
 def test_learned_attention_equals_dense_attention_under_the_papers_mask(decay_every: int, prefill: str) -> None:
-    """With random scores, the output equals dense attention under the paper's mask. In a dense prefill each query sees
-    all tokens before it, and evictions show from the first query after the prompt. Control: the output under the causal
-    mask differs.
-
-    The reported share of retained entries equals that of the trace, and no query sees padding.
-    """
+    """In a dense prefill, evictions show from the first query after the prompt. The reported share of retained entries
+    is the trace's. Control: the causal mask."""
     cache = policy(decay_every=decay_every)
     prompts = torch.tensor([30, 33])
     query, key, value = tensors()
     scores, log_decay = torch.randn(B, HKV, S, generator=torch.Generator().manual_seed(3)), torch.tensor([-0.1, -0.001])
-    view = LearnedView(
-        [lambda *_: (scores, log_decay)], cache, LENGTHS, prompts=prompts if prefill == "dense" else None
-    )
+    dense = prompts if prefill == "dense" else None
+    view = LearnedView([lambda *_: (scores, log_decay)], cache, LENGTHS, prompts=dense)
     out = view.attend(0, query, key, value, SCALE)
     mask = papers_mask(scores, log_decay, cache)
     assert (mask.sum(-1) <= cache.budget).all()
@@ -103,9 +96,7 @@ def test_a_budget_that_is_never_reached_evicts_no_entry() -> None:
 
 @pytest.mark.parametrize("chunk", [512, 7])
 def test_lse_under_evictions_equals_the_lse_over_visible_keys(chunk: int) -> None:
-    """`attention_lse` with `evict_at` equals the log-sum-exp of each query's logits over the keys of the paper's mask,
-    for any chunk size.
-    """
+    """For any chunk size."""
     query, key, _ = tensors()
     scores, log_decay = torch.randn(B, HKV, S), torch.tensor([-0.1, -0.001])
     cache = policy()
@@ -120,16 +111,13 @@ def test_lse_under_evictions_equals_the_lse_over_visible_keys(chunk: int) -> Non
 
 
 def test_the_target_is_normalised_by_sparse_or_by_dense_attention() -> None:
-    """The scorers' target is the future attention mass. `dense` normalises the attention over all keys, `sparse` over
-    the keys that are not evicted, so that their probabilities are larger. Here tokens 3 to 8 are evicted at query 15.
-    """
+    """`dense` over all keys, `sparse` over those not evicted. Here tokens 3 to 8 are evicted at query 15."""
     query, key, _ = tensors()
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
     common = {"window": 5, "scaling": SCALE, "ends": ends, "group": "max", "floor": 1e-6}
-    targets = {
-        n: FutureTarget(TargetConfig(normaliser=n))(query, key, SCALE, 5, ends, evict_at) for n in ("sparse", "dense")
-    }
+    given = query, key, SCALE, 5, ends, evict_at
+    targets = {name: FutureTarget(TargetConfig(normaliser=name))(*given) for name in ("sparse", "dense")}
     lse = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evict_at)
     assert torch.equal(targets["dense"], future_attention_mass(query, key, **common))
     assert torch.equal(targets["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
@@ -155,11 +143,8 @@ def test_the_target_is_computed_in_float32_and_finite_for_any_logits() -> None:
 
 
 def test_recall_equals_the_counted_common_tokens() -> None:
-    """`recall` of two random selections of tokens returns two numbers: how many tokens outside of sinks and window both
-    selections keep, and how many the second one keeps. Both numbers are sums over the queries at which more than k
-    tokens can be selected. Controls: compared with itself, a selection keeps all; with a window that is longer than the
-    text, both numbers are 0.
-    """
+    """Tokens outside of sinks and window that both selections keep, and that the second keeps, over queries with more
+    than k to select. Controls: itself; a long window."""
     generator = torch.Generator().manual_seed(0)
     sinks, window, k = torch.tensor([2, 0]), 5, 7
     first_selection, second_selection = (
@@ -171,10 +156,8 @@ def test_recall_equals_the_counted_common_tokens() -> None:
         first_eligible = int(sinks[b])
         for h in range(HKV):
             for q in range(first_eligible + window + k, int(LENGTHS[b])):
-                kept = [
-                    {t for t in range(first_eligible, q - window + 1) if q < int(selection.evict_at[b, h, t])}
-                    for selection in (first_selection, second_selection)
-                ]
+                at, tokens = [s.evict_at[b, h] for s in (first_selection, second_selection)], range(q - window + 1)
+                kept = [{t for t in tokens[first_eligible:] if q < int(evict_at[t])} for evict_at in at]
                 assert len(kept[0]) == len(kept[1]) == k
                 common, total = common + len(kept[0] & kept[1]), total + k
     computed = recall(first_selection, second_selection, sinks, window=window, k=k, lengths=LENGTHS)
@@ -187,10 +170,8 @@ def test_recall_equals_the_counted_common_tokens() -> None:
 
 
 @pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
-def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: str) -> None:
-    """Gradient checkpointing changes neither loss nor gradients, because a recomputed layer replays the evictions that
-    it decided in the first forward pass.
-    """
+def test_recomputed_layers_replay_their_decisions(scorer: str) -> None:
+    """So checkpointing changes neither loss nor gradients."""
     cache, results = policy(scorer), []
     ids = torch.randint(3, 64, (B, S), generator=torch.Generator().manual_seed(0))
     for checkpointing in (False, True):

@@ -1,27 +1,28 @@
-"""Attention Matching (AM) fits biases and new values to the kept entries at each compaction. The trainer repeats these
-fits from the trace: its replay is exact in every model and any batch, has the right gradients, and refuses traces and
-settings that it cannot replay.
-"""
+"""Attention Matching fits biases and new values at each compaction. The trainer repeats these fits from the trace: its
+replay is exact in any batch, has the right gradients, and refuses what it cannot replay."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from judging import gap, gradients, weighted_sum
+from dense_matched import DenseMatchedView, dense_logprobs
+from judging import check_slope, gradients, padded_gap, trainer_gap, weighted_sum
 from solving import least_squares
+from tiny import model_of, prompts_of
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.replay import ReplayView
-from sparse_rl.data.running_sum import rows
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views import ReplayView, make_view
+from sparse_rl.data.synthetic import RunningSum
+from sparse_rl.matching import refit
 from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
@@ -33,16 +34,12 @@ SAMPLING = SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)
 SETTINGS = {"sinks": 0, "window": 1, "refitted": 2, "queries": 3, "ridge": 4}  # positions in refit_with
 
 
-@pytest.fixture
-def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
-    """sampled(model name, prompt lengths, **changes of CACHE) -> (model, rollouts sampled under AM)."""
-
-    def make(name: str, lengths: Sequence[int] = LENGTHS, **changed: object) -> tuple:
-        model = model_of(name)
-        engine = make_engine("hf", model=model, policy={**CACHE, **changed})
-        return model, engine.generate(prompts_of(name, lengths), SAMPLING)
-
-    return make
+@cache
+def sampled(name: str, lengths: Sequence[int] = LENGTHS, **changed: object) -> tuple:
+    """Return (model, rollouts sampled under AM)."""
+    model = model_of(name)
+    engine = make_engine("hf", model=model, policy={**CACHE, **changed})
+    return model, engine.generate(prompts_of(name, lengths), SAMPLING)
 
 
 def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
@@ -71,18 +68,13 @@ def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout
 )
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("quickstart", marks=pytest.mark.slow), "llama", "stories260K"])
 @pytest.mark.few(6)
-def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
-    name: str, changed: dict, sampled: Callable, tally: Callable
-) -> None:
-    """A trace records the evictions and the settings of the fit, but no bias or value. The trainer recomputes these,
-    and its log-probs equal the sampler's up to 1e-5, in one batch and in batches of 2.
-    """
+def test_trainer_recomputes_the_biases_and_values_of_the_sampler(name: str, changed: dict, tally: Callable) -> None:
+    """A trace records evictions and settings of the fit alone. Replay is exact in one batch and in batches of 2."""
     model, rollouts = sampled(name, **changed)
-    with torch.no_grad():
-        own_gap = gap(replay_logprobs(model, rollouts), rollouts)
-        tally("am", gap=own_gap)
-        assert own_gap <= 1e-5
-        assert gap(replay_logprobs(model, rollouts, batch_size=2), rollouts) <= 1e-5
+    own_gap = trainer_gap(model, rollouts)
+    tally("am", gap=own_gap)
+    assert own_gap <= 1e-5
+    assert trainer_gap(model, rollouts, batch_size=2) <= 1e-5
 
 
 def rescaled(model: PreTrainedModel) -> PreTrainedModel:
@@ -107,66 +99,52 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 )
 @pytest.mark.few(1)
 def test_fits_with_few_equations_are_replayed(
-    select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
+    select: str, equations: int, monkeypatch: pytest.MonkeyPatch, tally: Callable
 ) -> None:
-    """A fit of 19 entries (the budget without window and sink) to 10 or 16 equations is underdetermined, but replay is
-    still accurate: for a trainer that rounds differently than the sampler (`rescaled`), the gap is at most 3 times its
-    gap under a full cache. Control: with least squares without a ridge, the gap is over 100 times that under a full
-    cache.
-    """
+    """19 entries, 10 or 16 equations: a trainer that rounds differently has at most 3 times its gap under a full cache.
+    Control: least squares without a ridge, over 100 times."""
     fitted = {"budget": 28, "window": 8, "period": 16, "reference_queries": equations // 2, "select": select}
     lengths = (5, 41, 150)
     model, rollouts = sampled("stories260K", lengths, **fitted)  # two query heads share a kv head
     other = rescaled(model)
     full = make_engine("hf", model=model, policy="full").generate([r.prompt_ids for r in rollouts], SAMPLING)
-    with torch.no_grad():
-        own_gap, noise = gap(replay_logprobs(model, rollouts), rollouts), gap(replay_logprobs(other, full), full)
-        tally("am", gap=own_gap)
-        assert own_gap <= 1e-5
-        assert 0 < gap(replay_logprobs(other, rollouts), rollouts) <= 3 * noise
-        if select == "omp" and equations < 19:
-            monkeypatch.setattr("sparse_rl.matching.block.pursuit_weights", least_squares)  # control
-            model, rollouts = sampled("stories260K", lengths, **fitted)
-            assert gap(replay_logprobs(other, rollouts), rollouts) > 100 * noise
+    own_gap, noise = trainer_gap(model, rollouts), trainer_gap(other, full)
+    tally("am", gap=own_gap)
+    assert own_gap <= 1e-5
+    assert 0 < trainer_gap(other, rollouts) <= 3 * noise
+    if select == "omp" and equations < 19:
+        monkeypatch.setattr("sparse_rl.methods.am.match.pursuit_weights", least_squares)  # control
+        model, rollouts = sampled.__wrapped__("stories260K", lengths, **fitted)
+        assert trainer_gap(other, rollouts) > 100 * noise
 
 
 @pytest.mark.parametrize("name", ["quickstart", pytest.param("stories260K", marks=pytest.mark.slow)])
-def test_control_wrong_traces_give_a_large_gap(name: str, sampled: Callable) -> None:
-    """Each change of the recorded traces below moves some log-prob by more than 1e-2."""
+def test_control_wrong_traces_and_a_trainer_without_biases_give_a_large_gap(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, rollouts = sampled(name)
-    further = [r.trace.further for r in rollouts]
     changed = {
         "evict_at alone": [replace(r, trace=EvictionTrace(r.trace.evict_at)) for r in rollouts],
         "values not refitted": with_fit_settings(rollouts, ridge=1e9),
         "one reference query fewer": with_fit_settings(rollouts, queries=19),
         "heads swapped": [
-            replace(r, trace=EvictionTrace(r.trace.evict_at.roll(1, dims=1), f))
-            for r, f in zip(rollouts, further, strict=True)
+            replace(r, trace=EvictionTrace(r.trace.evict_at.roll(1, dims=1), r.trace.further)) for r in rollouts
         ],
     }
-    with torch.no_grad():
-        for change, altered in changed.items():
-            assert gap(replay_logprobs(model, altered), altered) > 1e-2, change
+    for change, altered in changed.items():
+        assert trainer_gap(model, altered) > 1e-2, change
 
-
-def test_control_a_trainer_without_biases_has_a_large_gap(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rollouts = sampled("quickstart")
-    from sparse_rl.matching import refit
-
-    def without(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        bias, values = refit(*args)  # type: ignore[arg-type]
+    def without_biases(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        bias, values = refit(*args)
         return torch.zeros_like(bias), values
 
-    monkeypatch.setattr("sparse_rl.methods.am.view.refit", without)
-    with torch.no_grad():
-        assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
+    monkeypatch.setattr("sparse_rl.methods.am.view.refit", without_biases)
+    assert trainer_gap(model, rollouts) > 1e-2
 
 
 @pytest.mark.slow
-def test_fits_hardly_amplify_rounding(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
-    """A relative change of 1e-6 in all weights moves log-probs at most 1.5 times as far under AM as under plain
-    eviction (G-KV).
-    """
+def test_fits_hardly_amplify_rounding() -> None:
+    """A change of 1e-6 in all weights moves log-probs at most 1.5 times as far as under G-KV."""
 
     def mean_change(policy: dict) -> float:
         model = model_of("quickstart")
@@ -190,10 +168,8 @@ def test_fits_hardly_amplify_rounding(sampled: Callable, model_of: Callable, pro
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_replay_equal_those_of_the_dense_reference(sampled: Callable) -> None:
-    """Replay attends segment by segment (tokens between two compactions), with padding and recomputation. The dense
-    reference attends once, under a mask, to all tokens and to a separate entry for each fit of each token.
-    """
+def test_gradients_of_replay_equal_those_of_the_dense_reference() -> None:
+    """It attends once, under a mask, to all tokens and to an entry for each fit; replay goes segment by segment."""
     model, rollouts = sampled("qwen3")
     ours = gradients(model, weighted_sum(replay_logprobs(model, rollouts, batch_size=7)))
     dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
@@ -210,80 +186,37 @@ def all_logprobs(model: torch.nn.Module, rollout: Rollout, through: bool = True)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_gradients_equal_finite_differences(seed: int, model_of: Callable) -> None:
-    """In float64, the slope of a loss along a random direction of all weights is the same by gradients and by finite
-    differences. Control: with gradients that do not flow through the fits, the slope differs.
-    """
+def test_gradients_equal_finite_differences(seed: int) -> None:
+    """In float64, along a random direction of all weights. Control: gradients that do not flow through the fits."""
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
-    (row,) = rows("evaluation", 1, 0)
+    (row,) = RunningSum().rows("evaluation", 1, 0)
     engine = make_engine("hf", model=model, policy=CACHE)
     (rollout,) = engine.generate([tokenizer(row["prompt"])["input_ids"]], SAMPLING)
     model = adopt(copy.deepcopy(model).double())
-    generator = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) * p.std() for p in model.parameters()]
     ids = torch.tensor([*rollout.prompt_ids, *rollout.completion_ids])[1:, None]
 
-    def loss(through: bool = True) -> torch.Tensor:
+    def loss(through: bool) -> torch.Tensor:
         return all_logprobs(model, rollout, through).gather(-1, ids)[40:].sum()
 
-    def slope(through: bool) -> float:
-        model.zero_grad()
-        loss(through).backward()
-        return sum(float((p.grad * d).detach().sum()) for p, d in zip(model.parameters(), directions, strict=True))
-
-    def loss_at(by: float) -> float:
-        """Return the loss after a step of size `by` along the direction."""
-        with torch.no_grad():
-            for p, d in zip(model.parameters(), directions, strict=True):
-                p.add_(by * d)
-            value = float(loss())
-            for p, d in zip(model.parameters(), directions, strict=True):
-                p.sub_(by * d)
-        return value
-
-    near, far = ((loss_at(by) - loss_at(-by)) / (2 * by) for by in (5e-4, 1e-3))
-    finite_difference = (4 * near - far) / 3  # Richardson extrapolation
-    assert slope(True) == pytest.approx(finite_difference, rel=1e-3)
-    assert slope(False) != pytest.approx(finite_difference, rel=2e-2)  # control
+    check_slope(model, loss, seed, 5e-4, control=2e-2)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.few(1)
-def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None:
-    """With padding on the left, on the right or on both sides, log-probs equal the sampler's up to 1e-5."""
+def test_replay_does_not_depend_on_padding(side: str) -> None:
     model, rollouts = sampled("qwen3")
-    width = max(len(r.trace) for r in rollouts) + 3
-    start_for = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
-    ids, positions = torch.ones(len(rollouts), width, dtype=torch.long), torch.zeros(len(rollouts), width).long()
-    starts = []
-    for row, r in enumerate(rollouts):
-        start = start_for(len(r.trace))
-        starts.append(start)
-        ids[row, start : start + len(r.trace)] = torch.tensor([*r.prompt_ids, *r.completion_ids])
-        positions[row, start : start + len(r.trace)] = torch.arange(len(r.trace))
-    view = make_view([r.trace for r in rollouts], starts, width, "cpu")
-    with torch.no_grad():
-        logits = model(
-            input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False
-        ).logits
-        assert logits.isfinite().all()
-        for row, (r, start) in enumerate(zip(rollouts, starts, strict=True)):
-            logprobs = logits[row, start : start + len(r.trace) - 1].log_softmax(-1)
-            ours = logprobs.gather(-1, torch.tensor([*r.prompt_ids, *r.completion_ids])[1:, None])[:, 0]
-            assert gap([ours[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
+    assert padded_gap(model, rollouts, side) <= 1e-5
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_matched_view_replays_traces_with_fits(sampled: Callable) -> None:
-    """`make_view` chooses MatchedView for a trace with fits. ReplayView, which would ignore the fits, refuses
-    the trace. Several such traces cannot be packed.
-    """
+def test_only_the_matched_view_replays_traces_with_fits() -> None:
+    """ReplayView would ignore the fits. Several such traces cannot be packed."""
     _, rollouts = sampled("qwen3")
     trace = rollouts[0].trace
-    assert isinstance(make_view([trace], [0], len(trace), "cpu"), MatchedView)
-    assert isinstance(make_view([EvictionTrace(trace.evict_at)], [0], len(trace), "cpu"), ReplayView)
+    assert isinstance(make_view([trace], [0], len(trace), "cpu").of_policy, MatchedView)
+    assert isinstance(make_view([EvictionTrace(trace.evict_at)], [0], len(trace), "cpu").of_policy, ReplayView)
     with pytest.raises(TraceError, match="ReplayView cannot replay the section 'refit_at'"):
         ReplayView(batch_traces([trace], [0], len(trace)), "cpu")
     with pytest.raises(TraceError, match="cannot be packed"):
@@ -291,10 +224,8 @@ def test_only_the_matched_view_replays_traces_with_fits(sampled: Callable) -> No
     assert pack_traces([trace]).sections.keys() == trace.sections.keys()
 
 
-def test_fit_records_that_contradict_the_evictions_are_refused(sampled: Callable, tmp_path) -> None:
-    """`refit_at` holds the positions of the compactions, `refit_with` the settings of the fit. Wrong values are
-    refused. Control: correct records survive saving and loading.
-    """
+def test_fit_records_that_contradict_the_evictions_are_refused(tmp_path) -> None:
+    """`refit_at`: positions; `refit_with`: settings. Control: correct records survive saving and loading."""
     _, rollouts = sampled("qwen3")
     trace, other = rollouts[0].trace, rollouts[3].trace
     compactions, settings = trace.further["refit_at"], trace.further["refit_with"]
@@ -302,25 +233,24 @@ def test_fit_records_that_contradict_the_evictions_are_refused(sampled: Callable
     def trace_with(**further: torch.Tensor) -> EvictionTrace:
         return EvictionTrace(trace.evict_at, {**trace.further, **further})
 
-    with pytest.raises(TraceError, match=r"but refit_at .* has no compaction"):
-        trace_with(refit_at=compactions[1:])
-    with pytest.raises(TraceError, match="is not ascending from 1"):
-        trace_with(refit_at=compactions.flip(0))
-    with pytest.raises(TraceError, match="is not ascending from 1"):
-        trace_with(refit_at=torch.cat([compactions, torch.tensor([10**6], dtype=torch.int32)]))
-    with pytest.raises(TraceError, match="is not a valid list of fit settings"):
-        trace_with(refit_with=settings[:3])
+    wrong_settings = settings.clone()
+    wrong_settings[SETTINGS["refitted"]] = 10
+    for further, message in (
+        ({"refit_at": compactions[1:]}, r"but refit_at .* has no compaction"),
+        ({"refit_at": compactions.flip(0)}, "is not ascending from 1"),
+        ({"refit_at": torch.cat([compactions, torch.tensor([10**6]).int()])}, "is not ascending from 1"),
+        ({"refit_with": settings[:3]}, "is not a valid list of fit settings"),
+        ({"refit_with": wrong_settings}, r"compaction at .* leaves 16 entries in layer 0, kv head 0, .* 1 \+ 10 \+ 4"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            trace_with(**further)
     with pytest.raises(TraceError, match="settings differ between the traces"):
         (altered,) = with_fit_settings([rollouts[3]], ridge=0.5)
         batch_traces([trace, altered.trace], [0, 0], 300)
     with pytest.raises(TraceError, match="cannot be replayed; use `fit: ridge`"):
         papers_fit = settings.clone()
         papers_fit[6] = 1  # the fit of the paper, without a ridge
-        DenseView(trace_with(refit_with=papers_fit))
-    wrong_settings = settings.clone()
-    wrong_settings[SETTINGS["refitted"]] = 10
-    with pytest.raises(TraceError, match=r"compaction at .* leaves 16 entries in layer 0, kv head 0, .* 1 \+ 10 \+ 4"):
-        trace_with(refit_with=wrong_settings)
+        DenseMatchedView(trace_with(refit_with=papers_fit))
     path = tmp_path / "t.safetensors"
     save_traces(path, [trace, other])
     loaded = load_traces(path)

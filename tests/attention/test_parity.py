@@ -4,19 +4,20 @@ exact kernels and refuses all others, and `doctor` reports its result."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny import new_model
 
-from sparse_rl.attention import choice
-from sparse_rl.attention.choice import choose_kernel
-from sparse_rl.attention.kernels import flex
-from sparse_rl.attention.parity import Parity, check_parity, random_evictions
+from sparse_rl.attention import startup as choice
+from sparse_rl.attention.startup import choose_kernel
 from sparse_rl.commands import doctor
 from sparse_rl.errors import UserError
-from sparse_rl.kernels.choice import Choice
+from sparse_rl.kernels import flex
+from sparse_rl.kernels.parity import Parity, check_parity, random_evictions
 from sparse_rl.models.load import load_config
 from sparse_rl.recipe import load_recipe
 
@@ -46,18 +47,6 @@ def wrong_dq(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor
     return out + 0.02 * (q - q.detach()), lse
 
 
-def wrong_out(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return out * 1.02, lse
-
-
-def wrong_lse(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return out, None if lse is None else lse + 0.01
-
-
-def nan(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return out * torch.where(torch.arange(out.shape[2])[:, None] == 9, torch.nan, 1.0), lse
-
-
 def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """A fault in the padding at the end of the second row."""
     last = torch.zeros(2, 1, out.shape[2], 1, dtype=torch.bool)
@@ -66,9 +55,7 @@ def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tens
 
 
 class NaNInPadding(torch.autograd.Function):
-    """The identity, with a gradient that is NaN only in padding. In a model, any product with this gradient would make
-    the gradients of weights NaN.
-    """
+    """The identity, with a gradient that is NaN only in padding, where it would spoil the gradients of weights."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
@@ -81,32 +68,30 @@ class NaNInPadding(torch.autograd.Function):
         return grad
 
 
-def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return out + 0 * NaNInPadding.apply(q), lse
-
-
 @pytest.mark.parametrize(
     ("fault", "visible_in"),
     [
         (wrong_dq, ["dq"]),
-        (wrong_out, ["out", "dq"]),
-        (wrong_lse, ["lse"]),
-        (nan, ["out"]),
+        (lambda out, lse, q: (out * 1.02, lse), ["out", "dq"]),
+        (lambda out, lse, q: (out, None if lse is None else lse + 0.01), ["lse"]),
+        (
+            lambda out, lse, q: (out * torch.where(torch.arange(out.shape[2])[:, None] == 9, torch.nan, 1.0), lse),
+            ["out"],
+        ),
         (in_padding, ["out"]),
-        (nan_in_the_gradient_of_padding, ["dq"]),
+        (lambda out, lse, q: (out + 0 * NaNInPadding.apply(q), lse), ["dq"]),
     ],
+    ids=["dq", "out", "lse", "nan", "padding", "nan in the gradient of padding"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_kernels_fail_the_check(
     fault: Callable, visible_in: list[str], dtype: torch.dtype, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel with one fault fails the check, and the one-line failure names the quantities in which the fault shows:
-    output, gradient of the query ("dq") or log-sum-exp.
-    """
+    """The one-line failure names the quantities in which the fault shows."""
     attend = flex.flex_attend
     faulty = lambda evict_at, q, *args, **kwargs: fault(*attend(evict_at, q, *args, **kwargs), q)  # noqa: E731
-    monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", faulty)
-    monkeypatch.setattr("sparse_rl.attention.parity.flex_attend", faulty)
+    monkeypatch.setattr("sparse_rl.kernels.masked.flex_attend", faulty)
+    monkeypatch.setattr("sparse_rl.kernels.parity.flex_attend", faulty)
     parity = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
     assert parity.failure is not None
     assert parity.failure.startswith("it is not exact on this machine (error / allowed: ")
@@ -114,9 +99,7 @@ def test_wrong_kernels_fail_the_check(
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
-    """On a CPU the kernel `flex` raises, because torch refuses to compute its gradients. The check reports that `flex`
-    is not used, and quotes torch's message in one line.
-    """
+    """On a CPU torch refuses to compute flex's gradients; its message is quoted in one line."""
     parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
     assert parity.failure is not None
     assert parity.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
@@ -125,10 +108,7 @@ def test_a_kernel_that_raises_is_not_used() -> None:
 
 
 def test_the_check_uses_padded_rows_and_evictions_that_differ_between_heads() -> None:
-    """In the check's random evictions, row 0 has no padding, and row 1 has 50 columns of padding on each side. Heads
-    differ in their evictions. Tokens live for about 40 queries on average (the median is lower), and some are never
-    evicted.
-    """
+    """Row 1 has 50 columns of padding on each side. Tokens live for about 40 queries, some for ever."""
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
     assert (evict_at[0] > position).all()
@@ -142,14 +122,11 @@ def test_the_check_uses_padded_rows_and_evictions_that_differ_between_heads() ->
 
 
 def test_without_a_gpu_auto_chooses_gather_and_flex_is_refused() -> None:
-    """`auto` chooses gather and gives the reason. The kernels gather, sdpa and dense are used if they are named. If
-    flex, flex_sorted or an unknown kernel is named, the error is about the key `attention_kernel`.
-    """
+    """gather, sdpa and dense are used if named; other names are an error of the key `attention_kernel`."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert choose_kernel("auto", [CONFIG], "float32") == (
-        "gather", "gather (there is no GPU, and on a CPU FlexAttention has no backward)"
-    )  # fmt: skip
+    reason = "gather (there is no GPU, and on a CPU FlexAttention has no backward)"
+    assert choose_kernel("auto", [CONFIG], "float32") == ("gather", reason)
     for kernel in ("gather", "sdpa", "dense"):
         assert choose_kernel(kernel, [CONFIG], "float32") == (kernel, kernel)
     for kernel in ("flex", "flex_sorted"):
@@ -172,9 +149,7 @@ def test_without_a_gpu_auto_chooses_gather_and_flex_is_refused() -> None:
 def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a simulated GPU, `auto` takes the first of flex_sorted, flex and gather that passes the check; gather is not
-    checked. A kernel that the recipe names is used if it passes, and is an error if it fails (`chosen` is None).
-    """
+    """`auto` takes the first of flex_sorted, flex, gather that passes. A named kernel that fails is an error."""
     checked: list[str] = []
 
     def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
@@ -187,38 +162,22 @@ def test_only_exact_kernels_are_chosen_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "3")  # one visible GPU per process
-    monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
+    monkeypatch.setattr("sparse_rl.attention.startup.check_parity", check)
     if chosen is None:
         with pytest.raises(UserError, match=r"^attention_kernel: flex_sorted is not used: .*; use gather$"):
             choose_kernel(asked, [CONFIG], "float32")
         return
     kernel, finding = choose_kernel(asked, [CONFIG], "float32")
     assert kernel == chosen
-    assert finding.endswith(
-        f"{chosen} is exact here (error / allowed: ); checked in 0 s" if chosen != "gather" else "gather"
-    )
+    assert finding.endswith(f"{chosen} is exact here (error / allowed: )" if chosen != "gather" else "gather")
     expected = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "gather": ["flex_sorted", "flex"]}
     assert checked == (expected[chosen] if asked == "auto" else [asked])
 
 
-def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reported seconds add up over the checks of all models, whether a check passes or fails."""
-    monkeypatch.setattr(choice, "own_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr("sparse_rl.attention.parity.check_parity", lambda kernel, *_, **__: Parity(kernel))
-    monkeypatch.setattr("sparse_rl.attention.future_parity.check_target", lambda *_: Parity("flex", failure="no"))
-    clock = iter((0.0, 31.4, 100.0, 107.0)).__next__
-    (parity,) = choice.check_kernels(["flex"], [CONFIG, CONFIG], "float32", clock)
-    assert str(parity) == "flex is exact here (error / allowed: ); checked in 31 s"
-    assert str(choice.check_target(CONFIG, "float32", clock)) == "flex is not used: no; checked in 7 s"
-
-
 def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """In distillation with packing, the teacher attends by the same kernel as the student. So `auto` refuses a kernel
-    that fails for the teacher's 8 heads, even if it passes for the student's 4. Without packing only the student is
-    checked.
-    """
+    """`auto` refuses one that fails for the teacher's 8 heads. Without packing only the student's 4 are checked."""
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
     new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
     checked: list[tuple[str, int]] = []
@@ -229,7 +188,7 @@ def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
+    monkeypatch.setattr("sparse_rl.attention.startup.check_parity", check)
 
     def chosen(packing: str) -> str:
         keys = [f"model={tmp_path / 'student'}", f"teacher={tmp_path}", f"packing={packing}"]
@@ -243,73 +202,62 @@ def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(
     assert checked == [("flex_sorted", 4)]
 
 
-def test_doctor_shows_if_redundancy_and_top_k_run_in_triton_or_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
-) -> None:
-    """For each of these computations that a recipe needs on a GPU, doctor prints a line with the implementation that is
-    used, `triton` or `torch`, and the reason. Without a GPU it prints none.
-    """
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Write a tiny model to tmp_path, and return its configuration."""
     new_model("qwen3").save_pretrained(tmp_path)
-    config = load_config(str(tmp_path))
+    return load_config(str(tmp_path))
 
-    def shown(name: str, *keys: str) -> list[str]:
-        recipe = load_recipe(name, [f"model={tmp_path}", *keys])
-        return [line for line in doctor.fit(recipe, config)[1] if line.startswith(("redundancy", "running top-k"))]
 
-    gkv = "quickstart/grpo", "dtype=bfloat16", "cache={policy: gkv, budget: 40, window: 8, period: 8}"
+def simulate_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bool = True, checks: Any = ()) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(choice, "check_kernels", lambda *_: list(checks))
+    monkeypatch.setattr("sparse_rl.commands.memory.device_memory", lambda: None)
+
+
+def shown(start: str | tuple[str, ...], name: str, config: Any, *keys: str) -> list[str]:
+    """Return the lines of `doctor` for a recipe and a model that begin so."""
+    recipe = load_recipe(name, [f"model={config.name_or_path}", *keys])
+    return [line for line in doctor.fit(recipe, config)[1] if line.startswith(start)]
+
+
+def test_doctor_shows_if_redundancy_and_top_k_run_in_triton_or_torch(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each that a recipe needs on a GPU, with the reason. Without a GPU it prints none."""
+    start = "redundancy", "running top-k"
+    cache = "cache={policy: gkv, budget: 40, window: 8, period: 8}"
+    gkv = start, "quickstart/grpo", config, "dtype=bfloat16", cache
     if not torch.cuda.is_available():
         assert shown(*gkv) == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
+    simulate_gpus(monkeypatch)
     monkeypatch.setattr(choice, "check_target", lambda *_: Parity("flex"))
-    for module in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
-    result = shown(*gkv)
-    assert len(result) == 1
-    assert result[0].startswith("redundancy: ")
+    (result,) = shown(*gkv)
+    assert result.startswith("redundancy: ")
     assert shown(*gkv, "cache.redundancy=false") == []
-    assert shown(*gkv, "dtype=float32") == ["redundancy: torch (the keys are float32)"]
-    monkeypatch.setattr("sparse_rl.kernels.topk.topk_choice", lambda: Choice("triton", "1 ms, torch's form 2 ms"))
-    assert shown("quickstart/kvpop") == ["running top-k: triton (1 ms, torch's form 2 ms)"]
+    assert shown(*gkv, "dtype=float32") == ["redundancy: triton is not used: the keys are float32"]
+    monkeypatch.setattr("sparse_rl.kernels.topk.check_topk", lambda: Parity("triton"))
+    assert shown(start, "quickstart/kvpop", config) == ["running top-k: triton is exact here (error / allowed: )"]
 
 
-def test_doctor_shows_the_check_of_both_flex_kernels(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
-) -> None:
+def test_doctor_shows_the_check_of_both_flex_kernels(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a recipe, doctor shows the checks of flex and flex_sorted on a GPU, and the kernel in use without a GPU."""
-    new_model("qwen3").save_pretrained(tmp_path)
-    recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
-    config = load_config(str(tmp_path))
     if not torch.cuda.is_available():
-        assert any(
-            line.startswith("attention kernel: gather (there is no GPU") for line in doctor.fit(recipe, config)[1]
-        )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "check_kernels", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
-    for module in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
-    shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention kernel: ")]
-    assert shown == [
+        assert shown("attention kernel: gather (there is no GPU", "quickstart/grpo", config)
+    simulate_gpus(monkeypatch, checks=[Parity("flex_sorted"), Parity("flex", failure="no")])
+    assert shown("attention kernel: ", "quickstart/grpo", config) == [
         "attention kernel: flex_sorted is exact here (error / allowed: )",
         "attention kernel: flex is not used: no",
     ]
 
 
-@pytest.mark.parametrize(("cuda", "shown"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("cuda", [True, False])
 def test_doctor_compares_processes_with_gpus_where_there_are_gpus(
-    cuda: bool, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+    cuda: bool, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine with GPUs, doctor compares the number of processes with the number of GPUs; without a GPU it does
-    not, since the recipe may be for another machine.
-    """
-    new_model("qwen3").save_pretrained(tmp_path)
-    recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}", "launch.processes=2"])
-    config = load_config(str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    """Without a GPU it does not, since the recipe may be for another machine."""
+    simulate_gpus(monkeypatch, cuda)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
-    for module in ("machine", "memory"):
-        monkeypatch.setattr(f"sparse_rl.commands.{module}.device_memory", lambda: None)
-    lines = [line for line in doctor.fit(recipe, config)[1] if line.startswith("launch.processes: ")]
-    assert lines == ["launch.processes: 2 processes on 1 GPU; lower processes"] * shown
+    lines = shown("launch.processes: ", "quickstart/grpo", config, "launch.processes=2")
+    assert lines == ["launch.processes: 2 processes on 1 GPU; lower processes"] * cuda

@@ -5,21 +5,21 @@ attention, with padding and caches. `adopt` refuses unsupported models.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
+from tiny import new_model
+from traces import trace_of
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from sparse_rl.attention.families import FAMILIES, cache_shape
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views import make_view
 
 LENGTHS = (5, 12, 1, 9)
 WIDTH = max(LENGTHS)
 
 
-@pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Return left-padded token ids and their attention mask."""
     generator = torch.Generator().manual_seed(0)
@@ -29,11 +29,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
-    """Logits equal those of transformers for left-padded batches with a mask, and without padding. Control: without the
-    mask, padding changes the logits.
-    """
-    ids, mask = batch
+def test_logits_equal_those_of_transformers(family: str, theirs: str) -> None:
+    """Left-padded with a mask, and without padding. Control: without the mask, padding changes them."""
+    ids, mask = batch()
     plain = new_model(family)
     plain.set_attn_implementation(theirs)
     ours = adopt(copy.deepcopy(plain))
@@ -52,11 +50,9 @@ def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.few(6)
-def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple) -> None:
-    """For a left-padded batch, `generate` gives the tokens that it gives for each prompt alone, and those that
-    transformers' eager attention gives. Control: without the mask, padding changes the tokens.
-    """
-    ids, mask = batch
+def test_generate_ignores_padding(family: str) -> None:
+    """It gives the tokens of each prompt alone, and of transformers. Control: without the mask."""
+    ids, mask = batch()
     plain = new_model(family)
     plain.set_attn_implementation("eager")
     ours = adopt(copy.deepcopy(plain))
@@ -64,19 +60,16 @@ def test_generate_ignores_padding(family: str, new_model: Callable, batch: tuple
     padded = ours.generate(ids, attention_mask=mask, **settings)
     assert torch.equal(padded, plain.generate(ids, attention_mask=mask, **settings))
     for row, n in enumerate(LENGTHS):
-        alone = ours.generate(
-            ids[row : row + 1, WIDTH - n :], attention_mask=mask[row : row + 1, WIDTH - n :], **settings
-        )
+        own = slice(row, row + 1), slice(WIDTH - n, None)
+        alone = ours.generate(ids[own], attention_mask=mask[own], **settings)
         assert torch.equal(alone[0, n:], padded[row, WIDTH:])
     without_mask = ours.generate(ids, attention_mask=torch.ones_like(mask), **settings)
     assert not torch.equal(without_mask, padded)  # control
 
 
-def test_chunks_with_a_cache_equal_one_forward_pass(new_model: Callable, batch: tuple) -> None:
-    """A text that is fed in chunks, with a cache, has the logits of one forward pass over the whole text. Control: a
-    chunk that is fed without the cache has other logits.
-    """
-    ids, _ = batch
+def test_chunks_with_a_cache_equal_one_forward_pass() -> None:
+    """Control: a chunk that is fed without the cache."""
+    ids, _ = batch()
     model = adopt(new_model("qwen3"))
     with torch.no_grad():
         at_once = model(input_ids=ids).logits
@@ -90,14 +83,14 @@ def test_chunks_with_a_cache_equal_one_forward_pass(new_model: Callable, batch: 
     assert (alone - parts[1]).abs().max() > 1e-2  # control
 
 
-def test_adopting_twice_equals_adopting_once(new_model: Callable, batch: tuple) -> None:
+def test_adopting_twice_equals_adopting_once() -> None:
     model = new_model("qwen3")
     assert adopt(model) is model
     assert adopt(model) is model
     assert model.config._attn_implementation == ATTENTION
 
 
-def test_cache_shape_is_layers_kv_heads_and_head_dim(new_model: Callable) -> None:
+def test_cache_shape_is_layers_kv_heads_and_head_dim() -> None:
     """If the configuration has no head_dim, the head dim is hidden_size / number of query heads."""
     assert cache_shape(new_model("qwen3", num_hidden_layers=5, head_dim=16).config) == (5, 2, 16)
     config = new_model("qwen2").config
@@ -105,44 +98,36 @@ def test_cache_shape_is_layers_kv_heads_and_head_dim(new_model: Callable) -> Non
     assert cache_shape(config) == (2, 2, 8)
 
 
-def small(config_class: type, **settings: object) -> object:
+def small(**settings: object) -> Qwen2ForCausalLM:
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
-    return config_class(**sizes, num_attention_heads=2, num_key_value_heads=2, **settings)
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, **settings))
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("settings", "message"),
     [
+        (None, "of type 'gpt2', which cannot be replayed: the supported families are qwen2, qwen3, llama"),
         (
-            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=2)),
-            "of type 'gpt2', which cannot be replayed: the supported families are qwen2, qwen3, llama",
-        ),
-        (
-            lambda: Qwen2ForCausalLM(
-                small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=0)
-            ),
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
             "all its layers have a sliding window, so no layer is left for a cache policy",
         ),
-        (
-            lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)),
-            "has attention_dropout 0.1, and random changes cannot be replayed",
-        ),
+        ({"attention_dropout": 0.1}, "has attention_dropout 0.1, and random changes cannot be replayed"),
     ],
     ids=["family", "sliding window", "dropout"],
 )
-def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) -> None:
-    """The refusal is one line and leaves the model unchanged. Control: a plain Qwen2 model of the same sizes is
-    accepted."""
-    model = build()
+def test_unsupported_models_are_refused_by_adopt(settings: dict | None, message: str) -> None:
+    """In one line that leaves the model unchanged. Control: a plain Qwen2 model of the same sizes."""
+    gpt2 = GPT2Config(vocab_size=8, n_embd=8, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(gpt2) if settings is None else small(**settings)
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message) as refusal:
         adopt(model)
     assert "\n" not in str(refusal.value)
     assert model.config._attn_implementation == before
-    adopt(Qwen2ForCausalLM(small(Qwen2Config)))  # control
+    adopt(small())  # control
 
 
-def test_dropout_at_run_time_is_refused(new_model: Callable, trace_of: Callable) -> None:
+def test_dropout_at_run_time_is_refused() -> None:
     """A dropout rate that is set after `adopt` is refused in the forward pass."""
     model = adopt(new_model("qwen3", num_hidden_layers=1)).train()
     view = make_view([trace_of(6, layers=1)], [0], 6, "cpu")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from traces import starts_of, trace_of
 
-from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.attention.kernels.masked import visible_mask
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views import make_view
+from sparse_rl.kernels.masked import dense_attention, visible_mask
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LENGTHS = (13, 29, 1, 21)
@@ -31,10 +29,8 @@ def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """Real queries see exactly the keys of the definition and no padding key; a padding query sees itself and no other
-    padding key.
-    """
+def test_the_mask_equals_the_definition(side: str) -> None:
+    """A padding query sees itself alone."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     batch = batch_traces(traces, starts, WIDTH)["evict_at"]
     for layer in range(3):
@@ -56,12 +52,8 @@ def test_the_mask_equals_the_definition(side: str, trace_of: Callable, starts_of
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("grad", [True, False])
-def test_replayed_attention_and_gradients_equal_the_dense_reference(
-    side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable
-) -> None:
-    """The output and the gradients of q, k and v equal the dense reference's, row by row; padding has zero gradients.
-    Control: causal attention, without evictions, has another output.
-    """
+def test_replayed_attention_and_gradients_equal_the_dense_reference(side: str, group: int, grad: bool) -> None:
+    """Row by row; padding has zero gradients. Control: causal attention."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     view = make_view(traces, starts, WIDTH, "cpu")
     q, k, v = random_qkv(group)
@@ -98,7 +90,7 @@ def test_replayed_attention_and_gradients_equal_the_dense_reference(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_causes_no_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
+def test_padding_causes_no_nan(side: str) -> None:
     """Outputs and gradients are finite even if a loss wrongly includes the queries of padding."""
     view = make_view([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
     q, k, v = random_qkv(2)
@@ -109,13 +101,11 @@ def test_padding_causes_no_nan(side: str, trace_of: Callable, starts_of: Callabl
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """A layer without evictions is recognised and computed by causal attention without a mask; output and gradients
-    equal those under the mask. Control: a layer with evictions has another output.
-    """
+def test_a_layer_without_evictions_is_causal(side: str) -> None:
+    """It has no mask; output and gradients are those under the mask. Control: a layer with evictions."""
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
     starts = [(WIDTH - n) // 2 for n in LENGTHS] if side == "both" else starts_of(side, LENGTHS)
-    view, masked = (make_view(traces, starts, WIDTH, "cpu") for _ in range(2))
+    view, masked = (make_view(traces, starts, WIDTH, "cpu").of_policy for _ in range(2))
     assert view.causal == [False, True, False]
     masked.causal = [False] * 3
     view.layer = None  # type: ignore[method-assign,assignment]  # so fetching evict_at would fail
@@ -133,12 +123,10 @@ def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, star
 @pytest.mark.parametrize(
     ("lengths", "starts"), [((9, 4), (0, 0)), ((9, 9), (0, 0)), ((9, 4), (0, 5))], ids=["right", "none", "left"]
 )
-def test_layers_without_evictions_are_marked_causal(lengths: tuple, starts: tuple, trace_of: Callable) -> None:
-    """`view.causal` marks layers without evictions, which need no mask, also with padding on either side. Packed
-    documents always need a mask, since they do not see one another.
-    """
+def test_layers_without_evictions_are_marked_causal(lengths: tuple, starts: tuple) -> None:
+    """Also with padding. Packed documents always need a mask."""
     traces = [trace_of(n, causal=[1]) for n in lengths]
-    view = make_view(traces, starts, 9, "cpu")
+    view = make_view(traces, starts, 9, "cpu").of_policy
     assert view.causal == [False, True, False]
     assert view.starts == list(starts)
-    assert make_view([pack_traces(traces)], [0], sum(lengths), "cpu").causal == [False] * 3
+    assert make_view([pack_traces(traces)], [0], sum(lengths), "cpu").of_policy.causal == [False] * 3

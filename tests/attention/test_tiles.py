@@ -5,17 +5,18 @@ visible, else "partial". With sorted keys (kernel flex_sorted), keys are sorted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from policy_cases import SAMPLED
+from tiny import model_of, policy_of, prompts_of
 from torch.nn.attention.flex_attention import create_block_mask
+from traces import trace_of
 
 from rollout import make_engine
-from sparse_rl.attention.kernels.flex import block_mask, padded
-from sparse_rl.attention.kernels.tiles import TILE, Tiles, make_tiles, segment_of, visible_share
 from sparse_rl.kernels import running_topk
+from sparse_rl.kernels.flex import TILE, Tiles, block_mask, make_tiles, padded, segment_of, visible_share
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LAYOUTS = ("alone", "right", "left", "packed")
@@ -37,9 +38,7 @@ def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
 
 
 def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the pairs visible by the definition as bool [R, query, key], for padded length `width`; after its last
-    real token a row has no query.
-    """
+    """Return the pairs visible by the definition as bool [R, query, key]; after its last token a row has no query."""
     truth = torch.zeros(len(evict_at), width, width, dtype=torch.bool)
     for row, ends in enumerate(evict_at.tolist()):
         last = max((t for t, end in enumerate(ends) if end > t), default=-1)
@@ -75,8 +74,8 @@ def check_natural(evict_at: torch.Tensor) -> None:
 
 
 def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
-    """Every visible pair is in a visited tile, and full tiles hold only visible pairs; unnecessary visits are only to
-    tiles of the query's own segment."""
+    """Every visible pair is in a visited tile, full tiles hold only visible pairs, unneeded visits are in the own
+    segment."""
     width = padded(evict_at.shape[-1])
     tiles, truth = make_tiles(evict_at, width, segment), visible(evict_at, width)
     assert torch.equal(tiles.order.sort(-1).values, torch.arange(width).expand_as(tiles.order))
@@ -109,8 +108,7 @@ def random_lengths(seed: int) -> list[int]:
 
 
 def short_lived(trace: EvictionTrace) -> EvictionTrace:
-    """Return a trace in which tokens live for at most 40 steps, so that whole tiles are empty; the first 9 tokens are
-    never evicted."""
+    """Return a trace in which tokens live for at most 40 steps, so that tiles are empty; the first 9 stay for ever."""
     position = torch.arange(len(trace))
     evict_at = position + 1 + (trace.evict_at - position) % 40
     evict_at[..., :9] = 1 << 30
@@ -119,7 +117,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.few(2)
-def test_tiles_equal_create_block_mask(layout: str, trace_of: Callable) -> None:
+def test_tiles_equal_create_block_mask(layout: str) -> None:
     """For random evictions, the lists equal torch's; with sorted keys they list all visible pairs (`check_sorted`)."""
     for seed in range(SEEDS):
         traces = [trace_of(n, layers=1, seed=seed) for n in random_lengths(seed)]
@@ -141,12 +139,8 @@ def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: 
 
 @pytest.mark.parametrize("policy", SAMPLED)
 @pytest.mark.few(5)
-def test_tiles_are_right_under_every_policy(
-    policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
-) -> None:
-    """The lists are right for the evictions that the engine `hf` records under every policy. One prompt, of 100 tokens,
-    is longer than the budget of 64.
-    """
+def test_tiles_are_right_under_every_policy(policy: str) -> None:
+    """As recorded by the engine `hf`. One prompt is longer than the budget of 64."""
     cache_policy = policy_of(policy, budget=64, window=8, period=16)
     engine = make_engine("hf", model=model_of("qwen3"), policy=cache_policy)
     prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)
@@ -167,10 +161,8 @@ def test_tiles_are_right_under_a_learned_policy(scores: str) -> None:
     check_sorted(evict_at, 256)
 
 
-def test_control_lists_for_other_evictions_differ(trace_of: Callable) -> None:
-    """Torch's lists for a trace differ from our lists for changed evictions: the first 128 keys are evicted at query
-    100, every key is evicted by query 300, or every key lives for 128 queries more.
-    """
+def test_control_lists_for_other_evictions_differ() -> None:
+    """The first 128 keys go at query 100, every key by 300, or every key lives for 128 queries more."""
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
     truth = visible(evict_at, 512)
     another_eviction = evict_at.clone()
@@ -181,10 +173,8 @@ def test_control_lists_for_other_evictions_differ(trace_of: Callable) -> None:
         assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(lists(ours), BY_QUERY, strict=True))
 
 
-def test_padding_visits_no_tile(trace_of: Callable) -> None:
-    """Each row of a ragged batch, padded to 1,536 tokens, visits as many tiles as it does alone. A batch of padding
-    alone visits none.
-    """
+def test_padding_visits_no_tile() -> None:
+    """Each row visits as many tiles as alone. A batch of padding alone visits none."""
     lengths = (700, 129, 128, 1)
     traces = [trace_of(n, layers=1) for n in lengths]
     for segment in (None, 256):
@@ -199,8 +189,8 @@ def test_padding_visits_no_tile(trace_of: Callable) -> None:
     assert only_padding.visited == 0
 
 
-def test_no_tile_mixes_packed_documents(trace_of: Callable) -> None:
-    """Documents that fill whole tiles visit as many tiles when they are packed as when they are separate."""
+def test_no_tile_mixes_packed_documents() -> None:
+    """Documents that fill whole tiles visit as many tiles packed as separately."""
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
     apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
@@ -219,34 +209,16 @@ def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
 @pytest.mark.parametrize(("length", "most"), [(16384, 0.19), (32768, 0.12)])
-def test_sorted_tiles_are_close_to_the_visible_pairs(
-    scores: str, length: int, most: float, record_property: Callable
-) -> None:
-    """With sorted keys, the share of visited tiles is above the share of visible pairs and at most `most`; in natural
-    order it is over 1.3 times `most`.
-    """
+def test_sorted_tiles_are_close_to_the_visible_pairs(scores: str, length: int, most: float) -> None:
+    """At most `most`; in natural order the share is over 1.3 times `most`."""
     evict_at = scattered(scores, length, 2048)
     natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))
-    record_property("ideal, natural, sorted", (visible_share(evict_at), natural, ordered))
     assert visible_share(evict_at) < ordered <= most < 1.3 * most < natural
-
-
-def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
-    """The memory plan's `tiles_bytes` equals the bytes of the lists plus, with sorted keys, the bytes of the inverse
-    order (8 for each of 6 x 700 keys).
-    """
-    from sparse_rl.attention.kernels.flex import tiles_bytes
-
-    evict_at = laid_out([trace_of(700, layers=1)] * 3, "right")
-    tiles = make_tiles(evict_at, padded(700), 256)
-    assert tiles_bytes(3, 2, 700) == tiles.nbytes + 6 * 700 * 8
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
 def test_padded_lengths_are_few_multiples_of_a_tile(length: int) -> None:
-    """A padded length is a multiple of 128 and at least the length. Between two powers of two there are only two padded
-    lengths, so that few graphs are compiled.
-    """
+    """Two between two powers of two, so that few graphs are compiled."""
     width = padded(length)
     assert width % TILE == 0
     assert length <= width <= max(length + TILE - 1, 1.5 * length)

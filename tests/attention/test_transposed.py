@@ -1,11 +1,6 @@
-"""Future attention mass (the attention that a token receives from later queries) can be computed by FlexAttention with
-queries and keys exchanged ("transposed"). The result equals the loop of future.py, and the lists of tiles to visit
-equal torch's.
-
-As in test_flex, the plain operator has the log-sum-exp but ignores the lists of tiles. Compiled for a CPU, the
-operator honours the lists but has no log-sum-exp, so the compiled test compares attention outputs under the same
-options.
-"""
+"""Future attention mass by FlexAttention with queries and keys exchanged ("transposed") equals the loop of future.py,
+and the lists of tiles equal torch's. As in test_flex, the plain operator ignores these lists, and the one compiled for
+a CPU has no log-sum-exp, so that its test compares attention outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sparse_rl.attention import future, future_parity
-from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.future import LARGEST, attention_lse, future_attention_mass, future_bytes
-from sparse_rl.attention.future_parity import check_target, target_kernel
-from sparse_rl.attention.kernels import flex, transposed
-from sparse_rl.attention.kernels.flex import padded
-from sparse_rl.attention.kernels.tiles import TILE
-from sparse_rl.attention.kernels.transposed import transposed_options, transposed_tiles
-from sparse_rl.attention.parity import Parity
-from sparse_rl.attention.target import FutureTarget
+from sparse_rl.kernels import flex, future
+from sparse_rl.kernels import parity as future_parity
+from sparse_rl.kernels.flex import TILE, padded, transposed_options, transposed_tiles
+from sparse_rl.kernels.future import LARGEST, attention_lse, future_attention_mass, future_bytes
+from sparse_rl.kernels.parity import Parity, check_future, target_kernel
+from sparse_rl.methods.kvpop.config import TargetConfig
+from sparse_rl.methods.kvpop.target import FutureTarget
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 700, 32, 0.3
 WHOLE = [[S] * S, [S] * S]
@@ -61,9 +53,7 @@ def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.few(2)
 def test_transposed_flex_equals_the_loop(layout: str) -> None:
-    """Log-sum-exp and mass by FlexAttention equal those of the loop, normalised over all keys or, with evictions, over
-    the visible keys. In the second case some log-mass exceeds 0, since evicted tokens may have the largest logits.
-    """
+    """Over all keys or the visible keys; then some log-mass exceeds 0, as evicted tokens may have large logits."""
     query, key = random_qk()
     ends = torch.tensor(LAYOUTS[layout])
     evict_at = future_parity.random_evictions(B, HKV, S, 90, torch.Generator().manual_seed(1))
@@ -108,10 +98,7 @@ def test_log_probabilities_are_bounded_as_in_the_loop() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("window", "lookahead"), SPANS)
 def test_lists_of_tiles_cover_all_pairs_that_count(layout: str, window: int, lookahead: int | None) -> None:
-    """A pair of token and query counts if the query lies in the token's range (`spans`). For rows of one document, the
-    lists of tiles equal those of torch's create_block_mask. For packed rows, the full tiles equal torch's. Every tile
-    that torch visits is visited, and in each row of tiles at most 1 + window // TILE others are.
-    """
+    """Lists equal torch's; for packed rows, at most 1 + window // TILE other tiles in each row of tiles are visited."""
     first, last = spans(layout, window, lookahead)
     truth, width = counted(first, last), first.shape[1]
     theirs = create_block_mask(lambda b, _, t, d: truth[b, t, d], B, None, width, width, device="cpu", BLOCK_SIZE=TILE)
@@ -168,13 +155,14 @@ def test_the_compiled_operator_visits_the_listed_tiles() -> None:
 
 
 def test_all_steps_share_one_graph_for_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, torch.compile traces one graph for the log-sum-exp and one for the mass. Both graphs serve all
-    lengths, windows and ends, and the results equal the loop's.
-    """
-    for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
-        traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
-        monkeypatch.setattr(module, "_compiled", lambda traced=traced: traced)
-        call = getattr(module, called)
+    """One for the log-sum-exp and one for the mass serve all lengths, windows and ends."""
+    traced = {
+        function: torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)
+        for function in (flex._attend, flex._log_mass)
+    }
+    monkeypatch.setattr(flex, "_compiled", traced.__getitem__)
+    for called in ("flex_attend", "mass_by_flex"):
+        call = getattr(flex, called)
         monkeypatch.setattr(
             future, called, lambda *args, call=call, **kwargs: call(*args, **{**kwargs, "compiled": True})
         )
@@ -203,53 +191,43 @@ def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> No
         held.append(keys.nbytes + queries.nbytes)
         return lse
 
-    monkeypatch.setattr(transposed, "_compiled", lambda: compiled)
+    monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
     query, key = (x.bfloat16() for x in random_qk())
     spans = torch.zeros(2, B, S, dtype=torch.long)
-    transposed.mass_by_flex(query, key, torch.zeros(B, HQ, S), *spans, SCALE, LARGEST)
+    flex.mass_by_flex(query, key, torch.zeros(B, HQ, S), *spans, SCALE, LARGEST)
     assert held == [future_bytes(B, HQ, D, S, 2, cuda=True)]
 
 
 def test_the_check_passes_exact_kernels_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check_target`, which runs before the kernel is used on a GPU, passes the exact kernel. It refuses a
-    log-mass that is wrong by 0.01 (a mass wrong by 1 %), a missing query, a NaN, and a kernel that raises.
-    """
+    """A log-mass that is wrong by 0.01, a missing query, a NaN, and a kernel that raises."""
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
-        parity = check_target.__wrapped__(*at, 256)
+        parity = check_future.__wrapped__(*at, 256)
         assert parity.failure is None
         assert set(parity.errors) == {"sparse", "dense"}
-    right = transposed.mass_by_flex
-
-    def one_percent(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return right(*args, **kwargs) + 0.01
-
-    def without_the_last(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, first: Any, last: Any, *rest: Any,
-                         **kwargs: Any) -> torch.Tensor:  # fmt: skip
-        return right(query, key, lse, first, last - 1, *rest, **kwargs)
-
-    def nan(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return right(*args, **kwargs).index_fill(2, torch.tensor(9), torch.nan)
+    right = flex.mass_by_flex
 
     def raises(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("\nno triton\nat all")
 
-    for fault in (one_percent, without_the_last, nan, raises):
-        monkeypatch.setattr("sparse_rl.attention.future.mass_by_flex", fault)
-        failure = check_target.__wrapped__(*at, 256).failure
+    for fault in (
+        lambda *args, **kwargs: right(*args, **kwargs) + 0.01,
+        lambda q, k, lse, first, last, *rest, **kwargs: right(q, k, lse, first, last - 1, *rest, **kwargs),
+        lambda *args, **kwargs: right(*args, **kwargs).index_fill(2, torch.tensor(9), torch.nan),
+        raises,
+    ):
+        monkeypatch.setattr("sparse_rl.kernels.future.mass_by_flex", fault)
+        failure = check_future.__wrapped__(*at, 256).failure
         assert failure is not None
         assert failure.startswith("it is not exact on this machine (error / allowed: sparse ") or fault is raises
     assert failure == "RuntimeError: no triton"
 
 
 def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that passes the check for the model's heads and dtype, FlexAttention computes the training target;
-    otherwise the loop does. Both give the same target up to bfloat16 rounding (0.2), and up to 1e-4 if both start from
-    bfloat16 queries and keys.
-    """
+    """Otherwise the loop. Both agree up to 0.2 in bfloat16, and up to 1e-4 from bfloat16 queries and keys."""
     shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
     for failure, kernel in ((None, "flex"), ("no", "torch")):
-        monkeypatch.setattr(future_parity, "check_target", lambda *_, failure=failure: Parity("flex", failure=failure))
+        monkeypatch.setattr(future_parity, "check_future", lambda *_, failure=failure: Parity("flex", failure=failure))
         assert target_kernel(gpu, torch.bfloat16, shape) == kernel
         assert target_kernel(torch.device("cpu"), torch.bfloat16, shape) == "torch"
 
@@ -260,7 +238,7 @@ def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.Mo
 
     def target(kernel: str) -> torch.Tensor:
         monkeypatch.setattr(
-            "sparse_rl.attention.target.target_kernel", lambda *args: checked_for.append(args) or kernel
+            "sparse_rl.methods.kvpop.target.target_kernel", lambda *args: checked_for.append(args) or kernel
         )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)

@@ -1,14 +1,12 @@
 """Fixtures of the command tests: an empty working directory, and a process that is restored after each test."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 
 import pytest
 
 from sparse_rl.commands import console
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 
 RECIPE = """
 kind: grpo
@@ -46,6 +44,31 @@ dtype: float32
 data: {{synthetic: {{task: running_sum, size: 8}}}}
 max_steps: 1
 """
+BENCH = """
+kind: bench
+model: {model}
+output_dir: out
+dtype: float32
+sweep:
+  policy: [streaming, {{policy: gkv, window: 4}}, {{policy: gkv, window: 4, alpha: 0}}]
+  cache: {{budget: [16], period: [4]}}
+batch: [1, 5]
+prompt_tokens: 10
+length: [24, 40]
+contexts: {{length: [30], compactions: [{{ratio: [0.2]}}, {{policy: evict, queries: [context], ratio: [0.2]}}]}}
+repetitions: 2
+rollout: {{engine: hf, progress: false}}
+"""
+TEXT = """
+kind: perplexity
+model: {model}
+output_dir: out
+dtype: float32
+text: book.txt
+prompt_tokens: 12
+completion_tokens: 20
+rollout: {{engine: hf, progress: false}}
+"""
 DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, budget: 16, period: 4}}")
 
 
@@ -53,7 +76,7 @@ DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, b
 def model(tmp_path_factory):
     """A directory with a tiny untrained model."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     return folder
 
 
@@ -74,8 +97,9 @@ def restored_process(monkeypatch):
 
 @pytest.fixture
 def workdir(tmp_path, model, monkeypatch):
-    """A new working directory with grpo.yaml, eval.yaml, sft.yaml and distill.yaml; their output_dir is out/."""
+    """A new working directory with a recipe of each of these kinds; their output_dir is out/."""
     monkeypatch.chdir(tmp_path)
-    for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT), ("distill", DISTILL)):
+    recipes = {"grpo": RECIPE, "eval": EVAL, "sft": SFT, "distill": DISTILL, "bench": BENCH, "text": TEXT}
+    for name, text in recipes.items():
         (tmp_path / f"{name}.yaml").write_text(text.format(model=model, out=tmp_path / "out"))
     return tmp_path

@@ -1,7 +1,5 @@
 """The command line: its output, its exit statuses, and one clear error line for every mistake a user can make."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -10,16 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from errno import ENOSPC
+from errno import EFBIG, ENOSPC
 from functools import partial
 
 import pytest
 import torch
 import transformers
 from learned import learned_policy, with_scorers
+from processes import python, without_launch
 
-from sparse_rl.analysis.curves import run_labels, smooth
-from sparse_rl.analysis.traces import histogram
+from sparse_rl.analysis.results import run_labels
 from sparse_rl.commands import console
 from sparse_rl.commands.console import Session, guarded, training_line
 from sparse_rl.commands.main import COMMANDS, main, parse
@@ -30,8 +28,9 @@ from sparse_rl.policies import Entries, make_policy
 from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import EvictionTrace, TraceError, load_traces, save_traces
 from trainer.arguments import refusals
-from trainer.grpo.panel import ReplayGapError
+from trainer.grpo.metrics import ReplayGapError
 
+AT_ITS_LIMIT = "a file has reached its size limit (ulimit -f)"
 OUT_OF_MEMORY = (
     "sparse-rl: out of GPU memory: `sparse-rl doctor RECIPE` lists the memory of each part; lower rollout.max_batch or "
     "the batch size"
@@ -55,9 +54,6 @@ def metrics(folder, values, name="reward"):
     return folder
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,12 +67,9 @@ def metrics(folder, values, name="reward"):
         (["train", "grpo.yaml", "cache.budget=4", "cache.sinks=4"], "budget: 4 must exceed"),
         (["train", "grpo.yaml", "num_generations=3"], "groups must be whole"),
         (["train", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
-        (
-            ["train", "grpo.yaml", "model=gpt2"],
-            "of type 'gpt2', which cannot be replayed: the supported families are",
-        ),
+        (["train", "grpo.yaml", "model=gpt2"], "of type 'gpt2', which cannot be replayed: the supported families are"),
         (["train", "grpo.yaml", "data={path: nothing.jsonl}"], "data.path: no such file: nothing.jsonl"),
-        (["train", "grpo.yaml", "data={path: empty.jsonl}"], "data.path: empty.jsonl is empty"),
+        (["train", "grpo.yaml", "data={path: empty.jsonl}"], "data.path: empty.jsonl has no rows"),
         (["train", "grpo.yaml", "rewards=[maths]"], "unknown reward 'maths': did you mean 'math'?"),
         (["train", "grpo.yaml", "report_to=wandb_"], "report_to"),
         (["train", "grpo.yaml", "--resume"], "holds no complete checkpoint to resume from"),
@@ -92,7 +85,7 @@ def metrics(folder, values, name="reward"):
         (["rollout", "grpo.yaml", "model=weightless"], "weightless has no weights"),
         (
             ["train", "grpo.yaml", "--dry-run", "output_dir=empty.jsonl/run"],
-            "/empty.jsonl is not a folder; name another",
+            "/empty.jsonl (it is not a folder); name another",
         ),
         (["train", "grpo.yaml", "--dry-run", "output_dir=empty.jsonl"], "output_dir: empty.jsonl cannot be written"),
         (["train", "."], ".: neither a file nor a shipped recipe"),
@@ -100,11 +93,6 @@ def metrics(folder, values, name="reward"):
         (
             ["train", "grpo.yaml", "--dry-run", "lora.target_modules=nothing"],
             "matches no layer of the model, which has down",
-        ),
-        (["train", "grpo.yaml", "--dry-run", "lora.target_modules=[mlp]"], "mlp is not a linear or embedding layer"),
-        (
-            ["train", "grpo.yaml", "--dry-run", "lora.target_modules='.*'"],
-            "the whole model is not a linear or embedding layer",
         ),
         (["plot", "runs", "--out", "."], "--out: . is not a picture file"),
         (["plot", "runs", "--out", "curve"], "--out: curve is not a picture file"),
@@ -119,6 +107,78 @@ def metrics(folder, values, name="reward"):
         (["plot", "."], "is not the directory of a run"),
         (["doctor", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
         (["dance"], "invalid choice: 'dance'"),
+        (["trian", "grpo.yaml"], "invalid choice: 'trian' (did you mean 'train'?)"),
+        (["plot", ".", "--metrc", "loss"], "unrecognised argument '--metrc' of plot; did you mean --metric?"),
+        (["train", "grpo.yaml", "--budget", "64"], "'--budget' of train; did you mean cache.budget=VALUE?"),
+        (["train", "grpo.yaml", "--cache.budget=64"], "did you mean cache.budget=64?"),
+        (["train", "grpo.yaml", "--learning-rate", "1e-5"], "did you mean learning_rate=VALUE?"),
+        (["train", "grpo.yaml", "--bugdet"], "did you mean cache.budget=VALUE?"),
+        (["train", "grpo.ymal"], "neither a file nor a shipped recipe; did you mean grpo.yaml?"),
+        (["eval", "evla.yml"], "did you mean eval.yaml?"),
+        (["eval", "sft.yaml"], "a recipe of kind sft is not evaluated; it needs kind: eval; sparse-rl train runs this"),
+        (["train", "eval.yaml"], "sparse-rl eval runs this recipe"),
+        (["keys", "grpo", "cache.budgets"], "(did you mean 'cache.budget'?)"),
+        (["train", "grpo.yaml", "--dry-run", "output_dir=/proc/x"], "output_dir: /proc/x cannot be written: /proc"),
+        (["train", "grpo.yaml", "output_dir=/dev/null"], "output_dir: /dev/null cannot be written"),
+        (["eval", "eval.yaml", "--dry-run", "output_dir=/proc/x"], "output_dir: /proc/x cannot be written: /proc"),
+        (["rollout", "grpo.yaml", "--dry-run", "--out", "/dev/null"], "--out: /dev/null cannot be written"),
+        (["train", "grpo.yaml", "--dry-run", "output_dir=blocked"], "blocked/checkpoint-2 is not a folder that can be"),
+        (
+            ["eval", "eval.yaml", "--dry-run", "--overwrite", "output_dir=blocked"],
+            "blocked/eval.json is not a file that",
+        ),
+        (["bench", "bench.yaml", "length=[]", "contexts=null"], "length: name at least one length, or set contexts"),
+        (["bench", "bench.yaml", "length=[10]"], "length: 10 leaves no token to sample after a prompt of 10 tokens"),
+        (["bench", "bench.yaml", "batch=[2, 2]"], "batch: a number is named twice"),
+        (["bench", "bench.yaml", "random_weights=true", "shape={num_hidden_layers: 0}"], "num_hidden_layers is 0"),
+        (["bench", "bench.yaml", "batch=[]"], "batch: name at least one batch size"),
+        (["bench", "bench.yaml", "batch=[0]"], "batch[0]: expected a whole number >= 1"),
+        (["bench", "bench.yaml", "shape={num_hidden_layers: 3}"], "shape: only a model with random weights can"),
+        (["bench", "bench.yaml", "random_weights=true", "shape={layers: 3}"], "shape.layers: unknown key"),
+        (["bench", "bench.yaml", "random_weights=true", "shape={num_hidden_layers: many}"], "shape: "),
+        (["bench", "bench.yaml", "random_weights=true", "shape={num_attention_heads: 3}"], "shape"),
+        (["bench", "bench.yaml", "length=[24, 100000]", "contexts=null"], "exceed the model's context length of"),
+        (
+            ["bench", "bench.yaml", "contexts.length=[30, 200000]"],
+            "contexts.length: 200,000 exceeds the model's context length",
+        ),
+        (["bench", "bench.yaml", "contexts.compactions=[{first: 30}]"], "contexts.length: the context has 30 tokens"),
+        (["bench", "bench.yaml", "plain_vllm=true"], "plain_vllm: unknown key"),
+        (["bench", "bench.yaml", "rollout.tensor_parallel=2"], "rollout.tensor_parallel: "),
+        (["bench", "bench.yaml", "cache.policy=gvk"], "unknown cache policy 'gvk'"),
+        (["bench", "bench.yaml", "minutes=15"], "minutes: unknown key"),
+        (["bench", "bench.yaml", "no_such_key=1"], "no_such_key: unknown key"),
+        (["bench", "bench.yaml", "model=nowhere"], "model: "),
+        (["bench", "bench.yaml", "output_dir=bench.yaml"], "output_dir: "),
+        (["perplexity", "text.yaml", "prompt_tokens=400"], "text: book.txt has 150 tokens, but a piece needs 420"),
+        (["perplexity", "text.yaml", "text=empty.jsonl"], "text: empty.jsonl has 0 tokens"),
+        (["perplexity", "text.yaml", "text=nothing.txt"], "text: nothing.txt cannot be read: No such file"),
+        (["perplexity", "text.yaml", "text=."], "text: . cannot be read: Is a directory"),
+        (["perplexity", "text.yaml", "text=latin.txt"], "text: latin.txt cannot be read: 'utf-8' codec"),
+        (["perplexity", "text.yaml", "prompt_tokens=0"], "prompt_tokens: expected a whole number >= 1"),
+        (["perplexity", "text.yaml", "cache=gvk"], "unknown cache policy 'gvk'"),
+        (["perplexity", "text.yaml", "rollout.max_model_len=31"], "must hold a prompt and a completion, at least 32"),
+        (["perplexity", "text.yaml", "model=."], ". is not a model directory"),
+        (["perplexity", "text.yaml", "samples=3"], "samples: unknown key"),
+        (["perplexity", "eval.yaml"], "a recipe of kind eval has no text to decode; it needs kind: perplexity"),
+        (["eval", "text.yaml"], "a recipe of kind perplexity is not evaluated"),
+        (["train", "text.yaml"], "a recipe of kind perplexity is not trained; use sparse-rl perplexity"),
+        (["rollout", "text.yaml"], "a recipe of kind perplexity samples nothing; use sparse-rl perplexity"),
+        (["keys", "gropo"], "unknown 'gropo' (did you mean 'grpo'?); one of grpo, distill,"),
+        (["keys", "grpo", "leraning_rate"], "leraning_rate: unknown name (did you mean 'learning_rate'?)"),
+        (["keys", "grpo", "rollout.enigne"], "(did you mean 'rollout.engine'?)"),
+        (["keys", "grpo", "cache.budget"], "it is a key of cache policies: sparse-rl keys policies cache.budget"),
+        (["keys", "sft", "zzz"], "zzz: unknown name; sparse-rl keys sft lists all names"),
+        (["keys", "policies", "gvk"], "(did you mean 'gkv'?)"),
+        (["keys", "policies", "budgt"], "(did you mean 'budget'?)"),
+        (["keys", "rewards", "maths"], "(did you mean 'math'?)"),
+        (["keys", "policies", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all"),
+        (["keys", "grpo", "seed", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all recipes"),
+        (["keys", "grpo", "seed", "more"], "unrecognised argument 'more' of keys"),
+        (["report", "nowhere"], "nowhere does not exist"),
+        (["report", "weightless"], "weightless holds no results: there is none of metrics.jsonl, rollouts.json"),
+        (["report", "empty.jsonl"], "empty.jsonl is a file; name its folder, ."),
+        (["report", ".", "--out", "page.pdf"], "--out: page.pdf is not an HTML file"),
     ],
 )
 def test_each_user_error_gives_one_line_and_status_2(workdir, model, capsys, arguments, message):
@@ -126,8 +186,12 @@ def test_each_user_error_gives_one_line_and_status_2(workdir, model, capsys, arg
         (workdir / name).mkdir()
         if kind:
             (workdir / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (workdir / "blocked/eval.json").mkdir(parents=True)
+    (workdir / "blocked/checkpoint-2").touch()
     (workdir / "empty.jsonl").write_text("")
     (workdir / "torn.safetensors").write_text("")
+    (workdir / "book.txt").write_text("1" * 150)
+    (workdir / "latin.txt").write_bytes("café".encode("latin-1"))
     (workdir / "weightless").mkdir()
     for file in model.iterdir():
         if file.suffix != ".safetensors":
@@ -146,9 +210,7 @@ def test_only_rank_0_of_several_processes_prints_the_error(workdir, capsys, monk
 
 
 def test_errors_are_found_before_processes_start(workdir, capsys, monkeypatch):
-    """With `launch.processes`, `train` checks the recipe and then starts processes. A process of the launch (RANK is
-    set) trains instead of starting further processes.
-    """
+    """A process of the launch (RANK is set) trains instead of starting further processes."""
     started = []
     monkeypatch.setattr("trainer.launch.launch", lambda *given: started.append(given) or 0)
     arguments = ["train", "grpo.yaml", "launch.processes=2"]
@@ -166,7 +228,6 @@ def test_errors_are_found_before_processes_start(workdir, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("processes", "expects_warning"), [(2, False), (4, True)])
 def test_more_processes_than_gpus_give_a_warning(processes, expects_warning, workdir, capsys, monkeypatch):
-    """On a machine with 2 GPUs, 4 processes give a warning. Control: 2 processes give none."""
     monkeypatch.setattr("trainer.launch.launch", lambda *given: 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     words = [f"launch.processes={processes}", "per_device_train_batch_size=1", "gradient_accumulation_steps=4"]
@@ -181,14 +242,12 @@ def test_errors_of_wandb_do_not_stop_training(workdir, capsys, monkeypatch):
     (workdir / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
     monkeypatch.setenv("WANDB_DIR", "")
     assert main(["train", "sft.yaml", "report_to=[wandb]"]) == 0
-    assert "this run is not logged to Weights & Biases, which cannot start: '%'" in capsys.readouterr().err
+    assert "this run is not logged to Weights & Biases, which cannot start: the login" in capsys.readouterr().err
     assert (workdir / "out" / "metrics.jsonl").exists()
     assert not list((workdir / "out").glob("wandb"))
 
 
 def test_errors_leave_their_traceback_in_the_run_directory(workdir, capsys):
-    """A training that fails writes error.log. A dry run does not change this file, and a training that succeeds deletes
-    it."""
     error_of(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
     log = (workdir / "out" / "error.log").read_text()
     assert "no such file: nothing.jsonl" in log
@@ -213,13 +272,15 @@ def test_errors_leave_their_traceback_in_the_run_directory(workdir, capsys):
         (ValueError("not ours"), 1, "sparse-rl: unexpected ValueError: not ours (traceback in "),
         (FloatingPointError("a NaN score"), 1, "sparse-rl: unexpected FloatingPointError: a NaN score (traceback in "),
         (KeyError("x"), 1, "sparse-rl: unexpected KeyError: 'x' (traceback in "),
+        (SystemExit(0), 1, "sparse-rl: unexpected SystemExit: 0 (traceback in "),  # it would end Python silently
+        (SystemExit("no"), 1, "sparse-rl: unexpected SystemExit: no (traceback in "),
+        (GeneratorExit(), 1, "sparse-rl: unexpected GeneratorExit:  (traceback in "),
+        (OSError(EFBIG, "it", "a"), 1, f"sparse-rl: stopped: {AT_ITS_LIMIT}: [Errno {EFBIG}] it: 'a'"),
         (KeyboardInterrupt(), 130, "sparse-rl: interrupted"),
     ],
 )
 def test_every_kind_of_error_has_its_status_and_one_line(tmp_path, capsys, error, status, message):
-    """A user's mistake has exit status 2, a run that stopped or failed has 1, an interrupt has 130. Except for an
-    interrupt, the traceback is written to error.log.
-    """
+    """Except for an interrupt, the traceback is written to error.log."""
     session = Session()
     session.folder = tmp_path / "run"
 
@@ -234,8 +295,7 @@ def test_every_kind_of_error_has_its_status_and_one_line(tmp_path, capsys, error
 
 
 def test_a_nan_score_of_a_policy_gives_one_line(tmp_path, capsys):
-    """A NaN score of a policy gives a one-line error, since our code raises it. The same error class, raised by other
-    code (see the test above), counts as unexpected."""
+    """Our code raises it; the same error class, raised by other code (see the test above), counts as unexpected."""
     session = Session()
     session.folder = tmp_path
     zeros, lengths = torch.zeros(1, 1, 9, 2), torch.tensor([9])
@@ -283,16 +343,13 @@ def is_reported_as_a_user_error(work):
 
 
 def test_only_our_own_errors_are_reported_as_user_errors():
-    """A ValueError of a library is reported as a fault of the program, since our code called the library wrongly. The
-    exception is a block in which the user chose the library's options (`refusals`)."""
+    """A library's ValueError is our fault, except in a block with options that the user chose (`refusals`)."""
     from rollout import SamplingConfig, make_engine
-    from sparse_rl.data.running_sum import RunningSum
     from sparse_rl.kernels import running_topk
 
     assert is_reported_as_a_user_error(lambda: make_policy("nothing"))
     assert is_reported_as_a_user_error(lambda: SamplingConfig(0))
     assert is_reported_as_a_user_error(lambda: make_engine("no", model=None))
-    assert is_reported_as_a_user_error(lambda: RunningSum(n=0))
     assert is_reported_as_a_user_error(lambda: running_topk(torch.zeros(1, 1, 4), sinks=0, window=0, k=1))
     assert not is_reported_as_a_user_error(lambda: json.loads("{"))
     assert not is_reported_as_a_user_error(lambda: int("x"))
@@ -304,8 +361,6 @@ def test_only_our_own_errors_are_reported_as_user_errors():
 
 
 def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
-    """The first rank that fails prints the message, and other ranks do not repeat it. Another launch prints the message
-    again, and another message is printed too."""
     session = Session()
     session.folder = tmp_path
     messages = []
@@ -318,8 +373,7 @@ def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
-    """A failed write is reported once per launch, even if several processes fail to write. If no log can be written,
-    each process reports the failure. A failure at checkpoint-1 is not mistaken for one at checkpoint-10."""
+    """If no log can be written, each process reports the failure. checkpoint-1 is not mistaken for checkpoint-10."""
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -335,9 +389,6 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
         assert bool(capsys.readouterr().err) == is_reported_again
 
 
-# ---- commands ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "resume", "overrides"),
     [
@@ -350,8 +401,6 @@ def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatc
     ],
 )
 def test_overrides_may_stand_anywhere_among_the_arguments(words, resume, overrides):
-    """Overrides (KEY=VALUE) may stand before and after options. `--resume` without a folder means the newest
-    checkpoint."""
     options = parse(["train", "recipe.yaml", *words])
     assert (options.resume, options.overrides) == (resume, overrides)
 
@@ -372,8 +421,6 @@ def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(workdir, caps
 
 
 def test_eval_and_rollout_run_under_a_learned_policy(workdir, model, capsys):
-    """`eval` uses the learned policy that is stored with a model's scorers; `rollout` uses the learned policy that its
-    command names. A model without scorers is refused for a learned policy."""
     policy = learned_policy("delayed", 12, window=4)
     shutil.copytree(model, workdir / "learned")
     write_scorers(workdir / "learned", with_scorers(load_plain_model(model), policy).state_dict())
@@ -381,7 +428,7 @@ def test_eval_and_rollout_run_under_a_learned_policy(workdir, model, capsys):
     assert main(["eval", "eval.yaml", "model=learned", "sweep={}", "rollout.progress=false"]) == 0
     assert "kvpop" in capsys.readouterr().out
     assert main(["eval", "eval.yaml", "sweep={}", "cache={policy: kvpop, budget: 300}", "--overwrite"]) == 2
-    assert "has no scorers, which kvpop needs to choose entries" in capsys.readouterr().err
+    assert "has no scorers, which kvpop needs;" in capsys.readouterr().err
     block = "cache={policy: kvpop, budget: 12, sinks: 2, window: 4, scorer: {name: mlstm, chunk: 16}}"
     words = ["rollout", "grpo.yaml", "model=learned", block, "--problems", "3", "--out", "sampled"]
     assert main([*words, "rollout.progress=false"]) == 0
@@ -411,8 +458,7 @@ def test_inspect_and_plot_read_the_traces_that_rollout_writes(workdir, capsys):
 
 
 def test_inspect_summarises_a_large_trace(tmp_path, capsys):
-    """For a trace of 40 layers and 20 kv heads, `inspect` prints the mean over the heads of every third layer, instead
-    of every head."""
+    """The mean over the heads of every third layer, instead of every head."""
     save_traces(tmp_path / "t.safetensors", [EvictionTrace.dense(40, 20, 30)], {})
     assert main(["inspect", str(tmp_path / "t.safetensors")]) == 0
     out = capsys.readouterr().out
@@ -433,8 +479,6 @@ def test_eval_prints_a_table(workdir, capsys):
 
 
 def test_plot_draws_the_curves_of_runs(tmp_path, capsys):
-    """`plot` writes pictures of learning and gap into the first run's folder or to --out. It draws a loss if there is
-    no reward, and refuses runs without either."""
     first, second = metrics(tmp_path / "a" / "run", [0.1, 0.4, 0.3]), metrics(tmp_path / "b" / "run", [0.2])
     assert main(["plot", str(first), str(second)]) == 0
     drawn = capsys.readouterr().out.split()
@@ -448,16 +492,9 @@ def test_plot_draws_the_curves_of_runs(tmp_path, capsys):
     assert "no reward and no loss" in error_of(capsys, "plot", str(metrics(tmp_path / "d", [1.0], "other")))
 
 
-def test_smoothing_run_labels_and_histograms_are_right(tmp_path):
-    """A smoothed value is the mean of the value and its neighbours. Runs are labelled by their folders' names, and by
-    the parent folders too if the names are equal. A histogram is drawn in characters."""
-    assert smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
-    assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.0, 3.0, pytest.approx(11 / 3), 3.0]
+def test_run_labels_are_right(tmp_path):
     assert list(run_labels([tmp_path / "a" / "x", tmp_path / "b" / "x"])) == ["a/x", "b/x"]
     assert list(run_labels([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
-    lines = histogram([0.0, 0.5, 1.0], height=2)
-    assert lines[0].endswith("┤    ██")
-    assert lines[1].endswith("┤  ████")
 
 
 def test_trackio_is_used_only_if_installed(workdir, capsys, monkeypatch):
@@ -479,8 +516,6 @@ def test_trackio_is_used_only_if_installed(workdir, capsys, monkeypatch):
         (["tr"], ["train"]),
         (["doc"], ["doctor"]),
         (["keys", "gr"], ["grpo"]),
-        (["keys", "grpo", "--json"], ["--json-schema"]),
-        (["train", "quickstart/gr"], ["quickstart/grpo", "quickstart/grpo_full", "quickstart/grpo_mismatch"]),
         (["train", "mine"], ["mine.yaml"]),
         (["train", "mine.yaml", "--dry"], ["--dry-run"]),
         (["plot", "--o"], ["--out"]),
@@ -523,34 +558,9 @@ def test_a_training_log_is_printed_as_one_readable_line():
     assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s"
 
 
-# ---- commands in real processes ------------------------------------------------------------------------------------
-
-
 def run(workdir, *arguments):
     """Run the command in a new process."""
-    path = os.pathsep.join([str(workdir), os.getcwd(), *sys.path])
-    command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=workdir, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def test_the_command_starts_without_the_heavy_libraries(workdir):
-    heavy = "[m for m in ('torch', 'trl', 'transformers') if m in sys.modules]"
-    code = f"import sys; from sparse_rl.cli import main; main(['--help']); print({heavy})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert process.stdout.splitlines()[-1] == "[]"
-    assert "train" in process.stdout
-
-
-def test_a_used_folder_is_refused_before_a_heavy_library_is_imported(workdir):
-    (workdir / "out" / "model").mkdir(parents=True)
-    heavy = "[m for m in ('torch', 'trl', 'transformers', 'datasets') if m in sys.modules]"
-    code = f"import sys; from sparse_rl.cli import main; print(main(['train', 'sft.yaml']), {heavy})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    process = subprocess.run([sys.executable, "-c", code], cwd=workdir, env=environment, capture_output=True, text=True)
-    assert process.stdout == "2 []\n"
-    assert "out holds the model of an earlier run; choose another" in process.stderr
+    return python("-m", "sparse_rl.cli", *arguments, cwd=workdir, path=[workdir])
 
 
 def test_in_a_real_process_a_missing_recipe_gives_one_line_and_status_2(workdir):
@@ -569,9 +579,8 @@ RAISES = "def unfair(completions, **_):\n    raise KeyError('no such\\nthing')\n
 def test_an_interrupted_run_reports_the_interrupt(workdir, processes):
     words = ["max_steps=100000", f"launch.processes={processes}"]
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": -1, "stderr": -1, "text": True}
-    with subprocess.Popen(command, cwd=workdir, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, cwd=workdir, env=without_launch(), start_new_session=True, **pipes) as process:
         assert any(line.startswith("step 1/100000") for line in process.stdout)
         for _ in range(3):  # C code sometimes drops the interrupt, and users press again
             os.killpg(process.pid, signal.SIGINT)  # to the launcher and its processes, as a terminal does
@@ -579,7 +588,7 @@ def test_an_interrupted_run_reports_the_interrupt(workdir, processes):
                 _, err = process.communicate(timeout=40)
                 break
     assert process.returncode == 130
-    assert err == "sparse-rl: interrupted\n"
+    assert err == f"sparse-rl: interrupted: {workdir / 'out'} has no checkpoint (save_steps: 0); start again\n"
 
 
 @pytest.mark.slow
@@ -612,11 +621,11 @@ def test_a_reward_that_raises_gives_one_line(workdir, processes):
     process = run(workdir, "train", "grpo.yaml", "rewards=[my_rewards:unfair]", f"launch.processes={processes}")
     assert process.returncode == 2, process.stderr
     (line,) = process.stderr.splitlines()
-    assert line.startswith("sparse-rl: error: a reward function (one of: unfair) raised KeyError")
+    assert line.startswith("sparse-rl: error: rewards: unfair raised KeyError")
     assert "Traceback" in (workdir / "out" / "error.log").read_text()
 
 
-@pytest.mark.parametrize("width", ["40", "57", "80"])
+@pytest.mark.parametrize("width", ["57", "80"])
 def test_help_does_not_hyphenate_names(
     width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
@@ -15,11 +14,10 @@ from sparse_rl.commands.keys import TOPICS
 from sparse_rl.commands.main import main
 from sparse_rl.config import yaml_fields
 from sparse_rl.methods.config import CONFIGS as POLICIES
-from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
+from sparse_rl.methods.kvpop.config import SCORER_CONFIGS as SCORERS
 from sparse_rl.recipe import KINDS
-from sparse_rl.recipe.json_schema import recipe_schema
 from sparse_rl.recipe.keys import list_sections
-from sparse_rl.recipe.passed_through import PASSED_THROUGH
+from sparse_rl.recipe.options import PASSED_THROUGH
 
 
 def output_of(capsys, *words: str) -> list[str]:
@@ -78,52 +76,7 @@ def test_without_a_kind_the_topics_are_listed(capsys):
     assert [line.split(":")[0] for line in output_of(capsys)] == [*TOPICS]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["gropo"], "unknown 'gropo' (did you mean 'grpo'?); one of grpo, distill,"),
-        (
-            ["grpo", "leraning_rate"],
-            "leraning_rate: unknown name (did you mean 'learning_rate'?)",
-        ),
-        (["grpo", "rollout.enigne"], "(did you mean 'rollout.engine'?)"),
-        (["grpo", "cache.budget"], "it is a key of cache policies: sparse-rl keys policies cache.budget"),
-        (["sft", "zzz"], "zzz: unknown name; sparse-rl keys sft lists all names"),
-        (["policies", "gvk"], "(did you mean 'gkv'?)"),
-        (["policies", "budgt"], "(did you mean 'budget'?)"),
-        (["rewards", "maths"], "(did you mean 'math'?)"),
-        (["policies", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all recipes: grpo,"),
-        (["grpo", "seed", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all recipes"),
-        (["grpo", "seed", "more"], "unrecognised argument 'more' of keys"),
-    ],
-)
-def test_a_mistake_gives_one_line_and_status_2(words, message, capsys):
-    assert main(["keys", *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "", shown.err
-    assert len(shown.err.splitlines()) == 1, shown.err
-    assert message in shown.err, shown.err
-
-
-@pytest.mark.parametrize("kind", [None, *KINDS])
-def test_json_schema_prints_the_schema_of_recipes(kind, capsys):
-    assert main(["keys", "--json-schema", *([kind] if kind else [])]) == 0
-    assert json.loads(capsys.readouterr().out) == recipe_schema(kind)
-
-
-def test_the_command_keys_imports_no_heavy_library():
-    heavy = "[m for m in ('torch', 'trl', 'transformers', 'datasets', 'numpy') if m in sys.modules]"
-    calls = [["keys"], ["keys", "--json-schema"], *(["keys", topic] for topic in TOPICS)]
-    code = f"import sys; from sparse_rl.cli import main; [main(words) for words in {calls}]; print({heavy})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert process.stdout.splitlines()[-1] == "[]"
-    assert process.stderr == ""
-
-
 def test_lines_are_wrapped_on_a_terminal_and_not_in_a_pipe(capsys):
-    """On a terminal of 60 columns no line has more than 60 characters. In a pipe the words are the same, but lines are
-    not wrapped."""
     piped = output_of(capsys, "grpo", "rollout.exact")
     assert max(map(len, piped)) > 200
     code = "import sys; from sparse_rl.cli import main; sys.exit(main(['keys', 'grpo', 'rollout.exact']))"

@@ -41,12 +41,12 @@ def lacking(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_report_of_make_papers_holds_each_analysis(tmp_path: Path) -> None:
+def test_the_report_of_make_papers_holds_each_analysis(tmp_path):
     subprocess.run([sys.executable, ROOT / "benchmarks/papers.py", tmp_path / "papers"], check=True, cwd=tmp_path)
     assert lacking((tmp_path / "papers" / "report.html").read_text()) == []
 
 
-def test_control_an_absent_analysis_is_named() -> None:
+def test_control_an_absent_analysis_is_named():
     page = "".join(f"<figcaption>{html.escape(words)}</figcaption>" for words in CAPTIONS.values())
     assert lacking(page) == []
     assert lacking(page.replace("<figcaption>recall: ", "<figcaption>")) == ["KVpop 7"]

@@ -2,26 +2,16 @@
 and the section of a trace that records them. The expected numbers are computed by hand.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from peaks import kept_for_backward
-from planned import plan
-from transformers import PreTrainedModel
+from planned import GRPO, plan
 
-from sparse_rl.experts.routing import routed_experts
+from sparse_rl.experts import routed_experts
 from sparse_rl.models.weights import meta_model
 from sparse_rl.recipe import make_recipe
 from trainer.memory import activation_bytes, count_parameters, mlp_values
 
-GRPO = {
-    "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
-    "data": {"synthetic": {"task": "running_sum", "size": 8}}, "max_completion_length": 100,
-    "cache": {"policy": "streaming", "budget": 32, "period": 8}, "rollout": {"engine": "hf"},
-}  # fmt: skip
 ENDS = 2 * 64 * 32 + 32  # embeddings, head, last norm
 ATTENTION = 32 * (32 + 16 + 16 + 32)
 NORMS = 2 * 32
@@ -46,7 +36,7 @@ MLPS = {  # values per token that the MLP of each layer keeps
 
 
 @pytest.mark.parametrize("family", PARAMETERS)
-def test_parameters_include_all_experts(new_model: Callable[..., PreTrainedModel], family: str) -> None:
+def test_parameters_include_all_experts(new_model, family):
     model = new_model(family)
     assert plan(make_recipe(GRPO), model.config, cuda=False).parameters == PARAMETERS[family]
     assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[family]
@@ -54,9 +44,7 @@ def test_parameters_include_all_experts(new_model: Callable[..., PreTrainedModel
 
 
 @pytest.mark.parametrize("family", MLPS)
-def test_activations_are_those_of_the_experts_of_each_token(
-    new_model: Callable[..., PreTrainedModel], family: str
-) -> None:
+def test_activations_are_those_of_the_experts_of_each_token(new_model, family):
     model, mlps = meta_model(new_model(family).config), MLPS[family]
     whole = len(mlps) * KEPT + sum(mlps)
     assert activation_bytes(model, 10, 2, checkpointing=False, logits=False) == 10 * 2 * whole
@@ -67,11 +55,8 @@ def test_activations_are_those_of_the_experts_of_each_token(
 
 
 @pytest.mark.parametrize("family", PARAMETERS)
-def test_measured_activations_of_experts_are_near_the_counted_ones(
-    new_model: Callable[..., PreTrainedModel], family: str
-) -> None:
-    """The MLP of the last layer keeps the counted values, and also its input, probabilities and indices: at most 20 %
-    more at a size at which these do not dominate."""
+def test_measured_activations_of_experts_are_near_the_counted_ones(new_model, family):
+    """The layer also keeps its input, probabilities and indices: at most 20 % at this size."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_expert_intermediate_size": 256}
     model = new_model(family, **sizes, moe_intermediate_size=256)
     layer, hidden = model.model.layers[-1], torch.randn(1, 500, 256, requires_grad=True)
@@ -81,7 +66,7 @@ def test_measured_activations_of_experts_are_near_the_counted_ones(
 
 
 @pytest.mark.parametrize("family", MLPS)
-def test_traces_record_two_bytes_per_expert_of_a_token(new_model: Callable[..., PreTrainedModel], family: str) -> None:
+def test_traces_record_two_bytes_per_expert_of_a_token(new_model, family):
     """The section is as long as evict_at, 118 tokens in each of 8 sequences. Control: a dense model has none."""
     model = new_model(family)
     layers = 0 if family == "qwen3" else 2  # with experts

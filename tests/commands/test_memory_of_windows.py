@@ -1,48 +1,39 @@
 """`sparse-rl doctor` counts layers with a sliding window at their window, beside the cache of the other layers, which a
-policy bounds. The expected numbers are computed by hand, or are the bytes that the engine allocates.
+policy bounds, and compacted contexts. The expected numbers are computed by hand, or are the bytes that are allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from peaks import Peak, kept_for_backward
-from planned import plan
+from peaks import kept_for_backward
+from planned import GRPO, plan
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig
 from rollout.context import PromptCacheConfig
-from rollout.context.memory import compaction_bytes, context_bytes, layerwise_bytes, reference_queries, texts_read
+from rollout.context.cache import context_bytes
+from rollout.context.compact import stored_queries
 from rollout.hf import HFEngine
-from rollout.timing.estimate import Machine, context_seconds, sampling_seconds
-from sparse_rl.attention.families import cache_shape, policy_shape
-from sparse_rl.attention.interface import Replayed
-from sparse_rl.attention.kernels.gather import gathered_bytes, held_bytes, make_chunks
-from sparse_rl.attention.windows.view import WindowedView
-from sparse_rl.commands.bench_points import prepare_benches
-from sparse_rl.commands.prepared import resolve
-from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
+from sparse_rl.attention.families import policy_shape
+from sparse_rl.commands.main import main
+from sparse_rl.methods.kvpop.scorers import sketch_scorer
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import make_policy
 from sparse_rl.policies.cache import window_bytes
 from sparse_rl.recipe import make_recipe
 from trainer.memory import activation_bytes, count_parameters
 
-GRPO = {
-    "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
-    "data": {"synthetic": {"task": "running_sum", "size": 8}}, "max_completion_length": 100,
-    "cache": {"policy": "streaming", "budget": 32, "period": 8}, "rollout": {"engine": "hf"},
-}  # fmt: skip
 TOKENS = 118  # of a row: a prompt of 18, and a completion; the last token is never fed
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 ENTRY = 2 * 2 * 8 * 4  # bytes of an entry of a layer: keys and values of 2 kv heads of size 8, in float32
 
 
 @pytest.fixture
-def windowed(new_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+def windowed(new_model):
     """windowed(window, **config) -> a tiny Gemma 3 with two layers with that window, and a global layer."""
 
     def make(window: int = 12, **config: Any) -> PreTrainedModel:
@@ -56,10 +47,7 @@ def items_of(model: PreTrainedModel, **keys: Any) -> dict[str, Any]:
     return {item.name: item for item in plan(make_recipe({**GRPO, **keys}), model.config, cuda=False).items}
 
 
-# ---- parameters and activations --------------------------------------------------------------------------------------
-
-
-def test_parameters_include_all_norms_and_tied_embeddings_once(windowed: Callable[..., PreTrainedModel]) -> None:
+def test_parameters_include_all_norms_and_tied_embeddings_once(windowed):
     model = windowed()
     attention = 32 * (32 + 16 + 16 + 32) + 2 * 8  # and a norm of queries and one of keys
     expected = 64 * 32 + 32 + 3 * (attention + 4 * 32 + 3 * 32 * 48)
@@ -67,16 +55,14 @@ def test_parameters_include_all_norms_and_tied_embeddings_once(windowed: Callabl
     assert sum(weight.numel() for weight in model.parameters()) == expected
 
 
-def test_activations_include_four_norms_of_a_layer(windowed: Callable[..., PreTrainedModel]) -> None:
-    """Control: a layer of Qwen3 has two norms."""
+def test_activations_include_four_norms_of_a_layer(windowed):
     model = meta_model(windowed().config)
     kept = (6 + 4) * 32 + 8 * (3 * 4 + 4 * 2) + 4 * 48
     assert activation_bytes(model, 10, 2, checkpointing=False, logits=False) == 10 * 2 * 3 * kept
     assert activation_bytes(model, 10, 2, checkpointing=True, logits=False) == 10 * 2 * (3 * 32 + kept)
 
 
-def test_measured_activations_of_a_layer_are_near_the_counted_ones(windowed: Callable[..., PreTrainedModel]) -> None:
-    """The layer also keeps what its norms compute: at most 10 % more in float32."""
+def test_measured_activations_of_a_layer_are_near_the_counted_ones(windowed):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
     model = windowed(**sizes)
     hidden, positions = torch.randn(1, 500, 256, requires_grad=True), torch.arange(500)[None]
@@ -87,13 +73,8 @@ def test_measured_activations_of_a_layer_are_near_the_counted_ones(windowed: Cal
     assert counted <= measured <= 1.1 * counted
 
 
-# ---- caches of sampling ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("window", "held"), [(12, 12), (40, 40), (500, 117)])
-def test_window_layers_hold_their_window_under_any_policy(
-    windowed: Callable[..., PreTrainedModel], window: int, held: int
-) -> None:
+def test_window_layers_hold_their_window_under_any_policy(windowed, window, held):
     model = windowed(window)
     for cache in (GRPO["cache"], "full", {"policy": "h2o", "budget": 32}):
         item = items_of(model, cache=cache)["sliding windows of 8"]
@@ -102,20 +83,16 @@ def test_window_layers_hold_their_window_under_any_policy(
         assert f"2 layers with a window of {window} tokens: {held} entries" in item.note
 
 
-def test_a_policy_counts_the_global_layers(windowed: Callable[..., PreTrainedModel]) -> None:
-    """One of three layers is global: 40 entries with a position each. The note compares it with a full cache, without
-    and with the other layers."""
+def test_a_policy_counts_the_global_layers(windowed):
     item = items_of(windowed())["KV cache of 8"]
     assert item.device == 8 * 40 * (ENTRY + 2 * 8)
-    assert "40 entries, 5.1 kB per sequence; a full cache: 15.0 kB, 18.0 kB with sliding windows" in item.note
+    assert "40 entries, 5.1 kB per sequence" in item.note
     assert (40 * ENTRY, 117 * ENTRY, (117 + 2 * 12) * ENTRY) == (5120, 14976, 18048)
     assert "windows" not in items_of(windowed(layer_types=["full_attention"] * 3))["KV cache of 8"].note
 
 
 @pytest.mark.parametrize(("family", "window"), [("gemma3_text", 12), ("gemma3_text", 60), ("olmo3", 12)])
-def test_planned_bytes_equal_the_allocated_bytes(new_model: Callable, family: str, window: int) -> None:
-    """Keys and values of both kinds of layers equal the bytes that the hf engine allocates. Control: the bytes of a
-    model whose layers are all global, or all windowed, differ."""
+def test_planned_bytes_equal_the_allocated_bytes(new_model, family, window):
     model = new_model(family, num_hidden_layers=3, layer_types=LAYERS, sliding_window=window)
     engine = HFEngine(model, make_policy(GRPO["cache"]))
     engine.generate([[5] * 18] * 8, SamplingConfig(50, seed=0, ignore_eos=True))
@@ -126,7 +103,7 @@ def test_planned_bytes_equal_the_allocated_bytes(new_model: Callable, family: st
     assert planned not in {8 * 3 * 40 * ENTRY, 8 * 3 * window * ENTRY}
 
 
-def test_an_evaluation_counts_windows_once_for_all_caches(windowed: Callable[..., PreTrainedModel]) -> None:
+def test_an_evaluation_counts_windows_once_for_all_caches(windowed):
     task = {"kind": "eval", "model": "m", "output_dir": "o", "dtype": "float32", "tasks": {"t": GRPO["data"]}}
     sweep = {"sweep": {"policy": ["full", "streaming"], "cache": {"budget": [16, 32]}}, "max_completion_length": 100}
     made = plan(make_recipe({**task, **sweep, "samples": 4, "rollout": {"engine": "hf"}}), windowed().config)
@@ -136,11 +113,7 @@ def test_an_evaluation_counts_windows_once_for_all_caches(windowed: Callable[...
     assert made.device == 4 * made.parameters + largest.device + of_windows[0].device
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def test_traces_record_all_layers(windowed: Callable[..., PreTrainedModel]) -> None:
-    """evict_at has 4 bytes for each layer of both kinds; pages are recorded for the global layer alone."""
+def test_traces_record_all_layers(windowed):
     assert items_of(windowed())["traces"].host == 8 * TOKENS * 3 * 2 * 4
     pages = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
     recorded = make_policy(pages).config.recorded
@@ -148,85 +121,31 @@ def test_traces_record_all_layers(windowed: Callable[..., PreTrainedModel]) -> N
     assert items_of(windowed(), cache=pages)["traces"].host == 8 * TOKENS * 2 * (recorded + 2 * 4)
 
 
-@pytest.mark.parametrize(("window", "names"), [(12, {"gathered keys"}), (60, {"gathered keys, sliding windows"})])
-def test_the_view_that_holds_more_is_counted(
-    windowed: Callable[..., PreTrainedModel], window: int, names: set[str]
-) -> None:
-    """With checkpointing, layers are replayed one at a time. Without it, all layers of both kinds hold their keys."""
-    items = items_of(windowed(window))
-    assert {name for name in items if name.startswith("gathered")} == names
-    of_policy = gathered_bytes(16, 18, TOKENS, 40, 8, 8, 1)
-    of_window = gathered_bytes(16, 0, TOKENS, window, 8, 8, 1)
-    assert max(of_policy, of_window) == items[names.pop()].device
-    items = items_of(windowed(window), gradient_checkpointing=False)
-    assert items["gathered keys"].device == of_policy
-    assert items["gathered keys, sliding windows"].device == 2 * of_window
-
-
-def test_windows_are_replayed_if_no_eviction_is(windowed: Callable[..., PreTrainedModel]) -> None:
-    """A full cache records no evictions that are replayed, but the windows stay. Control: no sequence is longer than
-    the window."""
-    for keys in ({"cache": "full"}, {"train_attention": "full"}):
-        items = items_of(windowed(60), **keys)
-        assert "gathered keys, sliding windows" in items
-        assert "gathered keys" not in items
-        assert "traces" not in items
-        assert not any(name.startswith("gathered") for name in items_of(windowed(TOKENS), **keys))
-
-
-@pytest.mark.parametrize(("length", "window"), [(300, 40), (300, 299), (1000, 130)])
-def test_counted_bytes_of_a_windows_gathered_keys_are_exact(length: int, window: int) -> None:
-    replayed = Replayed(
-        rows=3, prompt=90, length=length, heads=4, kv_heads=2, head_dim=16, layers=1, kernel="gather", itemsize=8,
-        model_itemsize=4, cuda=False,
-    )  # fmt: skip
-    ((name, size, _),) = WindowedView.holds(window, replayed)
-    evict_at = (torch.arange(length, dtype=torch.int32) + window).expand(6, -1)
-    assert name == "gathered keys, sliding windows"
-    assert size == held_bytes(make_chunks(evict_at), 16, 8)
-    assert WindowedView.holds(length, replayed) == []
-
-
-def test_scorers_are_those_of_the_global_layers(windowed: Callable[..., PreTrainedModel]) -> None:
+def test_scorers_are_those_of_the_global_layers(windowed):
     recipe = {key: GRPO[key] for key in ("model", "output_dir", "dtype", "data")} | {"kind": "kvpop", "max_length": 600}
     cache = {"policy": "kvpop", "window": 64, "budget": 128, "scorer": "linear"}
     model = windowed(200)
     made = plan(make_recipe({**recipe, "cache": cache}), model.config, cuda=False)
     scorer = count_parameters(sketch_scorer(make_policy(cache).config.scorer, heads=2, dim=8))
     assert made.parameters == count_parameters(model) + scorer
-    names = {item.name for item in made.items}
-    assert "gathered keys, sliding windows" in names or "future attention" in names
 
 
-def test_a_mixed_policy_counts_its_ranges_in_global_layers(windowed: Callable[..., PreTrainedModel]) -> None:
-    """Two of four layers are global, and each has a policy of its own. The remark for other parts counts the same."""
+def test_a_mixed_policy_counts_its_ranges_in_global_layers(windowed):
     model = windowed(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
     parts = [{"layers": 1, "cache": {"policy": "lined", "window": 8}}, {"layers": 1, "cache": "full"}]
     items = items_of(model, cache={"policy": "layered", "parts": parts})
     assert items["sliding windows of 8"].device == 8 * 2 * 12 * ENTRY
     notes = [item.note for name, item in items.items() if name.startswith("KV cache")]
-    assert any("full in 1 layers: 117 entries, 15.0 kB per sequence; a full cache: 15.0 kB" in note for note in notes)
+    assert any("full in 1 layers: 117 entries, 15.0 kB per sequence" in note for note in notes)
     assert not any("with sliding windows" in note for note in notes)
     for share, remarks in ((1, []), (2, ["layered: the 2 layers under the policy are: 1 lined, 1 full"])):
         recipe = make_recipe({**GRPO, "cache": {"policy": "layered", "parts": [{**p, "layers": share} for p in parts]}})
-        assert resolve(recipe, model.config, cuda=False).remarks == remarks
-
-
-# ---- contexts --------------------------------------------------------------------------------------------------------
-
-
-def contexts_of(prompt_cache: Any) -> Any:
-    task = {"path": "x.jsonl", "columns": {"context": "text"}, "max_prompt_tokens": 300, "limit": 4}
-    mapping = {"kind": "eval", "model": "m", "output_dir": "o", "dtype": "float32", "tasks": {"one": task}}
-    return make_recipe({**mapping, "samples": 2, "max_completion_length": 100, "prompt_cache": prompt_cache})
+        assert recipe.resolve(model.config, cuda=False).remarks == remarks
 
 
 @pytest.mark.parametrize("policy", ["am", "evict", "full"])
-def test_counted_bytes_of_contexts_equal_the_allocated_bytes(
-    policy: str, windowed: Callable[..., PreTrainedModel]
-) -> None:
-    """The compacted context has the global layer's entries. The last 12 tokens stay in the other layers, before and
-    after the compaction. Each question gets a copy of them."""
+def test_counted_bytes_of_contexts_equal_the_allocated_bytes(policy, windowed):
+    """The last 12 tokens stay in the windowed layers, before and after the compaction."""
     model, config = windowed(), PromptCacheConfig(policy=policy, ratio=0.1, queries=["context", "repeat"])
     engine = HFEngine(model, make_policy("full"))
     studied = engine.study([*range(3, 63)] * 5, config)
@@ -235,21 +154,17 @@ def test_counted_bytes_of_contexts_equal_the_allocated_bytes(
     assert entries == (300 if policy == "full" else 31)
     assert len(context.layers) == 1
     assert context.nbytes + 8 * 2 * entries == context_bytes(entries, *policy_shape(model.config), 4)
-    assert context.of_windows is not None
-    assert context.of_windows.nbytes == window_bytes(model.config, 300, 4) == 2 * 12 * ENTRY
+    assert context.of_windows.allocated_bytes() == window_bytes(model.config, 300, 4) == 2 * 12 * ENTRY
     assert len(studied.queries) == 1
     engine.generate([[5, 6, 7]] * 4, SamplingConfig(4, seed=0, ignore_eos=True), context)
     own = 4 * 132 * ENTRY  # 3 tokens, padded to 4, and room for 128 more
     assert engine.peak_cache_bytes == context.nbytes + own + 4 * 2 * 12 * ENTRY
 
 
-def test_a_plan_of_contexts_counts_their_windows(windowed: Callable[..., PreTrainedModel]) -> None:
-    """Windows are counted for the context, for each of 8 questions, and for each text that asks about the context.
-    Reference queries are counted for the global layer. Control: the plan of a model without windows has no such item.
-    """
+def test_a_plan_of_contexts_counts_their_windows(windowed):
     block = {"policy": "am", "ratio": 0.1, "queries": ["self_study", "repeat"], "study_samples": 2, "study_tokens": 7}
     wide, plain = windowed(), windowed(layer_types=["full_attention"] * 3)
-    recipe = contexts_of(block)
+    recipe = recipe_of(block)
     made, other = ({i.name: i for i in plan(recipe, m.config, cuda=False).items} for m in (wide, plain))
     window = 2 * 12 * ENTRY
     assert made["sliding windows of the context"].device == window
@@ -258,57 +173,67 @@ def test_a_plan_of_contexts_counts_their_windows(windowed: Callable[..., PreTrai
     assert "sliding windows of the context" not in other
     for name in ("context", "compacted context", "reference queries"):
         assert 3 * made[name].device == other[name].device
-    (config,), own, copied = recipe.prompt_caches(), 512 + 100, 30 + 512 + 100
+    own, copied = 512 + 100, 30 + 512 + 100
     assert made["KV cache of 8"].device == 8 * ((own + copied) * ENTRY + window)
-    assert texts_read(config) == 6 * 2 + 1
-    queries = reference_queries(config, 300, 2) * 2 * 8 * 4
-    assert other["reading"].device - made["reading"].device == 2 * queries - 13 * window
 
 
-@pytest.mark.parametrize("window", [12, 200])
-def test_measured_bytes_of_on_policy_queries_are_near_the_counted_bytes(
-    windowed: Callable[..., PreTrainedModel], window: int
-) -> None:
-    """The pass over the texts takes at most the counted bytes."""
-    model, config = windowed(window), PromptCacheConfig(policy="evict", queries=["repeat"], on_policy=True, ratio=0.1)
-    studied = HFEngine(model, make_policy("full")).study([*range(3, 63)] * 5, config)
-    with Peak() as peak:
-        studied.compacted(config)
-    counted = compaction_bytes(config, 300, 2, 2, 8) + layerwise_bytes(config, 300, model.config, 4)
-    assert counted / 2.5 < peak.bytes <= counted
+STUDIED = torch.randint(3, 64, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-# ---- benches ---------------------------------------------------------------------------------------------------------
+def recipe_of(prompt_cache: Any, tokens: int = 300, **keys: Any) -> Any:
+    """Return an evaluation after compacted contexts of `tokens` tokens."""
+    task = {"path": "x.jsonl", "columns": {"context": "text"}, "max_prompt_tokens": tokens, "limit": 4}
+    mapping = {"kind": "eval", "model": "m", "output_dir": "o", "dtype": "float32", "tasks": {"one": task}}
+    return make_recipe({**mapping, "samples": 2, "max_completion_length": 100, "prompt_cache": prompt_cache, **keys})
 
 
-def test_a_bench_computes_windows_beside_the_policy(
-    windowed: Callable[..., PreTrainedModel], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, machine = windowed(), Machine(1e12, 1e10, 1e-4, 1e-3)
-    model.config.save_pretrained(tmp_path / "m")
-    monkeypatch.setattr("sparse_rl.commands.bench_points.measured_machine", lambda *_: machine)
-    bench = {"kind": "bench", "model": str(tmp_path / "m"), "output_dir": "o", "dtype": "float32", "batch": [4]}
-    bench |= {"random_weights": True, "prompt_tokens": 18, "length": [118], "rollout": {"engine": "hf"}}
-    (made,) = prepare_benches(make_recipe({**bench, "cache": GRPO["cache"]}))
-    memory = made._memory(make_policy(GRPO["cache"]), 4, 118)
-    assert memory["keys and values"] == 4 * 40 * ENTRY
-    assert memory["sliding windows"] == 4 * 2 * 12 * ENTRY
-    assert memory["trace"] == 4 * 118 * 3 * 2 * 4
+@pytest.mark.parametrize("policy", ["am", "evict", "full", "none"])
+def test_counted_bytes_of_contexts_without_windows_equal_the_allocated_bytes(policy, new_model):
+    model = new_model("qwen2")
+    config = PromptCacheConfig(policy=policy, ratio=0.1, queries=["context", "window", "repeat"], window=40)
+    studied = HFEngine(model, make_policy("full")).study(STUDIED, config)
+    context = studied.compacted(config)
+    shape = policy_shape(model.config)
+    kept_entries = config.first + config.last + config.kept(300)
+    for cached, entries in ((studied.whole, 300), (context, kept_entries)):
+        positions = sum(layer.positions.numel() * 8 for layer in cached.layers)
+        assert cached.nbytes + positions == context_bytes(entries, *shape, 4)
+    assert studied.queries[0].shape[2] == stored_queries(config, 300, 2) == (1278 if config.chooses else 0)
 
 
-def test_estimated_times_count_windows_at_their_length(windowed: Callable[..., PreTrainedModel]) -> None:
-    """A step moves the entries of both kinds of layers; a reading attends to min(window, tokens) tokens in a layer with
-    a window. The two layers count as a third of three full layers if the window is as long as the text."""
-    memory_bound = Machine(1e30, 1.0, 0.0, 0.0)  # seconds are bytes
-    policy = make_policy(GRPO["cache"])
-    seconds = [
-        sampling_seconds(memory_bound, windowed(window).config, 0, policy, 4, 18, 118, "float32", False)
-        for window in (12, 24, 68, 1000)
-    ]
-    assert seconds == [100 * 4 * (40 + 2 * held) * ENTRY for held in (12, 24, 68, 68)]
-    compute_bound, config = Machine(1.0, 1e30, 0.0, 0.0), PromptCacheConfig(policy="full")
-    pairs = [
-        context_seconds(compute_bound, windowed(window).config, 0, config, 400) / (2 * 4 * 8) for window in (10, 1000)
-    ]
-    assert pairs == [400 * 400 + 2 * 400 * 20, 3 * 400 * 400]
-    assert cache_shape(windowed().config)[0] == 3
+@pytest.mark.parametrize("chunking", ["kv", "text"])
+def test_queries_of_parts_and_on_policy_queries_are_counted(chunking, new_model):
+    engine = HFEngine(new_model("qwen2"), make_policy("full"))
+    parts = PromptCacheConfig(queries=["context", "repeat"], chunking=chunking, chunk=100, first=2, last=3)
+    for config in (parts, replace(parts, most_queries=300)):
+        stored = [studied.queries[0].shape[2] for _, studied in engine.study(STUDIED, config).parts]
+        assert sum(stored) <= stored_queries(config, 300, 2) <= sum(stored) + 12  # parts have 98 or 99 tokens
+    on_policy = PromptCacheConfig(queries=["context", "repeat"], on_policy=True)
+    assert engine.study(STUDIED, on_policy).queries[0].shape[2] == stored_queries(on_policy, 300, 2) == 600
+
+
+def test_the_memory_plan_counts_the_largest_context_and_the_largest_stage(new_model):
+    config = new_model("qwen2").config
+    memory_plan = plan(recipe_of([{"policy": "evict", "ratio": [0.1, 0.5]}, {"policy": "none"}]), config, cuda=False)
+    items = {item.name: item for item in memory_plan.items}
+    assert items["context"].device == context_bytes(300, 2, 2, 8, 4)
+    assert items["compacted context"].device == context_bytes(150, 2, 2, 8, 4)
+    assert items["reference queries"].device == 600 * 2 * 2 * 8 * 4  # two query heads per kv head
+    with_50_queries = plan(recipe_of({"most_queries": 50}), config, cuda=False).items
+    assert next(item.device for item in with_50_queries if item.name == "reference queries") == 50 * 2 * 2 * 8 * 4
+    assert items["compacted context"].note.startswith("evict 0.1 ")
+    assert "none " in items["compacted context"].note
+    longer = plan(recipe_of({}, tokens=600), config, cuda=False)
+    assert longer.device > plan(recipe_of({}), config, cuda=False).device
+    assert "KV cache of 8" in {item.name for item in plan(recipe_of(None), config, cuda=False).items}
+
+
+def test_doctor_shows_the_memory_of_contexts_and_says_that_their_time_is_unknown(model, tmp_path, capsys):
+    (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.05}, model=str(model)).as_yaml(), encoding="utf-8")
+    assert main(["doctor", str(tmp_path / "e.yaml")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "compacted context" in out
+    assert "am 0.05" in out
+    assert "rollouts: " in out
+    assert "contexts: the time is not predicted" in out
+    assert main(["doctor", str(tmp_path / "e.yaml"), "prompt_cache=null"]) == 0

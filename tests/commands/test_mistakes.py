@@ -7,16 +7,14 @@ libraries.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import python
 
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.commands.keys import TOPICS
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.recipe import BudgetsRecipe, TrainRecipe, list_recipes, load_recipe
-from sparse_rl.recipe.kinds.swept import SweptRecipe
+from sparse_rl.recipe.evaluation import SweptRecipe
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy")
 ANSWER = """
@@ -40,12 +38,6 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """
 TRAINED = ("sft", "distill", "grpo", "kvpop")
 OVERLONG = "{name: soft_overlong, max_completion_len: 152, soft_punish_cache: 16}"
-
-
-def in_a_fresh_process(code: str, *arguments: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *map(json.dumps, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def mistakes() -> list[tuple[list[str], str]]:
@@ -79,19 +71,23 @@ def mistakes() -> list[tuple[list[str], str]]:
     return cases
 
 
-def test_errors_in_shipped_recipes_import_no_heavy_library(tmp_path: Path) -> None:
-    """For each shipped recipe, a wrong key and a wrong value give one line within a second. Control: a wrong model is
-    found only after torch and transformers are imported."""
+def test_errors_and_help_import_no_heavy_library(tmp_path):
+    """Control: a wrong model is found only after torch and transformers are imported."""
     cases = mistakes()
+    (tmp_path / "used/model").mkdir(parents=True)
+    used = ["train", "quickstart/sft", f"output_dir={tmp_path}/used"]
+    cases.append((used, "used holds the model of an earlier run; choose another"))
+    light = [["--help"], ["keys"], ["keys", "--json-schema"], *(["keys", topic] for topic in TOPICS)]
     control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # the recipe itself has no mistake
-    process = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)
+    process = python("-c", ANSWER, json.dumps([*(words for words, _ in cases), *light, control]), json.dumps(HEAVY))
     assert process.returncode == 0, process.stderr
-    *answers, (status, err, heavy, _) = json.loads(process.stdout)
+    *answers, (status, err, heavy, _) = json.loads(process.stdout.splitlines()[-1])
     assert status == 2
     assert "is not a model directory" in err
     assert {"torch", "transformers"} <= {*heavy}
-    assert len(answers) == len(cases) == 2 * len(list_recipes())
-    for (words, message), (status, err, heavy, seconds) in zip(cases, answers, strict=True):
+    assert len(cases) == 2 * len(list_recipes()) + 1
+    assert [answer[:3] for answer in answers[len(cases) :]] == [[0, "", []]] * len(light)
+    for (words, message), (status, err, heavy, seconds) in zip(cases, answers[: len(cases)], strict=True):
         assert status == 2, words
         assert err.startswith("sparse-rl: error: "), words
         assert message in err, words
@@ -101,16 +97,14 @@ def test_errors_in_shipped_recipes_import_no_heavy_library(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     return folder
 
 
 @pytest.mark.slow
-def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
-    """With TRL blocked, a dry run of every kind of training succeeds, even if the recipe names TRL's own rewards, which
-    are not called. Control: importing TRL in such a process fails."""
+def test_a_dry_run_needs_no_trl(model, tmp_path):
     assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {
         *TRAINED,
         "eval",
@@ -121,11 +115,11 @@ def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
     runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])
-    process = in_a_fresh_process(DRY_RUNS, runs)
+    process = python("-c", DRY_RUNS, json.dumps(runs))
     assert process.returncode == 0, process.stderr
     assert [line.split()[1] for line in process.stdout.splitlines() if line.startswith("recipe ")] == [
         *(f"{kind}," for kind in (*TRAINED, "grpo"))
     ]
-    blocked = in_a_fresh_process(DRY_RUNS.replace("main(words)", "__import__(words)"), ["trl"])
+    blocked = python("-c", DRY_RUNS.replace("main(words)", "__import__(words)"), json.dumps(["trl"]))
     assert blocked.returncode
     assert "import of trl halted" in blocked.stderr  # control

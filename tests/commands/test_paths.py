@@ -1,7 +1,5 @@
 """A run directory is accepted as a model, errors name the type of a wrong file, and no file is overwritten."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -41,12 +39,7 @@ def trained(workdir, model, capsys):
     return Path("run")
 
 
-# ---- a run directory as a model ------------------------------------------------------------------------------------
-
-
 def test_a_run_directory_stands_for_its_model(trained, model, tmp_path):
-    """`model_directory` replaces a run directory by its `model` folder. It leaves other names unchanged, also a folder
-    that has both a configuration and a folder named `model`."""
     assert model_directory("run") == "run/model"
     for unchanged in ("run/model", str(model), "nowhere", "org/name"):
         assert model_directory(unchanged) == unchanged
@@ -67,8 +60,6 @@ def test_model_and_teacher_of_a_recipe_may_be_a_run_directory(trained, recipe):
 
 
 def test_commands_accept_a_run_directory_as_a_model(trained, capsys):
-    """`train`, `doctor`, `rollout`, `eval` and `make_engine` use the run's model, with the cache policy stored in
-    it."""
     assert "qwen3, 2 layers" in output_of(capsys, "train", "sft.yaml", "--dry-run", "model=run")
     assert "102,848 parameters" in output_of(capsys, "doctor", "grpo.yaml", "model=run")
     assert "16 completions" in output_of(capsys, "rollout", "grpo.yaml", "model=run", PATIENT)
@@ -79,7 +70,7 @@ def test_commands_accept_a_run_directory_as_a_model(trained, capsys):
 
 def test_serve_accepts_a_run_directory_as_a_model(trained, monkeypatch):
     served = []
-    monkeypatch.setattr("rollout.vllm.serve.serve", lambda model, cache, **_: served.append(model))
+    monkeypatch.setattr("rollout.vllm.serve.serve", lambda model, cache, *_: served.append(model))
     main(["serve", "run"])
     main(["serve", "run/model"])
     assert served == ["run/model", "run/model"]
@@ -93,8 +84,6 @@ def test_a_run_directory_without_a_model_is_refused(trained, capsys):
 
 
 def test_eval_of_a_run_uses_its_held_out_problems(trained, capsys):
-    """`eval RUN` samples the run's held-out problems (`validation`) with the settings of the training, under the
-    model's stored cache. Overrides are keys of an evaluation. `eval RUN/eval` repeats an evaluation."""
     out = output_of(capsys, "eval", "run", HF, PATIENT)
     assert "validation" in out
     assert "streaming 16" in out
@@ -112,7 +101,6 @@ def test_eval_of_a_run_uses_its_held_out_problems(trained, capsys):
 
 
 def test_eval_of_a_run_without_problems_says_which_command_to_use(trained, capsys):
-    """A run without `validation`, and a model without its run's recipe, have no problems to evaluate."""
     for override in ("validation=null", None):
         if override:
             recipe = read_recipe(parse(["train", "run/recipe.yaml", override]))
@@ -125,9 +113,6 @@ def test_eval_of_a_run_without_problems_says_which_command_to_use(trained, capsy
 
 def test_a_run_directory_is_not_a_recipe(trained, capsys):
     assert "its recipe is run/recipe.yaml" in output_of(capsys, "train", "run", status=2)
-
-
-# ---- no file is overwritten ----------------------------------------------------------------------------------------
 
 
 def contents(folder):
@@ -144,8 +129,6 @@ def contents(folder):
     ],
 )
 def test_files_of_an_earlier_call_are_not_overwritten(workdir, capsys, monkeypatch, words, place, existing_file):
-    """A second call that would overwrite files of the first call is refused before a model is loaded, unless
-    overwriting is allowed."""
     words = [*words, PATIENT]
     output_of(capsys, *words)
     before = contents(workdir)
@@ -175,50 +158,6 @@ def test_the_directory_of_a_training_is_never_overwritten(trained, capsys):
     assert contents(trained) == before
 
 
-# ---- types of files and folders ------------------------------------------------------------------------------------
-
-
-def test_inspect_describes_runs_models_checkpoints_and_results(trained, workdir, capsys):
-    output_of(capsys, "rollout", "grpo.yaml", PATIENT, "--problems", "1")
-    output_of(capsys, "eval", "eval.yaml", "output_dir=score", PATIENT)
-    (workdir / "empty").mkdir()
-    shutil.copytree("run/model", "run/checkpoint-7")
-    (workdir / "broken.yaml").write_text("a: [")
-    (workdir / "list.yaml").write_text("[1]")
-    (workdir / "broken.jsonl").write_text("{")
-    (workdir / "picture.png").write_bytes(b"\x89PNG")
-    traces = "out/rollouts/traces-00000.safetensors"
-    for place, message in {
-        "run": "a run of kind grpo, logged to step 1, with the model in run/model, which carries the cache",
-        ".": "a folder of 1 run; sparse-rl plot . draws them",
-        "run/model": "a model (qwen3), which carries the cache policy streaming",
-        "run/checkpoint-7": "a checkpoint of step 7, from which train --resume can continue",
-        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} describes "
-        "the first; sparse-rl verify out/rollouts replays them",
-        "score": "the results of an evaluation, 2 rows; sparse-rl plot score/eval.json draws them",
-        "empty": "a folder without a run, a model or traces",
-        "grpo.yaml": "a recipe of kind grpo; sparse-rl train grpo.yaml runs it",
-        "eval.yaml": "a recipe of kind eval; sparse-rl eval eval.yaml runs it",
-        "score/eval.json": "the results of an evaluation, 2 rows; sparse-rl plot score/eval.json draws them",
-        "run/metrics.jsonl": "the metrics of a run, logged to step 1; sparse-rl plot run draws them",
-        "run/model/cache_policy.json": "the cache policy that a model carries, streaming",
-        "run/model/model.safetensors": "weights of the model in run/model",
-        "out/rollouts/rollouts.json": "sampled the rollouts beside it; sparse-rl verify out/rollouts replays them",
-        "out/rollouts/completions.jsonl": "lines of JSON, each with prompt, answer, completion, finish_reason",
-        "broken.yaml": "damaged, or not of the type that its name says",
-        "list.yaml": "damaged, or not of the type that its name says",
-        "broken.jsonl": "damaged, or not of the type that its name says",
-        "picture.png": "a file .png that sparse-rl cannot read",
-    }.items():
-        line = output_of(capsys, "inspect", place)
-        assert line.startswith(f"{place}: "), line
-        assert message in line, line
-        assert line.count("\n") == 1, line
-        assert "is not a file of traces: " in output_of(capsys, "inspect", place, "--json", status=2)
-    assert "traces, 2 layers" in output_of(capsys, "inspect", traces)
-    assert "pass@1" in output_of(capsys, "plot", "score")
-
-
 def test_plot_of_a_folder_draws_the_runs_in_it(workdir, capsys):
     logged = "".join(json.dumps({"step": i, "reward": 0.5, "replay/gap_mean": 1e-7}) + "\n" for i in (1, 2))
     for place in ("many/one", "many/two", "many/two/inner", "other/one"):
@@ -234,9 +173,6 @@ def test_plot_of_a_folder_draws_the_runs_in_it(workdir, capsys):
     assert "empty is not the directory of a run and contains no runs" in output_of(
         capsys, "plot", "many", "empty", status=2
     )
-
-
-# ---- version -------------------------------------------------------------------------------------------------------
 
 
 def test_version_prints_the_version(capsys):

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
-from sparse_rl.analysis import sweeps
+from sparse_rl.analysis import results
 from sparse_rl.analysis.drawing import COLOURS
-from sparse_rl.analysis.sweeps import Point, Sweep, method_names, plot_sweep, read_sweep
+from sparse_rl.analysis.results import Sweep, method_names, plot_sweep, read_sweep
 from sparse_rl.commands.main import main
 from sparse_rl.errors import UserError
 
@@ -30,19 +30,17 @@ def perplexity_row(policy: str, nll: float | None, **parameters: Any) -> dict[st
     return {"policy": policy, "parameters": parameters, "nll": nll, "standard_error": 0.1}
 
 
-def points(rows: list[dict[str, Any]]) -> list[Point]:
-    return [Point(result["task"], result["policy"], result["parameters"], result["accuracy"]) for result in rows]
-
-
 def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
-    return method_names(points(rows), axis)
+    return method_names(pandas.DataFrame(rows), axis)
 
 
 def axes_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, axis: str | None = None) -> Any:
     """Return the axes drawn from those rows that have an accuracy."""
-    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
-    sweep = Sweep("accuracy", "one; a model", points([result for result in rows if result["accuracy"] is not None]))
-    figure: Any = plot_sweep(sweep, "unused", axis)
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: figure)
+    frame = (
+        pandas.DataFrame(rows).rename(columns={"accuracy": "value", "standard_error": "error"}).dropna(subset="value")
+    )
+    figure: Any = plot_sweep(Sweep("accuracy", "one; a model", frame), "unused", axis)
     (axes,) = figure.axes
     return axes
 
@@ -63,7 +61,7 @@ ROWS = [
 ]
 
 
-def test_methods_are_labelled_by_the_settings_in_which_they_differ() -> None:
+def test_methods_are_labelled_by_the_settings_in_which_they_differ():
     assert names(ROWS) == [
         "am, omp, repeat", "am, omp, repeat", "am, attention, repeat+random",
         "evict, pool 3", "evict, pool 1", "evict, pool 1", "full",
@@ -71,8 +69,7 @@ def test_methods_are_labelled_by_the_settings_in_which_they_differ() -> None:
     assert names([row("am", 1, ratio=0.1), row("am", 1, "two", ratio=0.1)]) == ["one: am", "two: am"]
 
 
-def test_each_method_has_a_line_through_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full cache, which has no ratio, is a dashed horizontal line."""
+def test_each_method_has_a_line_through_its_points(monkeypatch):
     axes = axes_of(ROWS, monkeypatch)
     drawn = lines(axes)
     assert [(0.02, 0.5), (0.1, 0.7)] in drawn
@@ -82,16 +79,13 @@ def test_each_method_has_a_line_through_its_points(monkeypatch: pytest.MonkeyPat
     flat = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert len(flat) == 1
     assert set(flat[0].get_ydata()) == {0.9}
-    assert {text.get_text() for text in axes.texts} == {
-        "am, omp, repeat", "am, attention,\nrepeat+random", "evict, pool 3", "evict, pool 1", "full"
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+        "am, omp, repeat", "am, attention, repeat+random", "evict, pool 3", "evict, pool 1", "full"
     }  # fmt: skip
 
 
-def test_any_swept_setting_can_be_the_x_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several settings are swept, the x axis is one whose values are numbers (here alpha), unless the user names
-    another (form). The other swept settings tell the lines apart. A policy without the setting is a line across the
-    figure.
-    """
+def test_any_swept_setting_can_be_the_x_axis(monkeypatch):
+    """The x axis is one whose values are numbers (here alpha), unless the user names another (form)."""
     rows = [row("gkv", a / 10 + (f == "sum"), budget=64, alpha=a, form=f) for f in ("max", "sum") for a in (0.0, 0.8)]
     rows += [row("morphkv", 0.5, budget=64)]
     axes = axes_of(rows, monkeypatch)
@@ -106,16 +100,15 @@ def test_any_swept_setting_can_be_the_x_axis(monkeypatch: pytest.MonkeyPatch) ->
         axes_of(rows, monkeypatch, "window")
 
 
-def test_each_of_several_models_has_lines_of_its_own(tmp_path: Path) -> None:
+def test_each_of_several_models_has_lines_of_its_own(tmp_path):
     rows = [{**row("gkv", 0.1 * b, budget=b), "model": model} for model in ("runs/a/model", "org/b") for b in (1, 2)]
     (tmp_path / "eval.json").write_text(json.dumps({"rows": rows}))
     sweep = read_sweep(tmp_path / "eval.json")
-    assert method_names(sweep.points, "budget") == ["a, one: gkv", "a, one: gkv", "b, one: gkv", "b, one: gkv"]
+    assert method_names(sweep.rows, "budget") == ["a, one: gkv", "a, one: gkv", "b, one: gkv", "b, one: gkv"]
 
 
-def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters that follow from the budget by default (h2o's window, am's period) do not count as differences; other
-    differences are part of the label."""
+def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch):
+    """Parameters that follow from the budget by default (h2o's window, am's period) are no differences."""
     swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
     swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
     swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # h2o's default window
@@ -123,7 +116,7 @@ def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.M
     drawn = lines(axes)
     assert [(32, 0.1), (64, 0.4)] in drawn
     assert [(40, 0.3)] in drawn
-    assert {text.get_text() for text in axes.texts} == {
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
         "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
     }  # fmt: skip
     assert names([row("h2o", 1, budget=b, window=16) for b in (32, 40)], "budget") == ["h2o", "h2o"]
@@ -139,22 +132,20 @@ def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch: pytest.M
     assert axes.get_title(loc="left") == "Accuracy on one; a model"
 
 
-def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The colour of a method does not depend on the other rows. Several lines of one method have different shades.
-    Methods that are not ours have different colours."""
+def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch):
     two_methods = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
     for rows in (two_methods, two_methods[::-1], [*two_methods, row("full", 0.9)]):
-        named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).texts}
+        named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).get_legend().get_texts()}
         assert named == {name: COLOURS[name] for name in named}
         assert {"gkv", "streaming"} <= named.keys()
     periods = [row("gkv", 0.1 * b, budget=b, period=p) for p in (1, 2, 3) for b in (1, 2)]
-    shades = [text.get_color() for text in axes_of(periods, monkeypatch).texts]
+    shades = [text.get_color() for text in axes_of(periods, monkeypatch).get_legend().get_texts()]
     assert COLOURS["gkv"] in shades
     assert len(set(shades)) == 3
     assert not set(shades) & {*COLOURS.values()} - {COLOURS["gkv"]}
     unknown_methods = {text.get_text(): text.get_color() for text in axes_of(
         [row(p, 0.1 * b, budget=b) for p in ("gkv", "mine", "yours") for b in (1, 2)], monkeypatch
-    ).texts}  # fmt: skip
+    ).get_legend().get_texts()}  # fmt: skip
     assert len(set(unknown_methods.values())) == 3
     assert unknown_methods["gkv"] == COLOURS["gkv"]
 
@@ -166,8 +157,7 @@ def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
     return output.err if status else output.out
 
 
-def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The evaluation is named by its file or its folder. Two evaluations, and a metric, are refused."""
+def test_plot_writes_a_picture_beside_one_evaluation(tmp_path, capsys):
     file, picture = tmp_path / "eval.json", tmp_path / "eval.png"
     file.write_text(json.dumps({"rows": ROWS}))
     for source in (file, tmp_path):
@@ -180,12 +170,8 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("metric", ["retention", "retention_correct"])
-def test_token_retention_is_drawn_against_the_budget(
-    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """G-KV figures 6 and 19. A row without right answers has no point, a full cache no line. No line has error bars,
-    although the rows have the standard error of their accuracy.
-    """
+def test_token_retention_is_drawn_against_the_budget(metric, tmp_path, capsys, monkeypatch):
+    """G-KV figures 6 and 19. A row without right answers has no point, a full cache no line."""
     rows = [
         {**row(policy, 0.5, budget=budget), "standard_error": 0.1, metric: share}
         for policy, budget, share in [
@@ -195,14 +181,14 @@ def test_token_retention_is_drawn_against_the_budget(
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": [*rows, {**row("full", 1.0), metric: 1.0}]}))
     assert plot(capsys, file, "--metric", metric).strip() == str(tmp_path / f"eval_{metric}.png")
-    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: figure)
     sweep = read_sweep(file, metric)
-    assert {point.error for point in sweep.points} == {None}
+    assert sweep.rows.error.isna().all()
     figure: Any = plot_sweep(sweep, "unused")
     (axes,) = figure.axes
     assert [(8.0, 0.25), (16.0, 0.5)] in lines(axes)
     assert [(16.0, 0.75), (32.0, 0.875)] in lines(axes)
-    assert {text.get_text() for text in axes.texts} == {"gkv", "rkv"}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"gkv", "rkv"}
     assert axes.get_title(loc="left").startswith("Token retention")
     assert axes.get_ylabel().startswith("share of the tokens held at the end")
     file.write_text(json.dumps({"rows": rows[:1]}))
@@ -211,17 +197,15 @@ def test_token_retention_is_drawn_against_the_budget(
     assert f"no row of {file} has a {metric}" in plot(capsys, file, "--metric", metric, status=2).replace("\n", "")
 
 
-def test_perplexities_are_drawn_or_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perplexities_are_drawn_or_printed(tmp_path, capsys, monkeypatch):
     """Losses in nats are drawn like accuracies; with one point per method they are printed as a table."""
     rows = [perplexity_row(p, 2.0 + s / b, budget=b) for p, s in (("gkv", 1), ("h2o", 2)) for b in (8, 4)]
     rows += [perplexity_row("full", 1.9), perplexity_row("h2o", None, budget=2)]
     recipe = {"model": "/somewhere/org/a-model", "text": "books/novel.txt"}
     (tmp_path / "perplexity.json").write_text(json.dumps({"recipe": recipe, "rows": rows}))
     assert plot(capsys, tmp_path).strip() == str(tmp_path / "perplexity.png")
-    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
-    figure: Any = plot_sweep(sweeps.read_sweep(tmp_path / "perplexity.json"), "unused")
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: figure)
+    figure: Any = plot_sweep(read_sweep(tmp_path / "perplexity.json"), "unused")
     (axes,) = figure.axes
     assert axes.get_title(loc="left") == "Perplexity of novel.txt; a-model"
     assert "nats" in axes.get_ylabel()
@@ -258,13 +242,8 @@ def compaction_rows() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("axis", ["seconds", "log_perplexity"])
 @pytest.mark.parametrize("metric", ["accuracy", "log_perplexity"])
-def test_rows_are_drawn_at_their_measured_numbers(
-    metric: str, axis: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The two values of each row are one point. Two rows that differ only in the ratio are joined, and settings that
-    differ name the points beside the axes, in the order of their largest values. Seconds are on a logarithmic scale,
-    and contexts that are not compacted are lines across.
-    """
+def test_rows_are_drawn_at_their_measured_numbers(metric, axis, tmp_path, capsys, monkeypatch):
+    """Rows that differ only in the ratio are joined; contexts that are not compacted are lines across."""
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": compaction_rows()}))
     sweep = read_sweep(file, metric)
@@ -273,7 +252,7 @@ def test_rows_are_drawn_at_their_measured_numbers(
             capsys, file, "--metric", metric, "--axis", axis, status=2
         )
         return
-    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: figure)
     figure: Any = plot_sweep(sweep, "unused", axis)
     (axes,) = figure.axes
     of = lambda row: {"accuracy": row[2], "log_perplexity": row[3], "seconds": row[4]}  # noqa: E731
@@ -283,7 +262,7 @@ def test_rows_are_drawn_at_their_measured_numbers(
     assert all([place] in drawn for place in places[2:6])
     for place in places[6:]:
         if axis == "seconds":
-            assert [(0.8 * 2.0, place[1]), (1.2 * 20.0, place[1])] in drawn
+            assert [(2.0, place[1]), (20.0, place[1])] in drawn
         else:
             assert [place] in drawn
     assert axes.get_xscale() == ("log" if axis == "seconds" else "linear")
@@ -294,11 +273,9 @@ def test_rows_are_drawn_at_their_measured_numbers(
     if metric == "log_perplexity":  # its order is the reverse, but for the two ratios of one method
         named = ["none", "evict, mean", "evict, max", "am, repeat, no budgets", "am, repeat, b.json", named[1], "full"]
     assert [text.get_text().replace("\n", " ") for text in axes.get_legend().get_texts()] == named
-    assert figure.get_figwidth() > 9
 
 
-def test_rows_without_a_measured_number_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Control: rows without log-perplexity, such as those of earlier versions, are drawn by accuracy."""
+def test_rows_without_a_measured_number_are_refused(tmp_path, capsys):
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": ROWS}))
     assert "only rows of an evaluation with prompt_cache have it" in plot(capsys, file, "--axis", "seconds", status=2)
@@ -312,9 +289,7 @@ def test_rows_without_a_measured_number_are_refused(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[-1:], [ROWS[0], ROWS[3], ROWS[-1]]])
-def test_methods_with_a_single_point_are_printed_as_a_table(
-    rows: list, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_methods_with_a_single_point_are_printed_as_a_table(rows, tmp_path, capsys):
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": rows}))
     output = plot(capsys, file)
@@ -353,9 +328,7 @@ HUGE = "9" * 400
         ({HUGE: 1}, "it has no 'rows'"),
     ],
 )
-def test_a_damaged_file_gives_one_short_line(
-    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_file_gives_one_short_line(content, message, tmp_path, capsys):
     file = tmp_path / "eval.json"
     text = content if isinstance(content, str) else json.dumps(content)
     file.write_bytes(text.encode(errors="surrogateescape"))

@@ -12,8 +12,7 @@ import pytest
 import torch
 from browser import Tab, browser
 
-from sparse_rl.analysis.report.completion import packed
-from sparse_rl.analysis.report.page import Section, page, sample
+from sparse_rl.analysis.report import Section, html, packed, page
 from sparse_rl.commands.main import main
 from sparse_rl.trace import EvictionTrace
 
@@ -46,7 +45,7 @@ MOVES = """(async () => {
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(tmp_path_factory):
     """Return the report of some rollouts of the quickstart's model."""
     folder = tmp_path_factory.mktemp("report")
     cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
@@ -58,7 +57,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [1440, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_report_has_no_error_and_fits_the_screen(width: int, scheme: str, report: Path, tmp_path: Path) -> None:
+def test_a_report_has_no_error_and_fits_the_screen(width, scheme, report, tmp_path):
     with browser() as tab:
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         tab.resize(width, 1000)
@@ -79,10 +78,7 @@ def check_accessibility(tab: Tab) -> None:
     assert violations == []
 
 
-def test_the_keyboard_reaches_every_control_and_moves_through_time(report: Path) -> None:
-    """Tab reaches the slider, the buttons, the choices and the text of the opened completion. Arrow keys in the text
-    move the time by one token, and the colours follow.
-    """
+def test_the_keyboard_reaches_every_control_and_moves_through_time(report):
     with browser() as tab:
         tab.resize(1440, 1000)
         tab.open(report)
@@ -102,12 +98,11 @@ def test_the_keyboard_reaches_every_control_and_moves_through_time(report: Path)
         assert tab.errors == []
 
 
-def test_colours_say_what_the_trace_says(tmp_path: Path) -> None:
-    """Of three tokens, one is dropped by no head, one by one of two heads, and one by both, from query 3 on."""
+def test_colours_say_what_the_trace_says(tmp_path):
     evict_at = torch.full((1, 2, 8), 2**30, dtype=torch.int32)
     evict_at[0, 0, 1] = evict_at[0, :, 2] = 3
     data = packed(EvictionTrace(evict_at), list("abcdefgh"), 2)
-    (tmp_path / "page.html").write_text(page("t", "a", [Section("s", "s", sample("line", data, True))]))
+    (tmp_path / "page.html").write_text(page("t", "a", [Section("s", "s", html.sample("line", data, True))]))
     classes = "[...document.querySelectorAll('.completion .text span')].map(span => span.className)"
     with browser() as tab:
         tab.resize(1440, 1000)
@@ -121,17 +116,15 @@ def test_colours_say_what_the_trace_says(tmp_path: Path) -> None:
         assert tab.run(classes) == ["k5", "k5", "k5", "now-written", "later", "later", "later", "later"]
 
 
-def test_a_long_completion_opens_and_moves_quickly(tmp_path: Path) -> None:
-    """28 layers of 8 kv heads and 32,768 tokens, each evicted at a time of its own: the page is below 25 MB, and a move
-    takes at most 50 ms of script, in the median of 30.
-    """
+def test_a_long_completion_opens_and_moves_quickly(tmp_path):
+    """28 layers of 8 kv heads and 32,768 tokens, each evicted at a time of its own."""
     length = 32_768
     generator = torch.Generator().manual_seed(0)
     lives = 1024 + torch.empty(28, 8, length).exponential_(1 / 1500, generator=generator).long()
     trace = EvictionTrace.recorded(torch.arange(length) + lives)
     words = ["\n" if number % 29 == 0 else f" word{number % 97}" for number in range(length)]
     file = tmp_path / "page.html"
-    file.write_text(page("t", "a", [Section("s", "s", sample("line", packed(trace, words, 300), True))]))
+    file.write_text(page("t", "a", [Section("s", "s", html.sample("line", packed(trace, words, 300), True))]))
     assert file.stat().st_size <= 25e6
     with browser() as tab:
         tab.resize(1440, 1000)

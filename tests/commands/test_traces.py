@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from sparse_rl.analysis import opened
-from sparse_rl.analysis.opened import closing_line, opened_shares, page_statistics, plot_opened
+from sparse_rl.analysis.traces import closing_line, opened_shares, page_statistics, plot_opened
 from sparse_rl.commands.main import main
-from sparse_rl.methods.pages.pages import Pages
+from sparse_rl.methods.pages.policy import Pages
 from sparse_rl.trace import NEVER, EvictionTrace, load_traces, save_traces
 
 PAGES = Pages(3, 2, 1, 2, True, True)
@@ -25,9 +23,7 @@ AM = "cache={policy: am, budget: 12, window: 2}"
 LONG = ["model=quickstart/model", "max_completion_length=60", "--problems", "2"]
 
 
-def paged(
-    prompt: int, length: int, seed: int = 0, layers: Sequence[int] = (0, 1), pages: Pages = PAGES
-) -> EvictionTrace:
+def paged(prompt, length, seed=0, layers=(0, 1), pages=PAGES):
     """Return a trace of 2 layers and 2 kv heads that is paged in `layers`; its queries open random pages, often the
     same pages as the query before."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,19 +78,15 @@ def count_by_loop(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dic
 
 
 @pytest.mark.parametrize("traces", [TRACES, *([trace] for trace in TRACES)])
-def test_page_statistics_equal_a_counting_loop(traces: list[EvictionTrace]) -> None:
-    """Over all queries with a closed page: mean numbers of opened and closed pages, median distance from a query back
-    to an opened page, and the share of queries that open the same pages as the query before."""
+def test_page_statistics_equal_a_counting_loop(traces):
     result = page_statistics(traces)
-    assert result is not None
     assert result.pop("layers") == [count_by_loop(traces, [0]), count_by_loop(traces, [1])]
     assert result == count_by_loop(traces, [0, 1])
 
 
 @pytest.mark.parametrize(("wide", "high"), [(1, 1), (7, 1), (1, 3), (4, 2), (100, 100)])
-def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide: int, high: int) -> None:
-    """A cell covers `wide` queries and `high` pages. Its value is the largest share of the 4 heads (2 layers x 2 kv
-    heads) that open one of these pages at one of these queries."""
+def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide, high):
+    """A cell covers `wide` queries and `high` pages; its value is the largest share of the 4 heads."""
     opened_pages = TRACES[0].further["opened"]
     shares = opened_shares(opened_pages, wide, high)
     count = int(opened_pages.max()) + 1
@@ -107,13 +99,9 @@ def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide: int, high: in
 
 
 @pytest.mark.parametrize(("traces", "finest", "lanes"), [(TRACES, 250, 4), (TRACES, 10, 4), (TRACES[1:2], 250, 2)])
-def test_the_map_has_each_opened_page_where_its_tokens_are(
-    monkeypatch: pytest.MonkeyPatch, traces: list[EvictionTrace], finest: int, lanes: int
-) -> None:
-    """The map shows, for the longest trace, each opened page at the positions of the page's tokens, as a share of the
-    layers that open pages; the pages lie below the line that marks the closed pages."""
-    monkeypatch.setattr(opened, "FINEST", finest)
-    monkeypatch.setattr(opened, "save_figure", lambda figure, out: figure)
+def test_the_map_has_each_opened_page_where_its_tokens_are(monkeypatch, traces, finest, lanes):
+    monkeypatch.setattr("sparse_rl.analysis.traces.FINEST_MAP", finest)
+    monkeypatch.setattr("sparse_rl.analysis.traces.save_figure", lambda figure, out: figure)
     figure: Any = plot_opened(traces, "unused")
     (mesh,), (line,), longest = figure.axes[0].collections, figure.axes[0].lines, max(traces, key=len)
     corners, cells = mesh.get_coordinates(), mesh.get_array()
@@ -133,12 +121,8 @@ def test_the_map_has_each_opened_page_where_its_tokens_are(
         assert cells[cell] * lanes == count if finest == 250 else 1 <= cells[cell] * lanes <= count
 
 
-def test_the_line_above_the_map_steps_up_where_pages_close() -> None:
-    """Of 11 tokens, with pages that close at queries 5 and 8, the line has these x and y values."""
+def test_the_line_above_the_map_steps_up_where_pages_close():
     assert closing_line(torch.tensor([5, 8]), PAGES, 11) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
-
-
-# ---- commands -------------------------------------------------------------------------------------------------------
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
@@ -147,7 +131,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: object, status: int = 
     return captured.err if status else captured.out
 
 
-def test_inspect_shows_pages_of_clustered_traces(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_pages_of_clustered_traces(workdir, capsys):
     output_of(capsys, "rollout", "grpo.yaml", CLUSTERED, *LONG)
     file = workdir / "out/rollouts/traces-00000.safetensors"
     report = json.loads(output_of(capsys, "inspect", file, "--json"))
@@ -167,7 +151,6 @@ def test_inspect_shows_pages_of_clustered_traces(workdir: Path, capsys: pytest.C
     assert report["unpaged_density"][-1] == 1
     text = output_of(capsys, "inspect", file)
     assert "retention  100.0% at the end" in text
-    assert "tokens held outside closed pages at the end" in text
     assert "held at the end" not in text
     assert f"unpaged    {report['unpaged']['mean']:.1%} at the end" in text
     assert "so read token by token" in text
@@ -177,7 +160,7 @@ def test_inspect_shows_pages_of_clustered_traces(workdir: Path, capsys: pytest.C
     assert file.with_suffix(".png").stat().st_size > 5000
 
 
-def test_traces_without_opened_pages_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_without_opened_pages_are_reported(tmp_path, capsys):
     for name, trace in (("short", paged(4, 6)), ("none", paged(4, 30, pages=Pages(3, 2, 1, 0, True, True)))):
         file = tmp_path / f"{name}.safetensors"
         save_traces(file, [trace], {})
@@ -187,8 +170,7 @@ def test_traces_without_opened_pages_are_reported(tmp_path: Path, capsys: pytest
         assert "no map to draw" in output_of(capsys, "plot", file, status=2)
 
 
-def test_inspect_reports_the_number_of_compactions_with_fits(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Traces of Attention Matching record their compactions, at which the kept entries are fitted ("refitted")."""
+def test_inspect_reports_the_number_of_compactions_with_fits(workdir, capsys):
     output_of(capsys, "rollout", "grpo.yaml", AM, *LONG)
     file = workdir / "out/rollouts/traces-00000.safetensors"
     times = json.loads(output_of(capsys, "inspect", file, "--json"))["compactions"]
@@ -200,7 +182,7 @@ def test_inspect_reports_the_number_of_compactions_with_fits(workdir: Path, caps
     output_of(capsys, "plot", file)
 
 
-def test_any_declared_section_is_shown(tmp_path: Path, with_visits: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_any_declared_section_is_shown(tmp_path, with_visits, capsys):
     file = tmp_path / "t.safetensors"
     traces = [with_visits(EvictionTrace.dense(2, 2, 9), places) for places in ([1, 4], [2])]
     save_traces(file, traces, {})

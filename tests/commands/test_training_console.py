@@ -1,8 +1,6 @@
 """Besides its logs, a training prints its choices (engine, kernel), slow steps, the resumed step and the next
 commands."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -13,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_rl import progress
-from sparse_rl.attention.parity import Parity
 from sparse_rl.commands.arguments import read_recipe
-from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.main import main, parse
 from sparse_rl.commands.train import compile_attention, what_next
+from sparse_rl.kernels.parity import Parity
+from sparse_rl.methods.kvpop.target import FutureTarget
 from sparse_rl.policies import make_policy
-from trainer.card import model_card
+from trainer.export import model_card
+from trainer.rundir import RunLog
 
 NO_GPU = "there is no GPU, and on a CPU FlexAttention has no backward"
 QUIET = ("rollout.progress=false", "rollout.engine=auto")
@@ -40,54 +38,51 @@ def test_a_command_prints_why_auto_falls_back_to_hf(workdir, without_vllm, capsy
     assert capsys.readouterr().out.splitlines()[0] == fallback
     assert main(["eval", "eval.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
-    prepare_training(read_recipe(parse(["train", "grpo.yaml", *QUIET])))
+    read_recipe(parse(["train", "grpo.yaml", *QUIET])).prepare_training()
     assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: gather ({NO_GPU})"]
 
 
 def test_only_rank_0_prints_the_choices(workdir, without_vllm, capsys, monkeypatch):
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setenv("RANK", "1")
-    prepare_training(recipe)
+    recipe.prepare_training()
     assert capsys.readouterr().out == ""
 
 
 def test_slow_steps_on_a_gpu_are_announced(workdir, without_vllm, capsys, monkeypatch):
-    """On a GPU, the kernel check is announced with its duration in seconds, and the largest row size is compiled before
-    the first step."""
-    choice = "sparse_rl.attention.choice"
+    choice = "sparse_rl.attention.startup"
     monkeypatch.setattr(f"{choice}.will_check", lambda wanted: wanted == "auto")
-    monkeypatch.setattr(f"{choice}.choose_kernel", lambda *_: ("flex_sorted", str(Parity("flex_sorted", seconds=31.4))))
-    monkeypatch.setattr(f"{choice}.check_target", lambda *_: Parity("flex", failure="no", seconds=7))
+    monkeypatch.setattr(f"{choice}.choose_kernel", lambda *_: ("flex_sorted", str(Parity("flex_sorted"))))
+    monkeypatch.setattr(f"{choice}.check_target", lambda *_: Parity("flex", failure="no"))
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setattr(type(recipe), "foresees", lambda _: True)
-    chosen = prepare_training(recipe).recipe
+    chosen = recipe.prepare_training().recipe
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if not line.startswith("rollouts: ")] == [
         "attention kernel: compiling and checking FlexAttention on this GPU, which takes a while",
-        "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
-        "scorers' target: flex is not used: no; checked in 7 s",
+        "attention kernel: flex_sorted is exact here (error / allowed: )",
+        "scorers' target: flex is not used: no",
     ]
     compilations, model = [], torch.nn.Linear(2, 2)
     model.config = "its configuration"
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
     trainer = SimpleNamespace(model=model, accelerator=accelerator)
-    monkeypatch.setattr(
-        "sparse_rl.attention.ahead.compile_ahead", lambda *args, **options: compilations.append((*args, options))
-    )
+    monkeypatch.setattr("sparse_rl.attention.startup.compile_ahead", lambda *args: compilations.append(args))
     monkeypatch.setattr(type(recipe), "longest_row", lambda *_: 1000)
     compile_attention(trainer, chosen)
-    output = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
+    output = "attention kernel: compiling for rows of 1024 tokens"
     assert capsys.readouterr().out.splitlines() == [output]
     rows = recipe.training.per_device_train_batch_size
     device_and_dtype = accelerator.device, torch.float32
-    assert compilations == [("flex_sorted", "its configuration", rows, 1000, *device_and_dtype, {"target": True})]
+    ((*given, target),) = compilations
+    assert given == ["flex_sorted", "its configuration", rows, 1000, *device_and_dtype]
+    assert isinstance(target, FutureTarget)
     compile_attention(trainer, recipe.with_attention_kernel("sdpa"))
     assert len(compilations) == 1
     assert not capsys.readouterr().out
 
 
 def test_a_training_resolves_its_settings_once(workdir, without_vllm, monkeypatch):
-    """In one training, each of six functions that choose or load something is called exactly once."""
     calls = Counter()
 
     def count(path):
@@ -96,9 +91,9 @@ def test_a_training_resolves_its_settings_once(workdir, without_vllm, monkeypatc
         monkeypatch.setattr(path, lambda *given, **options: calls.update([name]) or plain(*given, **options))
 
     for path in (
-        *("rollout.choice.choose_engine", "sparse_rl.attention.choice.choose_kernel", "rewards.make_rewards"),
-        *("sparse_rl.commands.prepared.load_tokenizer", "sparse_rl.commands.examples.load_data"),
-        "sparse_rl.commands.prepared.check_weights",
+        *("rollout.engine.choose_engine", "sparse_rl.attention.startup.choose_kernel", "rewards.make_rewards"),
+        *("sparse_rl.models.load.load_tokenizer", "sparse_rl.data.problems.load_data"),
+        "sparse_rl.models.weights.check_weights",
     ):
         count(path)
     assert main(["train", "grpo.yaml", *QUIET]) == 0
@@ -111,8 +106,7 @@ class CudaUsed(BaseException):
 
 
 def test_each_rank_selects_its_gpu_before_using_cuda(workdir, monkeypatch):
-    """On a simulated machine with two GPUs, rank 1 first selects GPU 1, and only then uses CUDA. Before the selection,
-    "cuda" would mean GPU 0 in every rank."""
+    """Before the selection, "cuda" would mean GPU 0 in every rank."""
     events = []
 
     def touch():
@@ -129,15 +123,11 @@ def test_each_rank_selects_its_gpu_before_using_cuda(workdir, monkeypatch):
     assert events == [1, "touched"]
 
 
-def test_a_training_ends_with_the_next_commands_and_reports_resuming(workdir, capsys, monkeypatch):
-    """The last lines of a training are commands (`eval`, `serve`, `plot`) that work unchanged, also with a space in the
-    run's name. A resumed training says from which step it continues."""
-    monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
+def test_a_training_ends_with_the_next_commands_and_reports_resuming(workdir, capsys):
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
     assert main(words) == 0
     *text, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
     assert model == "model: my run/model"
-    assert text[0].startswith(("loading, ", "checking, "))
     assert any(line.startswith("step 1/1  ") for line in text)
     assert evaluate.startswith("next:  sparse-rl eval quickstart/eval model='my run' ")
     assert serve.startswith("next:  sparse-rl serve 'my run' ")
@@ -150,11 +140,50 @@ def test_a_training_ends_with_the_next_commands_and_reports_resuming(workdir, ca
         assert command == "sparse-rl"
         assert main([*arguments, *options]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(progress, "FIRST_SIGN", 1000)
     assert main([*words, "max_steps=3", "--resume"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "resuming from step 1: my run/checkpoint-1"
     assert [line.split()[1] for line in out if line.startswith("step ")] == ["2/3", "3/3"]
+
+
+def test_a_run_without_changed_weights_offers_a_report_instead_of_a_server(workdir, capsys):
+    for recipe, key, cause in (
+        ("sft.yaml", "learning_rate=1e-30", "raise learning_rate, or train in float32"),
+        ("grpo.yaml", "max_completion_length=3", "every completion was cut off"),
+    ):
+        assert main(["train", recipe, f"output_dir={recipe}-run", "model=quickstart/model", key]) == 0
+        output = capsys.readouterr()
+        line = f"the weights did not change, and the final model equals the start model: {cause}"
+        assert f"sparse-rl: warning: {line}" in output.err
+        (following,) = [line for line in output.out.splitlines() if line.startswith("next:")]
+        _, command, *arguments = shlex.split(following, comments=True)
+        assert [command, *arguments] == ["sparse-rl", "report", f"{recipe}-run"]
+        assert main(arguments) == 0
+        assert line in (workdir / f"{recipe}-run/report.html").read_text()
+
+
+@pytest.mark.parametrize("save_steps", [1, 0])
+def test_an_interrupted_training_names_the_command_that_resumes(workdir, capsys, monkeypatch, save_steps):
+    words = ["sft.yaml", "output_dir=my run", f"save_steps={save_steps}", "max_steps=3", "logging_steps=1"]
+    on_log = RunLog.on_log
+
+    def interrupting(self, args, state, *given, **options):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+        on_log(self, args, state, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "on_log", interrupting)
+        assert main(["train", *words]) == 130
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line]
+    if not save_steps:
+        assert line == "sparse-rl: interrupted: my run has no checkpoint (save_steps: 0); start again"
+        return
+    start, _, command = line.partition("; continue with: sparse-rl ")
+    assert start == "sparse-rl: interrupted: my run/checkpoint-1 is complete"
+    assert shlex.split(command) == ["train", *words, "--resume"]
+    assert main(shlex.split(command)) == 0
+    assert (workdir / "my run/model").is_dir()
 
 
 def test_a_run_with_held_out_problems_is_evaluated_by_its_name(workdir):
@@ -179,8 +208,6 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(workdir):
     ],
 )
 def test_a_server_is_proposed_only_if_it_supports_the_model(workdir, recipe, cache, family_is_served, is_served):
-    """The end of a training and the model's card propose a server only if this server supports the family and the cache
-    of the model."""
     words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
     training = read_recipe(parse(words))
     following = what_next(training, served=family_is_served).splitlines()

@@ -6,7 +6,6 @@ the layers without a window.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from eager import sharpened
 from judging import gap
 
+from rollout.config import read_origin
 from rollout.files import RolloutFiles
-from rollout.origin import read_origin
 from sparse_rl.analysis.traces import trace_statistics
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.commands.main import main
-from sparse_rl.data.running_sum import EOS_ID, PAD_ID, VOCABULARY, build_tokenizer
+from sparse_rl.data.synthetic import EOS_ID, PAD_ID, RunningSum
 from sparse_rl.models.load import load_model
 from sparse_rl.trace import load_traces
 
@@ -32,21 +31,21 @@ GKV = "{policy: gkv, budget: 16, window: 4, period: 4}"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, new_model: Callable) -> Path:
+def model(tmp_path_factory, new_model):
     """A directory with a tiny random Gemma 3, whose layers 0 and 2 have a window of 12 tokens."""
     folder = tmp_path_factory.mktemp("models") / "gemma"
     kinds = ["sliding_attention", "full_attention"] * 2
     ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
-    gemma = new_model("gemma3_text", vocab_size=VOCABULARY, num_hidden_layers=4, layer_types=kinds, **ids)
+    gemma = new_model("gemma3_text", vocab_size=RunningSum.vocabulary, num_hidden_layers=4, layer_types=kinds, **ids)
     sharpened(gemma).save_pretrained(folder)
-    tokenizer = build_tokenizer()
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def asking(tmp_path: Path, model: Path) -> Callable[..., Path]:
+def asking(tmp_path, model):
     """asking(prompt_cache) -> the file of an evaluation with six questions about two contexts."""
 
     def make(prompt_cache: Any, **keys: Any) -> Path:
@@ -71,10 +70,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: object, status: int = 
     return captured.err if status else captured.out
 
 
-def test_an_evaluation_after_contexts_counts_global_layers(
-    asking: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The bytes of a whole context are those of 2 global layers; `ratio` is the share of their entries that is kept."""
+def test_an_evaluation_after_contexts_counts_global_layers(asking, tmp_path, capsys):
     policies = [
         {"policy": "full"}, {"policy": "am", "ratio": [0.1, 0.4], "study_tokens": 4},
         {"policy": "am", "on_policy": True, "ratio": 0.2}, {"policy": "evict", "ratio": 0.2, "heads": "global"},
@@ -96,16 +92,13 @@ def test_an_evaluation_after_contexts_counts_global_layers(
         assert row["retention"] == 1 if row["policy"] == "full" else row["retention"] < 0.8
 
 
-def test_contexts_that_move_keys_are_refused(asking: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contexts_that_move_keys_are_refused(asking, capsys):
     error = output_of(capsys, "eval", asking({"chunking": "text", "chunk": 10}), status=2)
     assert "prompt_cache.chunking: the model has layers with sliding windows" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize("block", [{"policy": "evict", "ratio": 0.3}, {"queries": ["context"], "ratio": 0.3}], ids=str)
-def test_rollouts_after_contexts_are_verified(
-    block: dict, asking: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Traces have the windows, and `verify` finds no gap above 1e-5."""
+def test_rollouts_after_contexts_are_verified(block, asking, tmp_path, capsys):
     output_of(capsys, "rollout", asking(block), "--out", tmp_path / "kept")
     files = sorted((tmp_path / "kept").glob("traces-*"))
     for trace in (trace for file in files for trace in load_traces(file)):
@@ -118,7 +111,7 @@ def test_rollouts_after_contexts_are_verified(
 
 
 @pytest.fixture
-def sampling(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sampling(tmp_path, model, monkeypatch):
     """The file of a recipe that samples running sums."""
     monkeypatch.chdir(tmp_path)
     recipe = {
@@ -131,8 +124,7 @@ def sampling(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "grpo.yaml"
 
 
-def test_rollouts_with_evictions(sampling: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`inspect` names the layers without a window, and counts the tokens that these hold. `plot` draws them."""
+def test_rollouts_with_evictions(sampling, tmp_path, capsys):
     output_of(capsys, "rollout", sampling, f"cache={GKV}", "--problems", "3")
     folder = tmp_path / "out/rollouts"
     report = json.loads(output_of(capsys, "verify", folder, "--json"))
@@ -152,10 +144,7 @@ def test_rollouts_with_evictions(sampling: Path, tmp_path: Path, capsys: pytest.
     assert statistics == trace_statistics(traces, statistics["fingerprint"])
 
 
-def test_rollouts_with_a_full_cache(
-    sampling: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No traces are stored. `verify` makes them, with windows. Control: without windows the gap is at least 0.1."""
+def test_rollouts_with_a_full_cache(sampling, model, tmp_path, capsys):
     output_of(capsys, "rollout", sampling, "--problems", "3")
     folder = tmp_path / "out/rollouts"
     assert not list(folder.glob("traces-*"))

@@ -5,18 +5,15 @@ names of our packages do not replace ours.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ROOT, python
 
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 
-ROOT = Path(__file__).parents[2]
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 CONSOLE_SCRIPT = "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # as pip writes project.scripts
 HOSTILE = "raise SystemExit(f'imported {__name__} from the working directory')\n"
@@ -31,14 +28,14 @@ def digits(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     return folder
 
 
 @pytest.fixture
-def place(tmp_path: Path, model: Path) -> Path:
+def place(tmp_path, model):
     """Make a working directory with a recipe that names the user's rewards in every supported way."""
     here = tmp_path / "here"
     (here / "package").mkdir(parents=True)
@@ -77,16 +74,12 @@ def write_hostile_modules(here: Path, names: tuple[str, ...], form: str = "file"
 
 
 @pytest.fixture
-def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
+def run(place):
     """run(*words of Python's command line, path=PYTHONPATH, further environment) runs Python in the
     working directory."""
 
     def start(*words: str, path: str = str(ROOT), **environment: str) -> subprocess.CompletedProcess:
-        drop = ("RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
-        env = {key: value for key, value in os.environ.items() if key not in drop}
-        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, *words]
-        return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=500, check=False)
+        return python(*words, cwd=place, PYTHONPATH=path, **environment)
 
     return start
 
@@ -109,11 +102,8 @@ WAYS_TO_START = {
     ],
 )
 @pytest.mark.slow
-def test_modules_in_the_working_directory_do_not_replace_ours(
-    way: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
-) -> None:
-    """The working directory has modules or folders with our packages' names, which raise an error if they are imported.
-    The command still works, for each way to start it, and imports the recipe's own rewards."""
+def test_modules_in_the_working_directory_do_not_replace_ours(way, form, place, run):
+    """The hostile modules raise an error if they are imported."""
     words, names = WAYS_TO_START[way]
     write_hostile_modules(place, names, form)
     process = run(*words, "train", "grpo.yaml", "--dry-run")
@@ -122,11 +112,8 @@ def test_modules_in_the_working_directory_do_not_replace_ours(
     assert "digits_of_mine × 1, digits_of_trainer × 1, digits_of_inner × 1, boxed × 1" in process.stdout, process.stdout
 
 
-def test_a_path_that_names_the_working_directory_comes_last(
-    place: Path, run: Callable[..., subprocess.CompletedProcess]
-) -> None:
-    """If PYTHONPATH names the working directory, also by an empty entry as in PYTHONPATH=:more, the command searches it
-    last. Control: without the command, Python imports the hostile module."""
+def test_a_path_that_names_the_working_directory_comes_last(place, run):
+    """PYTHONPATH=:more names it by an empty entry. Control: plain Python imports the hostile module."""
     write_hostile_modules(place, OURS[1:])
     for path in (f"{place}:{ROOT}", f":{ROOT}"):
         process = run("../sparse-rl", "--help", path=path)
@@ -138,9 +125,7 @@ def test_a_path_that_names_the_working_directory_comes_last(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
-def test_launched_processes_do_not_import_hostile_modules(
-    stage: int, place: Path, run: Callable[..., subprocess.CompletedProcess]
-) -> None:
+def test_launched_processes_do_not_import_hostile_modules(stage, place, run):
     write_hostile_modules(place, OURS)
     process = run("../sparse-rl", "train", "grpo.yaml", "launch.processes=2", f"launch.zero_stage={stage}")
     assert process.returncode == 0, process.stderr
@@ -148,9 +133,7 @@ def test_launched_processes_do_not_import_hostile_modules(
 
 
 @pytest.mark.slow
-def test_processes_of_accelerate_do_not_import_hostile_modules(
-    place: Path, run: Callable[..., subprocess.CompletedProcess]
-) -> None:
+def test_processes_of_accelerate_do_not_import_hostile_modules(place, run):
     write_hostile_modules(place, OURS[1:])
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
     launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29655")
@@ -160,11 +143,8 @@ def test_processes_of_accelerate_do_not_import_hostile_modules(
 
 
 @pytest.mark.slow
-def test_processes_of_vllm_do_not_import_hostile_modules(
-    place: Path, run: Callable[..., subprocess.CompletedProcess]
-) -> None:
-    """One of vLLM's processes inspects the model's class: it loads the plugin `rollout.vllm`, and vLLM caches the
-    result. So the test uses a cache folder of its own."""
+def test_processes_of_vllm_do_not_import_hostile_modules(place, run):
+    """vLLM caches what its process finds out about the model's class, so the test has a cache folder of its own."""
     pytest.importorskip("vllm")
     write_hostile_modules(place, OURS)
     words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")

@@ -14,7 +14,7 @@ import pytest
 from rewards import make_rewards
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.running_sum import build_tokenizer
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 
 COLUMNS = {"prompt": "Question"}
@@ -42,16 +42,11 @@ def answers_of(data: Any) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-# ---- order ----------------------------------------------------------------------------------------------------------
-
-
-def test_options_follow_the_question_and_the_answer_is_the_right_letter(tmp_path: Path) -> None:
-    """Every option occurs once, stripped. The line of the answer's letter is the right option, and `letter` and `boxed`
-    score it. The columns of the options are left out; other columns are kept."""
+def test_options_follow_the_question_and_the_answer_is_the_right_letter(tmp_path):
     data = data_of(tmp_path, [question(i) for i in range(50)])
     assert data.column_names == ["prompt", "answer", "Subdomain"]
     (letter,), _ = make_rewards(["letter"])
@@ -69,9 +64,7 @@ def test_options_follow_the_question_and_the_answer_is_the_right_letter(tmp_path
         assert sum(right) == 1
 
 
-def test_the_order_depends_on_the_seed_and_the_question_alone(tmp_path: Path) -> None:
-    """The order does not depend on the row's position in the file, `limit`, a shuffle, or the options' texts. Control:
-    another seed or another question gives another order."""
+def test_the_order_depends_on_the_seed_and_the_question_alone(tmp_path):
     rows = [question(i) for i in range(60)]
     expected = answers_of(data_of(tmp_path, rows))
     assert answers_of(data_of(tmp_path, rows)) == expected
@@ -89,16 +82,15 @@ def test_the_order_depends_on_the_seed_and_the_question_alone(tmp_path: Path) ->
     assert len(set(letters.values())) == 4
 
 
-def test_the_order_is_the_same_in_every_process_and_version(tmp_path: Path) -> None:
+def test_the_order_is_the_same_in_every_process_and_version(tmp_path):
     """These letters were computed once; a change would change the results of evaluations."""
     assert "".join(data_of(tmp_path, [question(i) for i in range(12)])["answer"]) == "CCCDBCCDCAAC"
     assert "".join(data_of(tmp_path, [question(i) for i in range(12)], choices_seed=7)["answer"]) == "DDDCCCBADDDC"
 
 
 @pytest.mark.parametrize("count", [2, 4, 10, 26])
-def test_right_letters_and_orders_are_uniform(count: int, tmp_path: Path) -> None:
-    """The counts of 2,600 letters are within five standard deviations of equal counts, for the right option and for the
-    last one. Control: the dataset's own order, where the right option is always A, is not."""
+def test_right_letters_and_orders_are_uniform(count, tmp_path):
+    """Within five standard deviations. Control: the dataset's own order, where the right option is always A, is not."""
     columns = [f"option {number}" for number in range(count)]
     rows = [{"prompt": f"{i}", **{column: column for column in columns}} for i in range(2600)]
     data = data_of(tmp_path, rows, columns={}, choices=columns)
@@ -113,11 +105,8 @@ def test_right_letters_and_orders_are_uniform(count: int, tmp_path: Path) -> Non
     assert abs(len(rows) - mean) > allowed  # control
 
 
-# ---- other keys -----------------------------------------------------------------------------------------------------
-
-
-def test_options_are_part_of_the_problem_in_the_template_and_the_chat(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
+def test_options_are_part_of_the_problem_in_the_template_and_the_chat(tmp_path):
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     rows = [{"q": "a?", "right": "b", "wrong": "c", "text": "1"}]
     keys: dict[str, Any] = {"columns": {"prompt": "q", "context": "text"}, "choices": ["right", "wrong"]}
@@ -126,7 +115,7 @@ def test_options_are_part_of_the_problem_in_the_template_and_the_chat(tmp_path: 
     assert data[0]["context"] == "1"
 
 
-def test_the_letter_replaces_a_column_named_answer(tmp_path: Path) -> None:
+def test_the_letter_replaces_a_column_named_answer(tmp_path):
     """The file's column "answer" may hold an option, or an unused value."""
     rows = [{"prompt": f"{i}?", "answer": f"right {i}", "wrong": "wrong"} for i in range(9)]
     for choices in (["answer", "wrong"], ["wrong", "answer"]):
@@ -138,15 +127,12 @@ def test_the_letter_replaces_a_column_named_answer(tmp_path: Path) -> None:
     assert data_of(tmp_path, unused).column_names == ["prompt", "answer", "Subdomain"]
 
 
-def test_a_file_that_already_has_options_and_letters_needs_no_choices(tmp_path: Path) -> None:
+def test_a_file_that_already_has_options_and_letters_needs_no_choices(tmp_path):
     rows = [{"prompt": "a?\n\nA) 1\nB) 2", "answer": "B"}]
     data = data_of(tmp_path, rows, columns={}, choices=None)
     assert data.to_list() == rows
     (letter,), _ = make_rewards(["letter"])
     assert letter(["The answer is (B).", "The answer is (A)."], answer=[*data["answer"], "B"]) == [1.0, 0.0]
-
-
-# ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +147,7 @@ def test_a_file_that_already_has_options_and_letters_needs_no_choices(tmp_path: 
         ),
     ],
 )
-def test_a_wrong_option_gives_a_one_line_error(replaced: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_option_gives_a_one_line_error(replaced, message, tmp_path):
     rows = [question(0), question(1, **replaced), question(2)]
     for shuffle in (None, 1):
         with pytest.raises(UserError) as caught:
@@ -171,7 +157,7 @@ def test_a_wrong_option_gives_a_one_line_error(replaced: dict[str, Any], message
     assert len(data_of(tmp_path, [rows[0], rows[2]])) == 2  # control
 
 
-def test_wrong_columns_and_questions_give_one_line_errors(tmp_path: Path) -> None:
+def test_wrong_columns_and_questions_give_one_line_errors(tmp_path):
     rows = [question(0)]
     with pytest.raises(
         UserError, match=r"^data\.choices: no column 'Wrong'; the source has Question, Correct Answer, "
@@ -202,7 +188,7 @@ def test_wrong_columns_and_questions_give_one_line_errors(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_wrong_keys_give_one_line_errors(keys: dict[str, Any], message: str) -> None:
+def test_wrong_keys_give_one_line_errors(keys, message):
     with pytest.raises(UserError) as caught:
         DataConfig(**{"path": "rows.jsonl", **keys})
     assert str(caught.value).startswith(message)

@@ -12,12 +12,12 @@ import pytest
 
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.where import meets
+from sparse_rl.data.source import meets
 from sparse_rl.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-def test_an_instruction_with_the_starter_code_follows_the_problem(tmp_path: Path) -> None:
+def test_an_instruction_with_the_starter_code_follows_the_problem(tmp_path):
     data = load(tmp_path, ROWS, columns={"starter_code": "code"}, prompt_template="Think. {prompt}")
     started, empty, missing = data["prompt"]
     assert started.startswith("Think. Add.\n\nComplete this Python code")
@@ -50,7 +50,7 @@ def test_an_instruction_with_the_starter_code_follows_the_problem(tmp_path: Path
     [["assert add(1, 2) == 3"], '{"inputs": ["1"]}', {"ground_truth": "[]", "style": "rule"},
      [{"input": "", "output": "1"}]],
 )  # fmt: skip
-def test_tests_are_passed_on_unchanged_under_their_name(tmp_path: Path, tests: Any) -> None:
+def test_tests_are_passed_on_unchanged_under_their_name(tmp_path, tests):
     rows = [{"prompt": str(number), "test_list": tests, "id": number} for number in range(3)]
     data = load(tmp_path, rows, columns={"tests": "test_list"}, where={"id": [0, 2]})
     assert data.column_names == ["prompt", "id", "tests"]
@@ -63,7 +63,7 @@ def test_tests_are_passed_on_unchanged_under_their_name(tmp_path: Path, tests: A
 
 
 def test_a_row_without_tests_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="row 1 of the source has no 'tests'"):
+    with pytest.raises(UserError, match="row 1: it has no 'tests'"):
         load(tmp_path, [{"prompt": "a", "tests": None}, {"prompt": "b", "tests": "x"}], columns={"tests": "tests"})
 
 
@@ -81,11 +81,11 @@ def test_a_row_without_tests_is_refused(tmp_path: Path) -> None:
         ({"rating": 3}, ["Add."]),
     ],
 )
-def test_where_selects_rows(tmp_path: Path, where: dict[str, Any], prompts: list[str]) -> None:
+def test_where_selects_rows(tmp_path, where, prompts):
     assert load(tmp_path, ROWS, where=where)["prompt"][:] == prompts
 
 
-def test_dates_are_compared_as_text() -> None:
+def test_dates_are_compared_as_text():
     assert meets(datetime.datetime(2025, 2, 1, 9), {"until": "2025-02-01"})
     assert meets(datetime.date(2025, 2, 1), {"from": "2025-02-01"})
     assert not meets(datetime.datetime(2025, 2, 2), {"until": "2025-02-01"})
@@ -98,25 +98,25 @@ def test_dates_are_compared_as_text() -> None:
         ({"level": "medium"}, "data.where.level: no row is left; the values are 'easy', 'hard'"),
         ({"level": {"from": 3}}, "data.where.level: .* cannot be compared with 'easy'"),
         ({"rating": {"from": "2"}}, "data.where.rating: .* cannot be compared with 3"),
-        ({"level": {"form": "a"}}, "where.level: bounds are a mapping with from, until or both"),
-        ({"level": {}}, "where.level: bounds are a mapping"),
+        ({"level": {"form": "a"}}, "where.level: give a value"),
+        ({"level": {}}, "where.level: give a value"),
         ({"level": []}, "where.level: give a value"),
         ({"level": None}, "where.level: give a value"),
         ({"level": [["easy"]]}, "where.level: give a value"),
     ],
 )
-def test_a_wrong_condition_is_one_line(tmp_path: Path, where: dict[str, Any], message: str) -> None:
+def test_a_wrong_condition_is_one_line(tmp_path, where, message):
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path, ROWS, where=where)
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_shows_a_value_although_the_first_row_has_none(tmp_path: Path) -> None:
+def test_an_error_shows_a_value_although_the_first_row_has_none(tmp_path):
     with pytest.raises(UserError, match="cannot be compared with 5"):
         load(tmp_path, ROWS[::-1], where={"rating": {"from": "2"}, "level": "easy"})
 
 
-def test_files_on_the_hub_are_read_by_their_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_on_the_hub_are_read_by_their_suffix(monkeypatch):
     def fake(kind: str, data_files: dict[str, list[str]], split: str) -> Any:
         assert kind == "json"
         assert data_files == {"test": ["hf://datasets/some/data/a.jsonl", "hf://datasets/some/data/sub/b.jsonl"]}
@@ -131,13 +131,13 @@ def test_files_on_the_hub_are_read_by_their_suffix(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"path": "mine.jsonl", "files": ["a.jsonl"]}, "files: names files of a dataset on the hub"),
+        ({"path": "mine.jsonl", "files": ["a.jsonl"]}, "files: is for a dataset on the hub"),
         ({"path": "some/data", "files": ["a.txt"]}, "files: name files with one of the suffixes"),
         ({"path": "some/data", "files": ["a.json", "b.csv"]}, "files: name files with one of the suffixes"),
         ({"path": "some/data", "files": []}, "files: name files with one of the suffixes"),
-        ({"path": "some/data", "release": "v6"}, "release: this dataset has no releases"),
+        ({"path": "some/data", "release": "v6"}, "release: only datasets on the hub"),
     ],
 )
-def test_wrong_files_are_one_line(keys: dict[str, Any], message: str) -> None:
+def test_wrong_files_are_one_line(keys, message):
     with pytest.raises(UserError, match=message):
         DataConfig(**keys)

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.running_sum import build_tokenizer
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.data.tokens import prompt_ids, split_prompt, with_context
 from sparse_rl.errors import UserError
 
@@ -37,7 +37,7 @@ CHATS = {
 def tokenizer_with(template: str | None = None, around: str = "") -> Any:
     """Return the quickstart's tokenizer. `around` is the template of the tokens added around a text, such as "<eos>
     $A"."""
-    tokenizer = build_tokenizer()
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = template
     if around:
         special = [("<eos>", tokenizer.convert_tokens_to_ids("<eos>"))]
@@ -51,14 +51,9 @@ def data_of(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, **keys: 
     return load_data(DataConfig(path=str(tmp_path / "rows.jsonl"), **keys), tokenizer)
 
 
-# ---- the cut --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", CHATS)
 @pytest.mark.parametrize("thinking", [None, True])
-def test_a_chat_is_cut_right_after_its_context(kind: str, thinking: bool | None) -> None:
-    """Both parts together are the whole prompt; the first part ends with the context, and does not depend on the
-    question. `cut.first` is the number of tokens before the context."""
+def test_a_chat_is_cut_right_after_its_context(kind, thinking):
     tokenizer, chat = tokenizer_with(TEMPLATE), CHATS[kind]
     cut = split_prompt(chat, CONTEXT, tokenizer, thinking)
     whole = prompt_ids(chat, tokenizer, thinking, CONTEXT)
@@ -70,9 +65,8 @@ def test_a_chat_is_cut_right_after_its_context(kind: str, thinking: bool | None)
     assert split_prompt(other_question, CONTEXT, tokenizer, thinking).rest != cut.rest
 
 
-def test_a_token_that_spans_the_cut_is_split() -> None:
-    """`\\boxed{` is one token. If the context ends inside it, both parts together have more tokens than the
-    joint text."""
+def test_a_token_that_spans_the_cut_is_split():
+    """`\\boxed{` is one token; if the context ends inside it, both parts together have more tokens."""
     tokenizer = tokenizer_with(TEMPLATE)
     chat = [{"role": "user", "content": "a\\boxed{1}"}]
     cut = split_prompt(chat, "a\\boxed", tokenizer)
@@ -82,8 +76,7 @@ def test_a_token_that_spans_the_cut_is_split() -> None:
 
 
 @pytest.mark.parametrize(("around", "first"), [("", 0), ("<eos> $A", 1), ("<eos> <eos> $A", 2)])
-def test_the_context_of_a_plain_text_begins_with_the_tokenizers_first_tokens(around: str, first: int) -> None:
-    """If a tokenizer adds tokens at the beginning of every text, they belong to the context's part."""
+def test_the_context_of_a_plain_text_begins_with_the_tokenizers_first_tokens(around, first):
     tokenizer = tokenizer_with(around=around)
     cut = split_prompt(f"{CONTEXT}Qa?", CONTEXT, tokenizer)
     assert cut.first == first
@@ -92,9 +85,7 @@ def test_the_context_of_a_plain_text_begins_with_the_tokenizers_first_tokens(aro
     assert tokenizer.decode(cut.rest) == "Qa?"
 
 
-def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused() -> None:
-    """Templates that trim or drop the context are refused, and so are tokenizers that add tokens at a text's end.
-    `with_context`, which exchanges the context of a prompt, needs a user message."""
+def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused():
     chat = CHATS["user"]
     for template, context in ((TRIMS, " a1"), (DROPS, CONTEXT)):
         with pytest.raises(UserError, match="the chat template changes the context"):
@@ -110,16 +101,12 @@ def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused() -> None:
     assert with_context("abc", "a", "x", "y") == "xy"
 
 
-# ---- a data block ---------------------------------------------------------------------------------------------------
-
 ROWS = [{"article": CONTEXT, "question": f"a{i}", "answer": i} for i in range(3)]
 COLUMNS = {"context": "article", "prompt": "question"}
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_the_context_stands_before_the_problem(template: str | None, tmp_path: Path) -> None:
-    """The context stands after the system prompt and before the problem as formatted by the prompt template. Its tokens
-    count for `max_prompt_tokens`."""
+def test_the_context_stands_before_the_problem(template, tmp_path):
     tokenizer = tokenizer_with(template)
     keys: dict[str, Any] = {"columns": COLUMNS, "prompt_template": ";Q{prompt}?"}
     data = data_of(tmp_path, ROWS, tokenizer, **keys)
@@ -137,7 +124,7 @@ def test_the_context_stands_before_the_problem(template: str | None, tmp_path: P
         data_of(tmp_path, ROWS, tokenizer, columns=COLUMNS, max_prompt_tokens=5)
 
 
-def test_the_context_of_a_chat_begins_the_first_user_message(tmp_path: Path) -> None:
+def test_the_context_of_a_chat_begins_the_first_user_message(tmp_path):
     rows = [{"prompt": CHATS["turns"][1:], "text": "b"}]
     data = data_of(tmp_path, rows, tokenizer_with(TEMPLATE), columns={"context": "text"})
     assert [m["content"] for m in data[0]["prompt"]] == ["1;", f"b{CONTEXT}"]
@@ -146,21 +133,24 @@ def test_the_context_of_a_chat_begins_the_first_user_message(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
-        ([{"prompt": "a", "text": ""}], {"context": "text"}, "row 1 of the source has no 'text'"),
-        ([{"prompt": "a", "text": "b"}, {"prompt": "a"}], {"context": "text"}, "row 2 of the source has no 'text'"),
+        ([{"prompt": "a", "text": ""}], {"context": "text"}, "row 1: it has no 'text'"),
+        ([{"prompt": "a", "text": "b"}, {"prompt": "a"}], {"context": "text"}, "row 2: it has no 'text'"),
         ([{"prompt": "a", "text": 3}], {"context": "text"}, r"columns\.context: row 1: expected text, got int"),
         ([{"prompt": "a"}], {"context": "text"}, r"columns\.context: no column 'text'"),
         ([{"prompt": [{"role": "system", "content": "b"}], "text": "b"}], {"context": "text"}, "but there is none"),
-        ([{"prompt": "a", "text": " b"}], {"context": "text"}, "refuses the prompt of row 1: the chat template"),
+        (
+            [{"prompt": "a", "text": " b"}],
+            {"context": "text"},
+            "row 1: the tokenizer refuses the prompt: the chat template",
+        ),
     ],
 )
-def test_a_mistake_in_a_context_gives_a_one_line_error(rows: list, columns: dict, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_context_gives_a_one_line_error(rows, columns, message, tmp_path):
     with pytest.raises(UserError, match=message) as caught:
         data_of(tmp_path, rows, tokenizer_with(TRIMS), columns=columns)
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_named_context_is_not_used_as_the_context(tmp_path: Path) -> None:
-    """A column named `context`, which many datasets have, is used as the context only if the recipe names it."""
+def test_a_column_named_context_is_not_used_as_the_context(tmp_path):
     data = data_of(tmp_path, [{"prompt": "a", "context": "b"}], tokenizer_with())
     assert data[0] == {"prompt": "a", "context": "b"}

@@ -8,9 +8,8 @@ import pytest
 
 from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.running_sum import build_tokenizer, rows
-from sparse_rl.data.synthetic import split_of
-from sparse_rl.data.tokens import prompt_ids, split_prompt
+from sparse_rl.data.synthetic import RunningSum, split_of
+from sparse_rl.data.tokens import prompt_ends, prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -32,13 +31,13 @@ def offline(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return RunningSum.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
     """A tokenizer with a chat template."""
-    tokenizer = build_tokenizer()
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -69,9 +68,6 @@ def refused(config, tokenizer=None, **options):
     return str(caught.value)
 
 
-# ---- rows --------------------------------------------------------------------------------------------------
-
-
 def test_columns_without_a_mapping_keep_their_names_and_values(file):
     data = load_data(config(file()))
     assert data.column_names == ["prompt", "answer", "level"]
@@ -84,8 +80,6 @@ def test_columns_without_a_mapping_keep_their_names_and_values(file):
 
 
 def test_a_mapped_column_replaces_a_column_that_has_our_name(file):
-    """The file has columns "prompt" and "problem". With `columns: {prompt: problem}` the prompts are those of
-    "problem"."""
     path = file([{"prompt": "theirs", "problem": "ours"}])
     assert load_data(config(path))["prompt"] == ["ours"]
     assert load_data(config(path, {}))["prompt"] == ["theirs"]
@@ -126,7 +120,7 @@ def test_answer_after_takes_the_text_after_the_last_marker(file):
     path = file([{"problem": "a", "answer": "1 #### 2\n#### 42 "}])
     assert load_data(config(path, answer_after="####"))["answer"] == ["42"]
     assert load_data(config(path))["answer"] == ["1 #### 2\n#### 42 "]
-    assert "row 1 has nothing after '===='" in refused(config(path, answer_after="===="))
+    assert "row 1: nothing follows '===='" in refused(config(path, answer_after="===="))
 
 
 def test_long_prompts_are_dropped_before_the_limit_and_counted(file, tokenizer, caplog):
@@ -141,11 +135,7 @@ def test_long_prompts_are_dropped_before_the_limit_and_counted(file, tokenizer, 
     assert "data.max_prompt_tokens: cannot be applied without a tokenizer" in refused(config(path, max_prompt_tokens=5))
 
 
-# ---- chat --------------------------------------------------------------------------------------------------
-
-
 def test_prompts_become_messages_if_the_tokenizer_has_a_chat_template(file, tokenizer, chat_tokenizer):
-    """`chat: false` keeps plain text. A chat or a system prompt is refused without a template."""
     path = file()
     assert load_data(config(path, limit=1), tokenizer)["prompt"] == ["a0"]
     assert load_data(config(path, limit=1, chat=False), chat_tokenizer)["prompt"] == ["a0"]
@@ -160,7 +150,6 @@ def test_prompts_become_messages_if_the_tokenizer_has_a_chat_template(file, toke
 
 
 def test_prompts_that_already_are_messages_are_kept(file, tokenizer, chat_tokenizer):
-    """Prompts that are chat messages need a chat template. A prompt template does not apply to them."""
     messages = [{"role": "user", "content": "a"}]
     path = file([{"prompt": messages}])
     assert load_data(config(path, {}, system_prompt="b"), chat_tokenizer)["prompt"][0][1:] == messages
@@ -170,8 +159,6 @@ def test_prompts_that_already_are_messages_are_kept(file, tokenizer, chat_tokeni
 
 
 def test_prompt_ids_equal_the_tokens_of_the_formatted_text(tokenizer, chat_tokenizer):
-    """Plain text is tokenized unchanged, messages by the chat template, with or without thinking. A last message of the
-    assistant is continued."""
     messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a1"}]
     for prompt, thinking, text in [
         ("Qa1?", None, "Qa1?"),
@@ -184,6 +171,8 @@ def test_prompt_ids_equal_the_tokens_of_the_formatted_text(tokenizer, chat_token
         assert type(ids) is list
         assert all(type(i) is int for i in ids)
         assert ids == tokenizer(text)["input_ids"]
+        ends = [tokenizer.decode(end) for end in (ids, (ids * 9)[-16:])]
+        assert prompt_ends([ids, ids * 9], chat_tokenizer) == ends
 
 
 def test_prompt_ids_accepts_tokenizers_that_return_nested_lists_or_tensors():
@@ -202,7 +191,7 @@ def test_prompt_ids_accepts_tokenizers_that_return_nested_lists_or_tensors():
 
 def test_an_error_of_the_chat_template_names_the_row(file, chat_tokenizer):
     path = file([{"prompt": [{"role": "alien", "content": "a"}]}])
-    assert "the tokenizer refuses the prompt of row 1: no aliens" in refused(config(path, {}), chat_tokenizer)
+    assert "row 1: the tokenizer refuses the prompt: no aliens" in refused(config(path, {}), chat_tokenizer)
 
 
 NO_SYSTEM = (  # of Gemma 2's kind
@@ -217,28 +206,25 @@ INTO_USER = (  # of Gemma 3's kind: the system message becomes the start of the 
 
 
 def with_template(template):
-    tokenizer = build_tokenizer()
+    tokenizer = RunningSum.tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
 
-def test_a_template_without_a_system_role_is_refused_under_the_key(file):
-    """The key is named only if the system prompt is at fault: not without a system prompt, nor for a row that is
-    refused without it, too."""
+def test_a_template_without_a_system_role_is_refused(file):
     path, tokenizer = file(), with_template(NO_SYSTEM)
-    error = "data.system_prompt: the tokenizer refuses the prompt of row 1: System role not supported"
+    error = "data: row 1: the tokenizer refuses the prompt: System role not supported"
     assert refused(config(path, system_prompt="b"), tokenizer) == error
     assert refused(config(path, system_prompt="b", max_prompt_tokens=9), tokenizer) == error
-    assert refused(config(path, system_prompt="b"), tokenizer, where="tasks.a").startswith("tasks.a.system_prompt: ")
+    assert refused(config(path, system_prompt="b"), tokenizer, where="tasks.a").startswith("tasks.a: row 1")
     assert len(load_data(config(path), tokenizer)) == len(ROWS)
     own = file([{"problem": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}], "own.jsonl")
-    assert refused(config(own), tokenizer).startswith("data: the tokenizer refuses the prompt of row 1: System role")
+    assert refused(config(own), tokenizer).startswith("data: row 1: the tokenizer refuses the prompt: System role")
     alien = file([{"problem": [{"role": "alien", "content": "a"}]}], "alien.jsonl")
-    assert refused(config(alien, system_prompt="b"), tokenizer).startswith("data: the tokenizer refuses the prompt of")
+    assert refused(config(alien, system_prompt="b"), tokenizer).startswith("data: row 1: the tokenizer refuses")
 
 
 def test_a_template_may_put_the_system_prompt_into_the_first_user_message(file):
-    """The tokens are those of a user message that begins with the system prompt. A context stands behind it."""
     tokenizer = with_template(INTO_USER)
     rows = load_data(config(file(), system_prompt="ab"), tokenizer)
     for prompt in rows["prompt"]:
@@ -252,23 +238,15 @@ def test_a_template_may_put_the_system_prompt_into_the_first_user_message(file):
     assert prompt_ids(cut, tokenizer, context=context) == prompt_ids(cut, tokenizer)
 
 
-# ---- synthetic ---------------------------------------------------------------------------------------------
-
-
 def test_a_synthetic_data_block_gives_the_rows_of_its_task(tokenizer):
-    """The rows equal those of the task's own function for the same split and seed. Completions are added if they are
-    required. A task with too few problems is refused."""
     synthetic = DataConfig(synthetic=SyntheticConfig(task="running_sum", size=20, split="evaluation", seed=3))
     data = load_data(synthetic, tokenizer)
-    assert data.to_list() == rows("evaluation", 20, 3)
+    assert data.to_list() == RunningSum().rows("evaluation", 20, 3)
     worked = load_data(synthetic, tokenizer, require=("prompt", "completion"))
-    assert worked["completion"][:] == [row["completion"] for row in rows("evaluation", 20, 3, True)]
+    assert worked["completion"][:] == [row["completion"] for row in RunningSum().rows("evaluation", 20, 3, True)]
     assert {split_of(tuple(map(int, prompt[2:-1:2]))) for prompt in data["prompt"]} == {"evaluation"}
     small = SyntheticConfig(task="running_sum", size=99, n=2, digits=2)
     assert "data.synthetic: running sum: found only" in refused(DataConfig(synthetic=small))
-
-
-# ---- mistakes ----------------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
@@ -292,14 +270,14 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
     [
         ('{"problem": "a"}\n\n{"problem": "b"\n', "line 3 is not JSON: Expecting ',' delimiter"),
         ('{"problem": "a"}\nhello\n', "line 2 is not JSON"),
-        (b'{"problem": "a"}\n{"problem": "\xff"}\n', "row 2 of the source is not UTF-8"),
+        (b'{"problem": "a"}\n{"problem": "\xff"}\n', "line 2 is not UTF-8"),
         (b'{"problem": "a"}\n{"problem": "\xff"\n', "line 2 is not UTF-8"),
-        ("", "is empty"),
-        ('{"problem": "a"}\n{"problem": null}\n', "row 2 of the source has no 'problem'"),
-        ('{"problem": "a"}\n{"other": "b"}\n', "row 2 of the source has no 'problem'"),
-        ('{"problem": ""}\n', "row 1 of the source has no 'problem'"),
+        ("", "has no rows"),
+        ('{"problem": "a"}\n{"problem": null}\n', "row 2: it has no 'problem'"),
+        ('{"problem": "a"}\n{"other": "b"}\n', "row 2: it has no 'problem'"),
+        ('{"problem": ""}\n', "row 1: it has no 'problem'"),
         ('{"problem": "a", "answer": [1]}\n', "data.columns.answer: row 1: expected text or a number, got list"),
-        ('{"problem": 3}\n', "data.columns.prompt: row 1 is neither text"),
+        ('{"problem": 3}\n', "data.columns.prompt: row 1: neither text"),
     ],
 )
 def test_errors_of_damaged_files_name_the_line(text, message, file):
@@ -313,7 +291,7 @@ def test_an_unreadable_or_empty_table_is_refused(file):
 
 def test_an_error_names_the_row_of_the_file_even_after_shuffling(file):
     path = file([*ROWS, {"problem": None, "answer": 1}])
-    assert "row 10 of the source" in refused(config(path, shuffle_seed=5))
+    assert "row 10: " in refused(config(path, shuffle_seed=5))
 
 
 def test_an_error_of_the_hub_gives_one_line(monkeypatch):
@@ -331,8 +309,7 @@ def test_an_error_of_the_hub_gives_one_line(monkeypatch):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_json_that_nests_too_deeply_is_refused(file, tmp_path, suffix, opening):
-    """Arrow's reader is recursive, so 20,000 levels would crash the process. Control: 30 levels, and brackets in text,
-    are read."""
+    """Arrow's reader is recursive, so 20,000 levels would crash the process."""
     path = tmp_path / f"deep{suffix}"
     shallow = (
         '{"prompt": "' + "[{" * 500 + '", "more": ' + opening * 30 + "1" + {"[": "]", "{": "}"}[opening[0]] * 30 + "}"

@@ -1,17 +1,16 @@
 """`long_texts` turns the files of QuALITY (articles with questions) and LongHealth (patients with questions) into rows
-for a recipe. Each text comes once with all its questions, and a mistake in a file gives one line."""
+for a recipe. Each text comes once with all its questions."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rewards import make_rewards
 from sparse_rl.data.config import DataConfig
-from sparse_rl.data.long_texts import main
+from sparse_rl.data.convert import main
 from sparse_rl.data.problems import load_data
 
 
@@ -43,9 +42,8 @@ def rows_of(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_articles_come_once_with_all_their_questions(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """QuALITY lists an article in several rows. The questions of one article become consecutive rows whose answer is
-    the letter of the correct option."""
+def test_articles_come_once_with_all_their_questions(tmp_path, capsys):
+    """QuALITY lists an article in several rows."""
     file = tmp_path / "QuALITY.dev"
     articles = [
         article("1", " long ", 1, 4),
@@ -67,9 +65,8 @@ def test_articles_come_once_with_all_their_questions(tmp_path: Path, capsys: pyt
     assert right([r"so \boxed{D}", r"\boxed{A}"], answer=data["answer"][1:3]) == [1.0, 0.0]
 
 
-def test_several_patients_share_one_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """With two patients per text, five patients give two texts in order of their names (p5 is left out). A question
-    whose correct option is not among its options is left out, and the prompt says which patient is meant."""
+def test_several_patients_share_one_text(tmp_path, capsys):
+    """p5 is left out, and so is a question whose correct option is not among its options."""
     file = tmp_path / "benchmark.json"
     patients = {name: patient(name, "is b", "is e ", "none of them") for name in ("p3", "p1", "p2", "p4", "p5")}
     file.write_text(json.dumps(patients))
@@ -86,30 +83,3 @@ def test_several_patients_share_one_text(tmp_path: Path, capsys: pytest.CaptureF
     alone = rows_of(capsys, "longhealth", str(file), "--patients", "1", "--texts", "1")
     assert len(alone) == 2
     assert alone[0]["prompt"].startswith("p1?\n\nA. is a\n")
-
-
-@pytest.mark.parametrize(
-    ("job", "content", "message"),
-    [
-        ("quality", {"questions": []}, "row 1 has no text 'article'"),
-        ("quality", {"article": "a"}, "row 1 has no list 'questions'"),
-        ("quality", article("7", "a", 5), "article 7 has a question without gold_label"),
-        ("quality", {"article": "a", "article_id": 1, "questions": [3]}, "article 1 has no list 'options'"),
-        ("longhealth", {"p1": 3}, "p1 has no mapping 'texts'"),
-        ("longhealth", {"p1": {"texts": {}, "name": "p"}}, "p1 has no text 'birthday'"),
-        ("longhealth", {"p1": {**patient("p1"), "questions": [{}]}}, "p1, question 1 has no text 'answer_a'"),
-    ],
-)
-def test_a_mistake_in_a_file_gives_a_one_line_error(
-    job: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "file").write_text(json.dumps(content))
-    words = ["--patients", "1"] if job == "longhealth" else []
-    assert main([job, str(tmp_path / "file"), *words]) == 2
-    output = capsys.readouterr().err
-    assert message in output
-    assert output.count("\n") == 1
-    assert main([job, str(tmp_path / "absent")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
-    assert main([job]) == 2
-    assert "required: FILE" in capsys.readouterr().err

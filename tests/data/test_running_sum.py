@@ -6,9 +6,7 @@ import random
 import pytest
 import torch
 
-from sparse_rl.data import running_sum
-from sparse_rl.data.running_sum import RunningSum, build_model, build_tokenizer, generate_problems, grade, rows
-from sparse_rl.data.synthetic import SPLITS, split_of
+from sparse_rl.data.synthetic import SYMBOLS, RunningSum, grade, split_of
 
 # computed by hand
 EXAMPLES = [
@@ -28,7 +26,7 @@ TASKS = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return RunningSum.tokenizer()
 
 
 def without_notes(text):
@@ -63,49 +61,22 @@ def test_a_response_is_graded_correct_only_for_its_problems_answer(task):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_prompts_and_responses_have_the_stated_lengths(task, tokenizer):
-    """Every prompt has `prompt_tokens` tokens. A response and its end token have at most `max_response`, which is
-    reached if every step has a note."""
+def test_a_prompt_has_two_tokens_for_each_digit_and_two_more(task, tokenizer):
     rng = random.Random(2)
-    longest = RunningSum(task.n, task.digits, note_probability=1.0)
     for _ in range(20):
         problem = task.problem(rng)
-        assert len(tokenizer(task.prompt(problem))["input_ids"]) == task.prompt_tokens
-        assert len(tokenizer(task.response(problem, rng))["input_ids"]) + 1 <= task.max_response
-        assert len(tokenizer(longest.response(problem, rng))["input_ids"]) + 1 == task.max_response  # tight bound
+        assert len(tokenizer(task.prompt(problem))["input_ids"]) == 2 * task.n + 2
 
 
 def test_the_share_of_steps_with_notes_is_the_note_probability():
-    """With the default probability 0.3, the share over 500 responses of 7 steps each is between 0.27 and 0.33. With
-    probability 0 there are no notes."""
-    responses = [row["completion"] for row in rows("train", 500, 0, True)]
+    responses = [row["completion"] for row in RunningSum().rows("train", 500, 0, True)]
     share = sum(text.count("[") for text in responses) / (500 * 7)
     assert 0.27 < share < 0.33
-    assert not any("[" in row["completion"] for row in rows("train", 50, 0, True, RunningSum(note_probability=0.0)))
-
-
-# ---- splits ------------------------------------------------------------------------------------------------
-
-
-def test_splits_have_no_common_problem_for_any_seed():
-    problems_of = {split: set() for split in SPLITS}
-    for split, seen in problems_of.items():
-        for seed in range(3):
-            problems = generate_problems(2000, seed, split=split)
-            assert len(set(problems)) == len(problems)
-            assert all(split_of(p) == split for p in problems)
-            seen.update(problems)
-    assert not problems_of["train"] & problems_of["calibration"]
-    assert not problems_of["train"] & problems_of["evaluation"]
-    assert not problems_of["calibration"] & problems_of["evaluation"]
-    # control: common problems are detected: the task below is so small that two seeds of one split share some
-    small = RunningSum(n=5)
-    assert set(generate_problems(500, 0, task=small)) & set(generate_problems(500, 1, task=small))
+    assert not any("[" in row["completion"] for row in RunningSum(note_probability=0.0).rows("train", 50, 0, True))
 
 
 def test_the_split_of_a_problem_never_changes():
-    """A problem's split follows from a hash of the problem. With another hash, an evaluation would contain problems on
-    which an earlier run was trained. About 80 % of the problems are for training and 10 % for evaluation."""
+    """With another hash, an evaluation would contain problems on which an earlier run was trained."""
     fixed = {(0,) * 8: "calibration", (0, 0, 0, 0, 0, 0, 0, 2): "train", (0, 0, 0, 0, 0, 0, 2, 1): "evaluation"}
     assert {problem: split_of(problem) for problem in fixed} == fixed
     rng = random.Random(0)
@@ -114,26 +85,22 @@ def test_the_split_of_a_problem_never_changes():
     assert 0.08 < counts.count("evaluation") / 5000 < 0.12
 
 
-def test_problems_are_reproducible_and_exclusions_hold():
-    first = generate_problems(100, 3)
-    assert generate_problems(100, 3) == first
-    assert generate_problems(100, 4) != first
-    assert generate_problems(50, 3) == first[:50]
-    assert not set(generate_problems(100, 3, exclude=first)) & set(first)
+def test_problems_are_distinct_and_exclusions_hold():
+    first = RunningSum().problems("train", 100, 3)
+    assert len(set(first)) == 100
+    assert not set(RunningSum().problems("train", 100, 3, first)) & set(first)
 
 
 def test_too_few_problems_are_an_error():
     tiny = RunningSum(n=2, digits=3)  # nine problems
     with pytest.raises(ValueError, match=r"found only \d distinct train problems, 10 requested"):
-        generate_problems(10, 0, task=tiny)
+        tiny.problems("train", 10, 0)
     with pytest.raises(ValueError, match="unknown split 'test'; one of train, calibration, evaluation"):
-        rows("test", 1, 0)
-    with pytest.raises(ValueError, match="n 1 to 12"):
-        RunningSum(n=13)
+        RunningSum().rows("test", 1, 0)
 
 
 def test_rows_with_and_without_responses_have_the_same_problems():
-    plain, worked = rows("evaluation", 20, 5), rows("evaluation", 20, 5, with_response=True)
+    plain, worked = RunningSum().rows("evaluation", 20, 5), RunningSum().rows("evaluation", 20, 5, with_response=True)
     assert [set(row) for row in plain] == [{"prompt", "answer"}] * 20
     assert [{**row, "completion": None} for row in plain] == [{**row, "completion": None} for row in worked]
     for row in worked:
@@ -141,33 +108,29 @@ def test_rows_with_and_without_responses_have_the_same_problems():
         assert "<eos>" not in row["completion"]
 
 
-# ---- tokenizer and model -----------------------------------------------------------------------------------
-
-
 def test_decoding_the_tokens_of_a_text_gives_the_text(tokenizer):
     rng = random.Random(0)
-    letters = [symbol for symbol in running_sum.SYMBOLS if symbol not in ("<pad>", "<eos>", "<unk>")]
+    letters = [symbol for symbol in SYMBOLS if symbol not in ("<pad>", "<eos>", "<unk>")]
     for _ in range(200):
         text = "".join(rng.choice(letters) for _ in range(rng.randint(0, 60)))
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-        assert max(ids, default=0) < len(running_sum.SYMBOLS) - 1
+        assert max(ids, default=0) < len(SYMBOLS) - 1
     assert tokenizer.decode(tokenizer("a\n b")["input_ids"]) == "a<unk><unk>b"  # unknown characters become <unk>
 
 
 def test_every_id_of_the_padded_vocabulary_has_its_own_token(tokenizer):
-    assert len(tokenizer) == running_sum.VOCABULARY == 64
-    assert len(running_sum.SYMBOLS) == 51
+    assert len(tokenizer) == RunningSum.vocabulary == 64
+    assert len(SYMBOLS) == 51
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert all(tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(i)) == i for i in range(64))
     assert tokenizer(r"\boxed{6}")["input_ids"] == [2, 10, 3]
 
 
 def test_a_training_text_ends_in_exactly_one_end_token(tokenizer):
-    """The test prepares each row as TRL's SFTTrainer does: it appends the end token if it is missing, and tokenizes
-    prompt and completion together."""
-    for row in rows("train", 20, 0, True):
+    """As TRL's SFTTrainer does: it appends the end token if it is missing, and tokenizes both parts together."""
+    for row in RunningSum().rows("train", 20, 0, True):
         completion = row["completion"]
         if not completion.endswith(tokenizer.eos_token):
             completion += tokenizer.eos_token
@@ -182,8 +145,10 @@ def test_a_training_text_ends_in_exactly_one_end_token(tokenizer):
 def test_trl_trains_on_exactly_one_end_token(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     options = trl.SFTConfig(output_dir=str(tmp_path), report_to=[], bf16=False, use_cpu=True, max_steps=1)
-    data = datasets.Dataset.from_list(rows("train", 8, 0, True))
-    trainer = trl.SFTTrainer(build_model(0), options, train_dataset=data, processing_class=build_tokenizer())
+    data = datasets.Dataset.from_list(RunningSum().rows("train", 8, 0, True))
+    trainer = trl.SFTTrainer(
+        RunningSum.untrained(0), options, train_dataset=data, processing_class=RunningSum.tokenizer()
+    )
     for row in trainer.train_dataset:
         assert row["input_ids"].count(1) == 1
         assert row["input_ids"][-1] == 1
@@ -194,20 +159,20 @@ def test_trl_trains_on_exactly_one_end_token(tmp_path):
 
 def test_models_depend_only_on_their_seed():
     before = torch.get_rng_state()
-    first, repeated, other_seed = build_model(0), build_model(0), build_model(1)
+    first, repeated, other_seed = RunningSum.untrained(0), RunningSum.untrained(0), RunningSum.untrained(1)
     assert torch.equal(torch.get_rng_state(), before)
     weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (first, repeated, other_seed)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert weights[0].dtype == torch.float32
     assert weights[0].numel() == 102_848
-    assert build_model(0, layers=1, head_dim=16).config.head_dim == 16
+    assert RunningSum.untrained(0, num_hidden_layers=1, head_dim=16).config.head_dim == 16
 
 
 def test_a_saved_untrained_model_loads_with_its_tokenizer_and_end_token(tmp_path, tokenizer):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    running_sum.save_untrained(tmp_path, 0)
+    RunningSum.save_untrained(tmp_path, 0)
     model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     text = EXAMPLES[0][0] + EXAMPLES[0][1] + "<eos>"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
@@ -216,5 +181,5 @@ def test_a_saved_untrained_model_loads_with_its_tokenizer_and_end_token(tmp_path
     assert len(loaded) == model.config.vocab_size
     assert model.generation_config.eos_token_id == 1
     assert model.dtype == torch.float32
-    for ours, theirs in zip(build_model(0).parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(RunningSum.untrained(0).parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

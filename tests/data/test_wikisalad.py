@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_long_texts import article, patient
 
-from rewards.short_answer import ShortAnswerReward
+from rewards.text import ShortAnswerReward
 from sparse_rl.data.config import DataConfig
+from sparse_rl.data.convert import Question, flatten, main, make_salads, read_squad, salad_prompt
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.wikisalad import Question, flatten, main, make_salads, read_squad, salad_prompt
 from sparse_rl.errors import UserError
 
 AUTHORS = Path(__file__).parents[3] / "shared/data"  # optional, outside the repository
+OF_MODEL = ["--model", str(Path(__file__).parents[2] / "recipes/quickstart/model"), "--tokens", "9"]
+LONGHEALTH = ["longhealth", "--patients", "1"]
 PATTERNS = ["A", "ABAB", "AABBAABB", "ABCABC", "AAABBBCCCAAABBBCCC", "BA"]
 SOURCE = [
     Question(
@@ -39,7 +41,7 @@ def as_row(question: Question) -> dict[str, Any]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[[Any, str], str]:
+def file(tmp_path):
     """file(rows or content, name) returns the path of a file with these rows or this content."""
 
     def write(content: Any, name: str) -> str:
@@ -56,14 +58,9 @@ def rows_printed_by(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-# ---- salads --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> None:
-    """Each letter of a pattern is one article in the salad, in the pattern's order; the questions of a salad are
-    consecutive in the source, and no question occurs twice."""
+def test_a_salad_follows_its_pattern_and_its_source(pattern, seed):
     index_of = {question.question: i for i, question in enumerate(SOURCE)}
     for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
         questions = salad["questions"]
@@ -83,7 +80,7 @@ def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> 
         assert salad["prompt"] == salad_prompt(SOURCE[index_of[question["question"]]] for question in questions)
 
 
-def test_the_seed_determines_the_salads() -> None:
+def test_the_seed_determines_the_salads():
     first, repeated, other_seed = (list(make_salads(SOURCE, "ABAB", 30, seed)) for seed in (0, 0, 1))
     assert first == repeated != other_seed
     assert len({salad["metadata"]["articles"][0] for salad in first}) == 5
@@ -100,24 +97,18 @@ def test_the_seed_determines_the_salads() -> None:
         ("A" * 13, "needs 1 articles with at least 13 questions each, but only 0 of 5 articles have them"),
     ],
 )
-def test_a_pattern_that_the_source_cannot_fill_is_refused(pattern: str, message: str) -> None:
+def test_a_pattern_that_the_source_cannot_fill_is_refused(pattern, message):
     with pytest.raises(UserError, match=message):
         list(make_salads(SOURCE, pattern, 1))
 
 
-def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
-    """SQuAD can be rows in JSON lines, a JSON list of rows, or the one object of a SQuAD file, even a large one."""
+def test_squad_is_read_in_each_of_its_forms(file):
     rows = [as_row(question) for question in SOURCE]
     assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
     paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for question in SOURCE:
         given_answers = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer, repeated
-        entry = {
-            "id": "x",
-            "question": question.question,
-            "answers": given_answers,
-            "is_impossible": not given_answers,
-        }
+        entry = {"id": "x", "question": question.question, "answers": given_answers, "is_impossible": not given_answers}
         paragraphs.setdefault((question.title, question.context), []).append(entry)
     articles = [
         {"title": title, "paragraphs": [{"context": c, "qas": q} for (t, c), q in paragraphs.items() if t == title]}
@@ -128,19 +119,12 @@ def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
     assert read_squad(file({"version": "v2.0", "data": [large, *articles]}, "large.json")) == SOURCE
 
 
-# ---- questions -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", ["ABCABC", "AAABBBCCCAAABBBCCC"])
-def test_the_programs_turn_squad_into_rows_that_a_recipe_reads(
-    pattern: str, file: Callable, capsys: pytest.CaptureFixture
-) -> None:
-    """The program `make` turns SQuAD into salads, `questions` turns salads into rows, and a data block reads the
-    rows."""
+def test_the_programs_turn_squad_into_rows_that_a_recipe_reads(pattern, file, capsys):
     squad = file([as_row(question) for question in SOURCE], "squad.jsonl")
-    salads = rows_printed_by(capsys, "make", squad, "--pattern", pattern, "--count", "7", "--seed", "3")
+    salads = rows_printed_by(capsys, "wikisalad", squad, "--pattern", pattern, "--count", "7", "--seed", "3")
     assert salads == list(make_salads(SOURCE, pattern, 7, 3))
-    rows = rows_printed_by(capsys, "questions", file(salads, "salads.jsonl"))
+    rows = rows_printed_by(capsys, "wikisalad-questions", file(salads, "salads.jsonl"))
     assert rows == list(flatten(salads))
     assert len(rows) == 7 * len(pattern)
     assert "".join(row["topic"] for row in rows) == pattern * 7
@@ -161,12 +145,9 @@ def test_the_programs_turn_squad_into_rows_that_a_recipe_reads(
     [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110), ("very_hard", 900, 646, 131)],
 )
 def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
-    name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
-) -> None:
-    """The authors' prompts equal ours for the same segments, and a correct answer is accepted.
-
-    Equality refuses a true answer of more than 100 characters: it compares only the first sentence of such a text.
-    """
+    name, questions, answerable, nowhere, capsys
+):
+    """Equality refuses a true answer of more than 100 characters: it compares only its first sentence."""
     path = AUTHORS / f"wikisalad_{name}.jsonl"
     if not path.is_file():
         pytest.skip("the authors' rows are not here")
@@ -178,7 +159,7 @@ def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
         ]
         assert salad_prompt(segments) == salad["prompt"]
         assert "".join(question["topic"] for question in salad["questions"]) == salad["metadata"]["pattern"]
-    rows = rows_printed_by(capsys, "questions", str(path))
+    rows = rows_printed_by(capsys, "wikisalad-questions", str(path))
     assert len(rows) == questions
     assert sum(bool(row["answers"]) for row in rows) == answerable
     cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
@@ -193,59 +174,66 @@ def test_the_authors_salads_have_our_prompts_and_their_answers_are_accepted(
     assert all(len(answers[0]) > 100 for answers in refused)
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
-
+MAKE, QUESTIONS = ["wikisalad", "--pattern", "AB"], ["wikisalad-questions"]
 SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"]}}]}
 
 
 @pytest.mark.parametrize(
     ("words", "content", "message"),
     [
-        (["questions"], [{"questions": []}], "no text 'prompt'"),
-        (["questions"], [{"prompt": "p"}], "no list of 'questions'; is it a file of salads?"),
-        (["questions"], [{"prompt": "p", "questions": "q"}], "no list of 'questions'"),
-        (["questions"], [SALAD, {"prompt": "p", "questions": [{"question": "q"}]}], "row 2: expected answers"),
-        (["questions"], [{"prompt": "p", "questions": [{"question": 3, "answers": ["a"]}]}], "no text 'question'"),
-        (["questions"], [], "has no rows"),
-        (["questions"], [3], "rows that are not JSON objects"),
-        (["make", "--pattern", "AB"], [{"title": "t"}], "row 1 has no text 'context'; it has title"),
-        (["make", "--pattern", "AB"], [as_row(SOURCE[0]) | {"answers": 3}], "row 1: expected answers {text: [...]}"),
-        (["questions"], [SALAD | {"metadata": 3}], "metadata is not a mapping"),
-        (["make", "--pattern", "AB"], [{"data": [3]}], "does not have the format of SQuAD's own files"),
-        (["make", "--pattern", "AB"], [{"data": [{"title": "t"}]}], "does not have the format of SQuAD's own files"),
-        (["make", "--pattern", "AB"], [as_row(SOURCE[0])], "needs 2 articles"),
-        (["make"], [], "the following arguments are required: --pattern"),
-        (["make", "--pattern", "AB", "--count", "0"], [], "--count: expected a whole number from 1 to 1,000,000"),
-        (["make", "--pattern", "AB", "--seed", "x"], [], "--seed"),
-        (["mix"], [], "invalid choice"),
+        (QUESTIONS, [{"questions": []}], "no text 'prompt'"),
+        (QUESTIONS, [{"prompt": "p"}], "no list 'questions'"),
+        (QUESTIONS, [{"prompt": "p", "questions": "q"}], "no list 'questions'"),
+        (QUESTIONS, [SALAD, {"prompt": "p", "questions": [{"question": "q"}]}], "row 2: expected answers"),
+        (QUESTIONS, [{"prompt": "p", "questions": [{"question": 3, "answers": ["a"]}]}], "no text 'question'"),
+        (QUESTIONS, [], "no rows"),
+        (QUESTIONS, [3], "row 1 is not a JSON object"),
+        (MAKE, [{"title": "t"}], "row 1 has no text 'context'; it has title"),
+        (MAKE, [as_row(SOURCE[0]) | {"answers": 3}], "row 1: expected answers {text: [...]}"),
+        (MAKE, [{"data": [3]}], "does not have the format of SQuAD's own files"),
+        (MAKE, [{"data": [{"title": "t"}]}], "does not have the format of SQuAD's own files"),
+        (MAKE, [as_row(SOURCE[0])], "needs 2 articles"),
+        (["nemotron", *OF_MODEL], [{"problem": "x"}], "row 1 has no list 'messages'; it has problem"),
+        (["nemotron", *OF_MODEL], '{"messages": 1', "line 1 is not JSON"),
+        (["nemotron", *OF_MODEL], [{"messages": []}], "no rows"),
+        (["longmino", *OF_MODEL], [1], "row 1 is not a JSON object"),
+        (["longmino", *OF_MODEL], [], "no rows"),
+        (["quality"], [{"questions": []}], "row 1 has no text 'article'"),
+        (["quality"], [{"article": "a"}], "row 1 has no list 'questions'"),
+        (["quality"], [article("7", "a", 5)], "article 7 has a question without gold_label"),
+        (["quality"], [{"article": "a", "article_id": 1, "questions": [3]}], "article 1 has no list 'options'"),
+        (LONGHEALTH, [{"p1": 3}], "p1 has no mapping 'texts'"),
+        (LONGHEALTH, [{"p1": {"texts": {}, "name": "p"}}], "p1 has no text 'birthday'"),
+        (LONGHEALTH, [{"p1": {**patient("p1"), "questions": [{}]}}], "p1, question 1 has no text 'answer_a'"),
     ],
 )
-def test_each_user_error_gives_one_line(
-    words: list[str], content: Any, message: str, file: Callable, capsys: pytest.CaptureFixture
-) -> None:
-    assert main([words[0], file(content, "it.jsonl"), *words[1:]]) == 2
+def test_each_user_error_gives_one_line(words, content, message, file, capsys):
+    place = file(content, "it.jsonl")
+    if isinstance(content, str):
+        Path(place).write_text(content + "\n")
+    assert main([words[0], place, *words[1:]]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("wikisalad: error: ")
+    assert err.startswith("convert: error: ")
     assert err.count("\n") == 1
     assert message in err
 
 
-def test_a_file_that_cannot_be_read_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_that_cannot_be_read_gives_one_line(tmp_path, capsys):
     (tmp_path / "broken.jsonl").write_text('\n{"prompt": \n')
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     for path, message in (
         ("nothing.jsonl", "No such file"),
         (".", "Is a directory"),
-        ("broken.jsonl", "line 2: not JSON"),
-        ("deep.json", "not JSON"),
-        ("latin.jsonl", "can't decode byte"),
-        ("null\0", "null byte"),
+        ("broken.jsonl", "line 2 is not JSON"),
+        ("deep.json", "nested more than"),
+        ("latin.jsonl", "line 1 is not UTF-8"),
     ):
-        assert main(["questions", str(tmp_path / path)]) == 2
+        assert main(["wikisalad-questions", str(tmp_path / path)]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert message in err
-    assert main([]) == 2
-    assert "required: make | questions" in capsys.readouterr().err
+    for words in (["wikisalad"], ["wikisalad", "--pattern", "AB", "--count", "0", "a.jsonl"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)

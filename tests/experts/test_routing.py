@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judging import gap, without_routes
+from dense_matched import dense_logprobs
+from judging import gap, trainer_gap, without_routes
+from tiny import new_model, policy_of, prompts_of
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -17,10 +19,10 @@ from upcycling import STORIES, upcycled
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention import compute_exactly
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-from sparse_rl.attention.views.factory import make_view
-from sparse_rl.experts.products import EXPERTS as EXPERTS_FUNCTION
-from sparse_rl.experts.routing import WEIGHTS, balancing_loss, routers
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views import make_view
+from sparse_rl.experts import EXPERTS as EXPERTS_FUNCTION
+from sparse_rl.experts import WEIGHTS, balancing_loss, routers
 from sparse_rl.trace import EvictionTrace, TraceError
 
 LENGTHS = (1, 4, 11, 20, 41)
@@ -60,17 +62,9 @@ def attention_in_float32() -> Iterator[Callable[[], None]]:
     compute_exactly(True)
 
 
-def test_a_near_tie_in_a_router_needs_the_record(
-    new_model: Callable,
-    policy_of: Callable,
-    prompts_of: Callable,
-    attention_in_float32: Callable,
-    record_property: Callable,
-) -> None:
-    """Each router has pairs of experts whose weights differ by a factor of about 1 + 1e-7, so rounding decides between
-    them. The trainer's attention rounds differently from the sampler's. The gap is at most 1e-5 with the recorded
-    experts. Control: it is above 0.1 if the trainer's routers choose themselves.
-    """
+def test_a_near_tie_in_a_router_needs_the_record(attention_in_float32: Callable) -> None:
+    """Weights of pairs of experts differ by about 1 + 1e-7, and the trainer rounds differently. Control: routers that
+    choose."""
     model = new_model("qwen3_moe", num_experts_per_tok=1, num_hidden_layers=3)
     generator = torch.Generator().manual_seed(3)
     for _, _, router in routers(model):
@@ -79,20 +73,14 @@ def test_a_near_tie_in_a_router_needs_the_record(
     engine = make_engine("hf", model=model, policy=policy_of("gkv", budget=20, window=4, period=8))
     rollouts = engine.generate(prompts_of("qwen3_moe", (*LENGTHS, 66)), SamplingConfig(60, seed=1, ignore_eos=True))
     attention_in_float32()
-    with torch.no_grad():
-        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
-        alone = gap(replay_logprobs(model, without_routes(rollouts)), rollouts)
-    record_property("gap without the record", alone)
+    assert trainer_gap(model, rollouts) <= 1e-5
+    alone = trainer_gap(model, without_routes(rollouts))
     assert alone > 0.1
 
 
 @pytest.mark.slow
-def test_a_trained_model_needs_products_that_do_not_depend_on_the_rows(
-    policy_of: Callable, prompts_of: Callable, record_property: Callable
-) -> None:
-    """A trained model whose MLPs became experts has a gap of at most 1e-5 under our products. Control: the gap is above
-    1e-5 under transformers' `grouped_mm`.
-    """
+def test_a_trained_model_needs_products_that_do_not_depend_on_the_rows() -> None:
+    """Control: under transformers' `grouped_mm` the gap is above 1e-5."""
     prompts = prompts_of("stories260K", (1, 4, 11, 19, 20, 28, 41, 66))
     model = upcycled(STORIES, "mixtral")
     gaps = {}
@@ -102,17 +90,12 @@ def test_a_trained_model_needs_products_that_do_not_depend_on_the_rows(
         rollouts = engine.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
         with torch.no_grad():
             gaps[implementation] = gap([replayed_alone(model, r) for r in rollouts], rollouts)
-        record_property(implementation, gaps[implementation])
     assert gaps[EXPERTS_FUNCTION] <= 1e-5 < gaps["grouped_mm"], gaps
 
 
 @pytest.mark.parametrize("family", WEIGHTS)
-def test_gradients_of_a_replay_equal_those_of_the_plain_model(
-    family: str, new_model: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """With a full cache and the routers' own choices, a replay has the gradients of transformers' forward pass.
-    Control: with other experts, the gradients differ.
-    """
+def test_gradients_of_a_replay_equal_those_of_the_plain_model(family: str) -> None:
+    """With a full cache and the routers' own choices. Control: other experts."""
     model = new_model(family)
     rollouts = make_engine("hf", model=model, policy=policy_of("full")).generate(prompts_of(family, LENGTHS), SAMPLING)
 
@@ -137,12 +120,8 @@ def test_gradients_of_a_replay_equal_those_of_the_plain_model(
 
 
 @pytest.mark.parametrize("family", WEIGHTS)
-def test_recorded_experts_give_the_router_its_gradient(
-    family: str, new_model: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """Under evictions and experts that are not the routers' own, the gradient of a router equals finite differences in
-    float64, and gradient checkpointing gives the same bits.
-    """
+def test_recorded_experts_give_the_router_its_gradient(family: str) -> None:
+    """Finite differences in float64, under evictions and other experts; checkpointing gives the same bits."""
     model = new_model(family)
     engine = make_engine("hf", model=model, policy=policy_of("gkv", budget=20, window=4, period=8))
     rollouts = next_experts(engine.generate(prompts_of(family, LENGTHS[2:]), SAMPLING))
@@ -175,12 +154,8 @@ def test_recorded_experts_give_the_router_its_gradient(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_the_balancing_loss_equals_that_of_transformers(
-    family: str, new_model: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """For the routers' own choices in a left-padded batch, the loss and its gradients are those of transformers, to the
-    bit. Control: for other experts, the loss differs.
-    """
+def test_the_balancing_loss_equals_that_of_transformers(family: str) -> None:
+    """With its gradients, to the bit, in a left-padded batch. Control: other experts."""
     model = adopt(new_model(family))
     rollouts = make_engine("hf", model=model, policy=policy_of("full")).generate(prompts_of(family, LENGTHS), SAMPLING)
     rows = [[*r.prompt_ids, *r.completion_ids] for r in rollouts]
@@ -193,7 +168,7 @@ def test_the_balancing_loss_equals_that_of_transformers(
     def choices(sampled: Sequence[Rollout]) -> dict:
         view = make_view([r.trace for r in sampled], starts.tolist(), width, "cpu")
         model(input_ids=ids, attention_mask=NO_MASK, position_ids=positions, kv_view=view, use_cache=False)
-        return view.choices
+        return view.routers.choices
 
     routed = choices(rollouts)
     ours = balancing_loss(routed, mask)
@@ -206,12 +181,8 @@ def test_the_balancing_loss_equals_that_of_transformers(
     assert not torch.equal(balancing_loss(choices(next_experts(rollouts)), mask), ours)  # control
 
 
-def test_a_prompt_takes_the_same_experts_alone_in_a_batch_and_with_several_samples(
-    new_model: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """Each row of a batch has the experts that it has alone, also if rows end early and are removed, and if a prompt is
-    sampled twice. The experts of a prompt do not depend on the completion.
-    """
+def test_a_prompt_takes_the_same_experts_alone_in_a_batch_and_with_several_samples() -> None:
+    """Also if rows end early, and for any completion."""
     model = new_model("qwen3_moe")
     engine = make_engine("hf", model=model, policy=policy_of("gkv", budget=20, window=4, period=8))
     prompts, sampling = prompts_of("qwen3_moe", LENGTHS), SamplingConfig(200, seed=1, n=2)
@@ -226,13 +197,13 @@ def test_a_prompt_takes_the_same_experts_alone_in_a_batch_and_with_several_sampl
         length = min(length, agree)
         assert torch.equal(alone.trace.further["routed"][:, :length], together.trace.further["routed"][:, :length])
     with torch.no_grad():
-        assert gap(replay_logprobs(model, batch), batch) <= 1e-5
+        assert trainer_gap(model, batch) <= 1e-5
         dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in batch]
         assert gap(dense, batch) <= 1e-5
 
 
-def test_a_record_of_another_model_is_refused(new_model: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """A record with more experts, or with more choices for each token, than the model has is refused in one line."""
+def test_a_record_of_another_model_is_refused() -> None:
+    """More experts, or more choices for each token, than the model has."""
     model = new_model("qwen3_moe")
     engine = make_engine("hf", model=model, policy=policy_of("full"))
     (rollout,) = engine.generate(prompts_of("qwen3_moe", (5,)), SAMPLING)
@@ -244,7 +215,7 @@ def test_a_record_of_another_model_is_refused(new_model: Callable, policy_of: Ca
         replay_logprobs(one, [rollout])
 
 
-def test_adopting_twice_attaches_once(new_model: Callable) -> None:
+def test_adopting_twice_attaches_once() -> None:
     """A second `adopt` adds no hook. A copy of an adopted model has hooks of its own."""
     model = adopt(adopt(new_model("qwen3_moe")))
     _, layer, router = next(routers(model))

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sparse_rl.attention.ahead import compile_ahead
-from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.future import attention_lse, future_attention_mass
-from sparse_rl.attention.future_parity import check_target, target_kernel
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.kernels.flex import flex_attend
-from sparse_rl.attention.parity import check_parity, random_evictions
-from sparse_rl.attention.target import FutureTarget
-from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.startup import compile_ahead
+from sparse_rl.attention.views import make_view
+from sparse_rl.kernels.flex import flex_attend
+from sparse_rl.kernels.future import attention_lse, future_attention_mass
+from sparse_rl.kernels.parity import check_future, check_parity, random_evictions, target_kernel
+from sparse_rl.methods.kvpop.config import TargetConfig
+from sparse_rl.methods.kvpop.target import FutureTarget
 from sparse_rl.trace import EvictionTrace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,9 +29,7 @@ KERNELS = pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 def test_the_kernels_are_exact(
     kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int
 ) -> None:
-    """`check_parity` compares outputs, gradients and log-sum-exp with a float64 reference. The kernel's error is at
-    most twice the error of SDPA in the same dtype.
-    """
+    """At most twice the error of SDPA in the same dtype, against float64."""
     parity = check_parity(kernel, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
     assert parity.failure is None
 
@@ -40,15 +37,12 @@ def test_the_kernels_are_exact(
 @KERNELS
 @pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (32, 8)])
 def test_the_kernels_are_exact_at_16k(kernel: str, heads: int, kv_heads: int) -> None:
-    """The same check (`check_parity`) passes for sequences of 16,384 tokens in bfloat16."""
     shapes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "length": 16384}
     assert check_parity(kernel, "cuda", torch.bfloat16, **shapes).failure is None
 
 
 def test_gradients_of_the_log_sum_exp_are_exact() -> None:
-    """The gradients of flex_attend's log-sum-exp, with respect to queries and keys, equal the gradients of a plain
-    masked logsumexp. Differences are at most 1e-4 of the largest gradient.
-    """
+    """Within 1e-4 of the largest gradient, against a plain masked logsumexp."""
     evict_at = random_evictions(1, 2, 500, 60, torch.Generator().manual_seed(0)).cuda()
     q, k, v = (torch.randn(1, h, 500, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     for in_segments in (False, True):
@@ -66,10 +60,7 @@ def test_gradients_of_the_log_sum_exp_are_exact() -> None:
 @KERNELS
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_logits_and_gradients_of_a_model_equal_those_under_sdpa(kernel: str, checkpointing: bool) -> None:
-    """Logits and gradients of a model under FlexAttention equal those under SDPA, in float32 without TF32. Differences
-    are at most 1e-4, for gradients relative to the largest gradient. Four widths compile only two graphs, because
-    widths are padded to 768 or 1,024.
-    """
+    """In float32 without TF32. Four widths compile only two graphs, because they are padded to 768 or 1,024."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -105,16 +96,12 @@ def test_logits_and_gradients_of_a_model_equal_those_under_sdpa(kernel: str, che
 def test_the_scorers_target_equals_the_float64_result(
     dtype: torch.dtype, shape: tuple[int, int, int], length: int
 ) -> None:
-    """`check_target` computes the scorers' training target by FlexAttention's transposed pass, and compares it with the
-    float64 result. It does so with the log-sum-exp of the sparse attention, and with that of the dense attention.
-    """
-    assert check_target.__wrapped__(torch.device("cuda", 0), dtype, shape, length).failure is None
+    """By FlexAttention's transposed pass, with the log-sum-exp of the sparse and of the dense attention."""
+    assert check_future.__wrapped__(torch.device("cuda", 0), dtype, shape, length).failure is None
 
 
 def test_flex_computes_the_target_with_two_graphs() -> None:
-    """Under autocast, flex computes the target in the attention's dtype. One graph computes the log-sum-exp, and one
-    the mass. Other lengths with the same padded size, other windows and other ends compile no further graph.
-    """
+    """One for the log-sum-exp and one for the mass, under autocast; other lengths, windows and ends compile none."""
     generator = torch.Generator().manual_seed(0)
     assert target_kernel(torch.device("cuda", 0), torch.bfloat16, (4, 2, 64)) == "flex"
     torch._dynamo.reset()
@@ -135,7 +122,6 @@ def test_flex_computes_the_target_with_two_graphs() -> None:
 
 @KERNELS
 def test_a_step_uses_the_kernels_compiled_ahead(kernel: str) -> None:
-    """`compile_ahead` compiles two graphs. A training step after it compiles no further graph."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rollout import SamplingConfig
-from rollout.sampling import sample
-from rollout.sampling_reference import sample_reference
+from rollout.sampling import sample, sample_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,7 +30,6 @@ def no_waits() -> Iterator[None]:
 )
 @pytest.mark.parametrize("coarse", [False, True])
 def test_the_sampler_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
-    """The sampler equals the reference to the last bit, since both compute the same sums over the same numbers."""
     logits = 3 * torch.randn(rows, 151_936, generator=torch.Generator().manual_seed(rows)).cuda()
     logits = logits.bfloat16().float() if coarse else logits
     sampling = SamplingConfig(1, **setting)
@@ -43,9 +41,7 @@ def test_the_sampler_equals_the_reference(setting: dict, rows: int, coarse: bool
 
 
 def test_top_p_after_top_k_differs_only_by_rounding() -> None:
-    """Top-p after top-k differs from the reference only by rounding: a GPU sums 20 numbers in another order than
-    151,936 numbers, 20 of which are not zero.
-    """
+    """A GPU sums 20 numbers in another order than 151,936, 20 of which are not zero."""
     logits = 3 * torch.randn(64, 151_936, generator=torch.Generator().manual_seed(0)).cuda()
     sampling, uniform = SamplingConfig(1, top_k=20, top_p=0.95), torch.rand(64, dtype=torch.float64).cuda()
     with no_waits():
@@ -58,7 +54,7 @@ def test_top_p_after_top_k_differs_only_by_rounding() -> None:
 
 
 def test_numbers_are_copied_to_the_gpu_without_a_wait() -> None:
-    samplers = pytest.importorskip("rollout.vllm.samplers")
+    samplers = pytest.importorskip("rollout.vllm.sampling")
     with no_waits():
         sent = samplers._sent([0.25, 1 - 2**-53], torch.float64, torch.device("cuda"))
     assert sent.tolist() == [0.25, 1 - 2**-53]

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from topk_reference import running_topk_reference
 
-from sparse_rl.kernels import running_topk, running_topk_reference
-from sparse_rl.kernels.topk import topk_choice
+from sparse_rl.kernels import running_topk
+from sparse_rl.kernels.topk import check_topk
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,8 +34,5 @@ def test_running_topk_equals_the_reference_with_a_heap(
             assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
-def test_the_triton_kernel_passes_the_exactness_check() -> None:
-    """The Triton kernel is chosen, or the finding gives the times that show that it is slower than torch's form."""
-    topk = topk_choice()
-    print(topk)
-    assert topk.kernel == "triton" or " ms, torch's form " in topk.finding
+def test_the_triton_kernel_passes_the_check() -> None:
+    assert check_topk().failure is None

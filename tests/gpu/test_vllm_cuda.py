@@ -22,6 +22,7 @@ import pytest
 import torch
 from judging import wrong_traces
 from ties import first_difference, same_decisions, sample_alone
+from tiny import directory_of, policy_of, random_prompts
 from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, SamplingConfig, make_engine
@@ -36,15 +37,10 @@ pytestmark = [
 ]
 
 SIZES = {
-    "hidden_size": 256,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.05,
+    **{"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.05},
 }
-LENGTHS = (5, 33, 64, 79, 80, 81, 130, 256, 450)
+PROMPTS = random_prompts((5, 33, 64, 79, 80, 81, 130, 256, 450))
 BUDGET = {"budget": 64, "window": 8, "period": 16}
 SAMPLED = SamplingConfig(120, n=4, seed=0, ignore_eos=True)
 GREEDY = SamplingConfig(120, temperature=0, ignore_eos=True)
@@ -52,21 +48,12 @@ DTYPES = ("bfloat16", "float16")
 TIE = 2e-2  # Triton multiplies float32 in TF32
 
 
-@pytest.fixture(scope="module")
-def folder(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    new_model("qwen3", **SIZES).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
+def folder() -> Path:
+    return directory_of("qwen3", **SIZES)
 
 
 @pytest.fixture
-def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def open_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """open_engine(policy, kernels="Flash" or "Triton", eager=, **options) -> an engine. The previous one is closed."""
     engines: list[Any] = []
 
@@ -83,38 +70,33 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         from vllm import envs
         from vllm.v1.attention import selector
 
-        from rollout.vllm import backend_cuda
+        from rollout.vllm.compat import backend
 
         envs.disable_envs_cache()  # the previous engine has already read the environment
         selector._cached_get_attn_backend.cache_clear()
         if kernels == "Triton":
             off = classmethod(lambda cls, **_: ["off for this test"])
-            monkeypatch.setattr(backend_cuda.EvictingFlashBackend, "validate_configuration", off)
+            monkeypatch.setattr(backend.EvictingFlashBackend, "validate_configuration", off)
         if eager:
             original = arguments.engine_arguments
             monkeypatch.setattr(
                 arguments, "engine_arguments", lambda *a, **k: original(*a, **k) | {"enforce_eager": True}
             )
         defaults = {"dtype": "bfloat16", "kv_cache_gb": 0.25, "gpu_memory_utilization": 0.1, "max_model_len": 1024}
-        engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
+        engines.append(make_engine("vllm", model=folder(), policy=policy, **{**defaults, **options}))
         return engines[-1]
 
     yield make
     close()
 
 
-@pytest.fixture
-def replayed(folder: Path) -> Callable[..., torch.Tensor]:
-    """replayed(rollouts, dtype) -> |trainer's log-prob - sampler's log-prob| of every token."""
-
-    def compare(rollouts: Sequence[Rollout], dtype: str = "bfloat16", temperature: float = 1.0) -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
-        with torch.no_grad():
-            trainer_logprobs = replay_logprobs(model, rollouts, temperature)
-        sampler_logprobs = [torch.tensor(r.model_logprobs) for r in rollouts]
-        return torch.cat([(a.float().cpu() - b).abs() for a, b in zip(trainer_logprobs, sampler_logprobs, strict=True)])
-
-    return compare
+def replayed(rollouts: Sequence[Rollout], dtype: str = "bfloat16", temperature: float = 1.0) -> torch.Tensor:
+    """Return |trainer's log-prob - sampler's log-prob| of every token."""
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=getattr(torch, dtype)).cuda().eval()
+    with torch.no_grad():
+        trainer_logprobs = replay_logprobs(model, rollouts, temperature)
+    sampler_logprobs = [torch.tensor(r.model_logprobs) for r in rollouts]
+    return torch.cat([(a.float().cpu() - b).abs() for a, b in zip(trainer_logprobs, sampler_logprobs, strict=True)])
 
 
 def p99(gaps: torch.Tensor) -> float:
@@ -136,16 +118,11 @@ def test_the_gap_is_as_small_as_without_evictions(
     kernels: str,
     dtype: str,
     open_engine: Callable,
-    policy_of: Callable,
-    prompts: list,
-    replayed: Callable,
     record_property: Callable,
 ) -> None:
-    """The 99th percentile of the gap is at most 1.5 times that of a full cache. Control: under wrong traces (no
-    evictions, kv heads swapped) it is more than 3 times that of a full cache.
-    """
-    gap_of_full_cache = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
-    rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(prompts, SAMPLED)
+    """At most 1.5 times, by the 99th percentile. Control: wrong traces give more than 3 times."""
+    gap_of_full_cache = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(PROMPTS, SAMPLED), dtype))
+    rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(PROMPTS, SAMPLED)
     assert evicts(rollouts)
     gap = p99(replayed(rollouts, dtype))
     record_property("p99 of a full cache", gap_of_full_cache)
@@ -162,21 +139,16 @@ def test_the_gap_is_as_small_as_without_evictions(
 def test_decisions_equal_those_of_the_reference_engine(
     policy_name: str,
     open_engine: Callable,
-    policy_of: Callable,
-    folder: Path,
-    prompts: list,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable,
 ) -> None:
-    """In float32 (Triton), tokens and evictions of each sequence equal those of the reference engine. The only allowed
-    difference is a tie: the first decision that differs compares scores that are equal up to TIE (2e-2).
-    """
+    """In float32 (Triton). The only allowed difference is a tie, up to TIE."""
     policy = policy_of(policy_name, **BUDGET)
-    rollouts = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rollouts = open_engine(policy, dtype="float32").generate(PROMPTS, GREEDY)
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32).eval()
     margins = []
-    for prompt, sampled in zip(prompts, rollouts, strict=True):
-        alone, decisions = sample_alone(monkeypatch, model, policy, prompt, GREEDY)
+    for prompt, sampled in zip(PROMPTS, rollouts, strict=True):
+        alone, decisions = sample_alone(model, policy, prompt, GREEDY)
         if not same_decisions(alone, sampled):
             margins.append(first_difference(alone, sampled, decisions, 0.0))
     record_property("sequences that differ", len(margins))
@@ -187,25 +159,22 @@ def test_decisions_equal_those_of_the_reference_engine(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_a_compacted_context_does_not_widen_the_gap_to_hf(
-    kernels: str, dtype: str, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list,
-    record_property: Callable,
-) -> None:  # fmt: skip
-    """The 99th percentile of the gap to the hf engine is at most 1.5 times as large after a compacted context as after
-    the whole context. A coordinate of the keys holds the biases, and shorter heads are padded with -inf.
-    """
-    hf = make_engine("hf", model=folder, policy="full", dtype=dtype)
-    context, dropped = prompts[-1], len(prompts[-1]) // 10
+    kernels: str, dtype: str, open_engine: Callable, record_property: Callable
+) -> None:
+    """By more than 1.5 times. A coordinate of the keys holds the biases; shorter heads are padded with -inf."""
+    hf = make_engine("hf", model=folder(), policy="full", dtype=dtype)
+    context, dropped = PROMPTS[-1], len(PROMPTS[-1]) // 10
     ragged = [[dropped + 7 * layer + 3 * head for head in range(2)] for layer in range(4)]
     contexts = [
         hf.compact(context, PromptCacheConfig(policy="full")),
         hf.compact(context, PromptCacheConfig(ratio=0.1)),
-        hf.compact(context, PromptCacheConfig(), counts=ragged),
+        hf.study(context, PromptCacheConfig()).compacted(PromptCacheConfig(), ragged),
     ]
     engine = open_engine(policy_of("full"), kernels=kernels, dtype=dtype, context_entries=700)
     gaps = []
     for continued in contexts:
-        sampled = hf.generate(prompts[:4], GREEDY, continued)
-        simulated = engine.simulate(prompts[:4], [r.completion_ids for r in sampled], context=continued)
+        sampled = hf.generate(PROMPTS[:4], GREEDY, continued)
+        simulated = engine.simulate(PROMPTS[:4], [r.completion_ids for r in sampled], context=continued)
         pairs = zip(simulated, sampled, strict=True)
         differences = [(torch.tensor(a.model_logprobs) - torch.tensor(b.model_logprobs)).abs() for a, b in pairs]
         gaps.append(p99(torch.cat(differences)))
@@ -218,16 +187,9 @@ def test_a_compacted_context_does_not_widen_the_gap_to_hf(
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_the_gap_does_not_depend_on_piecewise_graphs(
-    kernels: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    prompts: list,
-    replayed: Callable,
-    record_property: Callable,
+    kernels: str, open_engine: Callable, record_property: Callable
 ) -> None:
-    """With piecewise graphs and without graphs, the 99th percentiles of the gap differ by a factor of at most 1.5.
-    Prompts are read in chunks of 256 tokens.
-    """
+    """By more than a factor of 1.5. Prompts are read in chunks."""
     policy = policy_of("gkv", **BUDGET)
     options = {"kernels": kernels, "max_num_batched_tokens": 256}
     results = []
@@ -237,7 +199,7 @@ def test_the_gap_does_not_depend_on_piecewise_graphs(
         assert config.use_v2_model_runner is False  # the V2 runner has no place for our sampler
         assert config.compilation_config.cudagraph_mode.name == ("NONE" if eager else "PIECEWISE")
         for _ in range(2):  # the second time, blocks are reused
-            rollouts = engine.generate(prompts, GREEDY)
+            rollouts = engine.generate(PROMPTS, GREEDY)
             assert evicts(rollouts)
             results.append(p99(replayed(rollouts, temperature=0.0)))
     record_property("p99", results)
@@ -247,17 +209,9 @@ def test_the_gap_does_not_depend_on_piecewise_graphs(
 @pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am", "h2o"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_the_gap_does_not_depend_on_graphs_of_whole_decode_steps(
-    kernels: str,
-    policy_name: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    prompts: list,
-    replayed: Callable,
-    record_property: Callable,
+    kernels: str, policy_name: str, open_engine: Callable, record_property: Callable
 ) -> None:
-    """With `full_graphs` and with piecewise graphs, the 99th percentiles of the gap differ by a factor of at most 1.5,
-    also for batch sizes that graphs must pad. With `full_graphs`, decode steps run no Python code.
-    """
+    """Also for batch sizes that graphs must pad. Decode steps then run no Python code."""
     from rollout.vllm.compat.paged import live_state
 
     policy, result = policy_of(policy_name, **BUDGET), []
@@ -268,7 +222,7 @@ def test_the_gap_does_not_depend_on_graphs_of_whole_decode_steps(
         state, calls = live_state(), []
         after_layer = state.after_layer
         state.after_layer = lambda name, query, run=after_layer, calls=calls: (calls.append(name), run(name, query))
-        for batch in (prompts, prompts[:3]):  # no graph has the batch sizes 9 and 3
+        for batch in (PROMPTS, PROMPTS[:3]):  # no graph has the batch sizes 9 and 3
             calls.clear()
             rollouts = engine.generate(batch, GREEDY)
             assert (len(calls) > SIZES["num_hidden_layers"] * 100) is not full_graphs
@@ -278,7 +232,7 @@ def test_the_gap_does_not_depend_on_graphs_of_whole_decode_steps(
     assert max(result) <= 1.5 * min(result)
 
 
-def test_blocks_of_evicted_entries_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
+def test_blocks_of_evicted_entries_are_freed(open_engine: Callable) -> None:
     """All sequences run together in a pool that is too small for a full cache, and all blocks are free at the end."""
     engine = open_engine(policy_of("gkv", **BUDGET), max_batch=36, kv_cache_gb=0.02, max_prompt=450)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -291,7 +245,7 @@ def test_blocks_of_evicted_entries_are_freed(open_engine: Callable, policy_of: C
         return outputs
 
     engine.llm.llm_engine.step = watched
-    rollouts = engine.generate(prompts, replace(SAMPLED, max_tokens=500))
+    rollouts = engine.generate(PROMPTS, replace(SAMPLED, max_tokens=500))
     del engine.llm.llm_engine.step
     tokens = sum(len(r.trace) for r in rollouts)
     assert tokens > 1.5 * size * free
@@ -302,46 +256,39 @@ def test_blocks_of_evicted_entries_are_freed(open_engine: Callable, policy_of: C
 
 
 @pytest.mark.parametrize(("policy_name", "blocks"), [("gkv", 29), ("full", 64)])
-def test_a_pool_is_no_larger_than_all_sequences_can_fill(
-    policy_name: str, blocks: int, open_engine: Callable, policy_of: Callable, prompts: list
-) -> None:
-    """The given share of the GPU has room for many more blocks of 16 tokens. But the pool of 9 sequences has only the
-    blocks that prompts of 450 tokens need (29 each), or with a full cache those of 1,024 tokens (64 each).
-    """
+def test_a_pool_is_no_larger_than_all_sequences_can_fill(policy_name: str, blocks: int, open_engine: Callable) -> None:
+    """Prompts of 450 tokens need 29 blocks of 16 each, the 1,024 tokens of a full cache 64; the share has room for
+    more."""
     policy = policy_of(policy_name, **BUDGET)
     engine = open_engine(policy, kv_cache_gb=None, gpu_memory_utilization=0.3, max_batch=9, max_prompt=450)
     config = engine.llm.llm_engine.vllm_config.cache_config
     assert config.block_size == 16
     assert config.num_gpu_blocks == 9 * blocks + 1
-    assert len(engine.generate(prompts, GREEDY)) == len(prompts)
+    assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 # ---- sleep ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_samples_the_same_tokens_after_a_sleep(
-    level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list
-) -> None:
-    """A sleeping engine frees at least 0.9 GiB of GPU memory. After waking up, it samples the same tokens and makes the
-    same evictions.
-    """
+def test_an_engine_samples_the_same_tokens_after_a_sleep(level: int, open_engine: Callable) -> None:
+    """It frees at least 0.9 GiB of GPU memory."""
     engine = open_engine(policy_of("gkv", **BUDGET), sleep_mode=True, kv_cache_gb=1.0)
-    expected = engine.generate(prompts, GREEDY)
+    expected = engine.generate(PROMPTS, GREEDY)
     free_before = torch.cuda.mem_get_info()[0]
     engine.sleep(level)
     assert torch.cuda.mem_get_info()[0] - free_before >= 0.9 * 2**30
     engine.wake_up(["weights"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.bfloat16)
     if level == 2:
         engine.load_weights(model.named_parameters())
     engine.wake_up(["kv_cache"])
-    repeated = engine.generate(prompts, GREEDY)
+    repeated = engine.generate(PROMPTS, GREEDY)
     assert [r.completion_ids for r in repeated] == [r.completion_ids for r in expected]
     assert all(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(repeated, expected, strict=True))
 
 
-def test_without_sleep_mode_a_sleep_has_no_effect(open_engine: Callable, policy_of: Callable) -> None:
+def test_without_sleep_mode_a_sleep_has_no_effect(open_engine: Callable) -> None:
     engine = open_engine(policy_of("gkv", **BUDGET))
     engine.sleep()
     engine.wake_up()
@@ -355,25 +302,16 @@ def test_without_sleep_mode_a_sleep_has_no_effect(open_engine: Callable, policy_
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("policy_name", ["gkv", "tova"])
 def test_the_gap_on_two_gpus_is_as_small_as_on_one(
-    policy_name: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    prompts: list,
-    replayed: Callable,
-    record_property: Callable,
+    policy_name: str, open_engine: Callable, record_property: Callable
 ) -> None:
-    """With two tensor-parallel processes, the 99th percentile of the gap is at most 1.5 times that of one process. So
-    the heads of the two processes are joined in the right order.
-    """
+    """So the heads of the two processes are joined in the right order."""
     policy = policy_of(policy_name, **BUDGET)
-    gap_on_one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
-    rollouts = open_engine(policy, tensor_parallel=2).generate(prompts, SAMPLED)
+    gap_on_one = p99(replayed(open_engine(policy).generate(PROMPTS, SAMPLED)))
+    rollouts = open_engine(policy, tensor_parallel=2).generate(PROMPTS, SAMPLED)
     gap_on_two = p99(replayed(rollouts))
     record_property("p99 on one GPU", gap_on_one)
     record_property("p99 on two", gap_on_two)
     assert evicts(rollouts)
     assert gap_on_two <= 1.5 * gap_on_one
-    if (
-        policy_name == "tova"
-    ):  # tova keeps the same entries in every head, so both processes must evict the same entries
+    if policy_name == "tova":  # it keeps the same entries in every head, so both processes must evict the same
         assert all(torch.equal(r.trace.evict_at, r.trace.evict_at[:, :1].expand_as(r.trace.evict_at)) for r in rollouts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparse_rl.kernels.products import ROWS, padded, padded_layers
+from sparse_rl.kernels.exact import ROWS, padded, padded_layers
 
 MANY = 208  # a multiple of ROWS
 
@@ -16,9 +16,7 @@ MANY = 208  # a multiple of ROWS
 @pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 40])
 def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
-    """The outputs of linear layers and activations for the first rows equal, bit for bit, the outputs for these rows
-    among 208 rows.
-    """
+    """Linear layers and activations, bit for bit, among 208 rows."""
     generator = torch.Generator().manual_seed(inner)
     x = torch.randn(MANY, inner, generator=generator)
     weight, bias = torch.randn(96, inner, generator=generator), torch.randn(96, generator=generator)
@@ -32,9 +30,7 @@ def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
 
 
 def test_only_float32_rows_are_padded() -> None:
-    """Float32 rows are padded to the next multiple of ROWS; a number of rows that is a multiple already, and other
-    dtypes, are not padded.
-    """
+    """To the next multiple of ROWS."""
     shapes = []
 
     def record_shape(rows: torch.Tensor) -> torch.Tensor:

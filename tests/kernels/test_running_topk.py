@@ -1,7 +1,4 @@
-"""The running top-k keeps sinks, window and the k best other tokens so far, at each query. The parallel computation
-equals a heap that takes one token at a time (`running_topk_reference`), and the mask of
-KVpop's paper.
-"""
+"""The running top-k, computed in parallel, equals a heap that takes one token at a time, and KVpop's mask."""
 
 from __future__ import annotations
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from topk_reference import running_topk_reference
 
-from sparse_rl.kernels import RunningTopK, running_topk, running_topk_reference
+from sparse_rl.kernels import RunningTopK, running_topk
 from sparse_rl.trace import NEVER
 
 
@@ -41,16 +39,14 @@ def cases(draw: Any, longest: int) -> dict[str, Any]:
         "k": draw(st.one_of(st.integers(1, 8), st.integers(1, length + 2))),
     }
     if draw(st.booleans()):
-        results["log_decay"] = torch.log(
-            1 - torch.rand(heads, generator=generator) * draw(st.sampled_from([1e-3, 0.5]))
-        )
+        share = draw(st.sampled_from([1e-3, 0.5]))
+        results["log_decay"] = torch.log(1 - torch.rand(heads, generator=generator) * share)
         results["decay_every"] = draw(st.sampled_from([1, 2, 7]))
     if draw(st.booleans()):
         results["lengths"] = torch.randint(length + 1, (batch,), generator=generator)
     most = min(length, 9)
-    results["sinks"] = torch.randint(most + 1, (batch,), generator=generator) if draw(st.booleans()) else draw(
-        st.integers(0, most)
-    )  # fmt: skip
+    of_rows = torch.randint(most + 1, (batch,), generator=generator)
+    results["sinks"] = of_rows if draw(st.booleans()) else draw(st.integers(0, most))
     return results
 
 
@@ -72,9 +68,7 @@ def test_the_parallel_running_top_k_equals_the_heap_on_long_rows(case: dict[str,
     [(64, 4, 8, 8), (100, 0, 1, 5), (90, 3, 16, 1), (80, 4, 8, 400), (80, 4, 8, 68), (80, 4, 8, 67), (40, 4, 36, 1)],
 )
 def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k: int, ties: bool) -> None:
-    """Query q sees token t if t is a sink (t < s), is in the window (q - t < w), or is among the k best of the tokens
-    between these, by the decayed scores at q.
-    """
+    """Sinks (t < s), the window (q - t < w), and the k best tokens between these, by the decayed scores at q."""
     scores = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length + k), dtype=torch.float64)
     if ties:
         scores = (2 * scores).round()
@@ -91,9 +85,7 @@ def test_the_mask_equals_the_papers_mask(length: int, sinks: int, window: int, k
 
 
 def test_equal_scores_keep_the_earlier_token_unless_scores_decay() -> None:
-    """With equal scores the first tokens are kept. With decay a token's score falls as it ages, so the oldest is
-    evicted.
-    """
+    """A score falls as its token ages, so the oldest is evicted."""
     equal = torch.zeros(1, 1, 12)
     topk = running_topk(equal, 1, window=2, k=3)
     assert topk.evict_at[0, 0].tolist() == [NEVER] * 4 + [6, 7, 8, 9, 10, 11, 12, 13][: 12 - 4 - 2] + [NEVER] * 2
@@ -102,7 +94,6 @@ def test_equal_scores_keep_the_earlier_token_unless_scores_decay() -> None:
 
 
 def test_values_after_the_end_of_a_row_are_ignored() -> None:
-    """A row with padding of NaN gives the same result as the row without padding."""
     scores = torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([50, 31])
     padded = scores.clone()
@@ -127,7 +118,6 @@ def test_invalid_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("fault", ["ties", "window", "cutoff"])
 def test_control_a_wrong_top_k_differs_from_the_reference(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ties go to the later token, the window is another, or the k-th best rank is wrong, the results differ."""
     case: dict[str, Any] = {"scores": torch.zeros(1, 2, 40).index_fill_(-1, torch.arange(0, 40, 3), 1.0), "sinks": 2}
     expected = running_topk_reference(**case, window=3, k=5)
     assert same(running_topk(**case, window=3, k=5), expected)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRINTS_RESOURCES = """
 import os, re, subprocess, tempfile, triton
 from triton.backends.compiler import GPUTarget
+import compiling
 from sparse_rl.kernels import {module} as kernels
 tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 for generation in (80, 90):
@@ -33,7 +34,7 @@ def run(program: str, **environment: str) -> str:
     """Return the output of a Python program that runs in a new process."""
     pytest.importorskip("triton")
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    inherited |= {"PYTHONPATH": str(ROOT), **environment}
+    inherited |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}", **environment}
     process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=inherited, check=False
     )
@@ -42,12 +43,8 @@ def run(program: str, **environment: str) -> str:
 
 
 def resources_used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
-    """Return the resources, such as REG, of kernels compiled for sm_80 and then for sm_90. Spilled registers are LOCAL
-    or on the STACK.
-
-    module : module of sparse_rl.kernels
-    kernels : expression for the kernels, in terms of `kernels` (the module) and `target`
-    """
+    """Return the resources (REG ...) of `kernels`, an expression in terms of `compiling`, `kernels` (the module) and
+    `target`, compiled for sm_80 and sm_90. Spilled registers are LOCAL or on the STACK."""
     lines = run(PRINTS_RESOURCES.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
     pairs = [[pair.split(":") for pair in line.split() if ":" in pair] for line in lines]
     return [{name: int(number) for name, number in item if not name.startswith("CONSTANT")} for item in pairs]

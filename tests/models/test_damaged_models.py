@@ -9,20 +9,28 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import in_one_line
 from safetensors.torch import load_file, save_file
 
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
-from sparse_rl.models.directory import POLICY_FILE, save_policy, saved_policy
-from sparse_rl.models.load import load_config, load_model, load_plain_model, load_tokenizer
+from sparse_rl.models.directory import POLICY_FILE, SCORER_FILE, save_policy, saved_policy, stored_scorers
+from sparse_rl.models.load import (
+    load_config,
+    load_generation_config,
+    load_model,
+    load_plain_model,
+    load_tokenizer,
+    writable,
+)
 from sparse_rl.models.weights import CONVERT, INDEX, WEIGHTS, check_weights
 from sparse_rl.policies import make_policy
 
@@ -32,7 +40,7 @@ TEXT = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_co
 @pytest.fixture(scope="module")
 def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "whole"
-    save_untrained(folder, 0)
+    RunningSum.save_untrained(folder, 0)
     save_policy(folder, make_policy("streaming", budget=16))
     assert {*TEXT, WEIGHTS} <= {file.name for file in folder.iterdir()}
     return folder
@@ -83,9 +91,8 @@ def damages(draw: Any) -> Callable[[Path], None]:
     name = draw(st.sampled_from((*TEXT, "config.json", WEIGHTS, WEIGHTS)))
     kind = draw(st.sampled_from(("cut", "bytes", "whole", "gone", "folder", "value", "value", "value", "less")))
     share, junk = draw(st.floats(0, 1)), draw(st.binary(min_size=1, max_size=12))
-    content = draw(
-        st.sampled_from((b"", b"{}", b"[]", b"null", b"5", b'{"a": 1}', b"[" * 20_000, b"\xff\xfe", b"{" * 9))
-    )
+    texts = (b"", b"{}", b"[]", b"null", b"5", b'{"a": 1}', b"[" * 20_000, b"\xff\xfe", b"{" * 9)
+    content = draw(st.sampled_from(texts))
     value, pick = draw(st.sampled_from(VALUES)), draw(st.integers(0, 10**6))
 
     def damage(folder: Path) -> None:
@@ -116,32 +123,16 @@ def damages(draw: Any) -> Callable[[Path], None]:
     return damage
 
 
-def check(undamaged: Path, folder: Path, damage: Callable[[Path], None]) -> None:
-    """Check that a copy of the model, after damage, is refused in one line or is used without error."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(undamaged, folder)
-    damage(folder)
-    refusal(folder)
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_damaged_model_is_usable_or_refused_in_one_line(examples: int, undamaged: Path, tmp_path: Path) -> None:
+    @settings(max_examples=examples, derandomize=True, deadline=None)
+    @given(damages())
+    def check(damage: Callable[[Path], None]) -> None:
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        damage(Path(shutil.copytree(undamaged, tmp_path / "model")))
+        refusal(tmp_path / "model")
 
-
-ONE_FOLDER = [HealthCheck.function_scoped_fixture]
-
-
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
-@given(damages())
-def test_a_damaged_model_is_usable_or_refused_in_one_line(
-    undamaged: Path, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    check(undamaged, tmp_path / "model", damage)
-
-
-@pytest.mark.slow
-@settings(max_examples=1000, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
-@given(damages())
-def test_a_damaged_model_is_usable_or_refused_in_one_line_in_1000_cases(
-    undamaged: Path, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    check(undamaged, tmp_path / "model", damage)
+    check()
 
 
 # ---- damage that the random tests found ----------------------------------------------------------------------------
@@ -149,8 +140,7 @@ def test_a_damaged_model_is_usable_or_refused_in_one_line_in_1000_cases(
 
 @pytest.mark.parametrize("place", ["vocab", "added"])
 def test_token_ids_far_beyond_the_vocabulary_are_refused(place: str, damaged: Path) -> None:
-    """A token id of 2^31 is refused, since the tokenizers library would make a list of that many tokens, which takes
-    many gigabytes."""
+    """For 2^31 the tokenizers library would make a list of many gigabytes."""
     file = damaged / "tokenizer.json"
     content = json.loads(file.read_text())
     if place == "vocab":
@@ -209,14 +199,47 @@ def test_wrong_values_in_the_configuration_are_refused(damaged: Path, name: str,
     assert message in str(refusal(damaged))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"eos_token_id": "x"}', "\0", '{"num_return_sequences": 4}', '{"dtype": 5}']
+)
 def test_invalid_stop_token_settings_are_refused(damaged: Path, text: str) -> None:
-    """transformers ignores a generation_config.json that it cannot read. The model would then lack its stop tokens, so
-    our code refuses the file."""
+    """transformers ignores a file that it cannot read; the model would lack its stop tokens."""
     (damaged / "generation_config.json").write_text(text)
     assert refusal(damaged)
     (damaged / "generation_config.json").unlink()
     assert refusal(damaged) is None  # control: the file is optional
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("values", "saved"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"temperature": 0.9, "top_p": 0.6, "do_sample": True}),
+        ({"min_p": 0.1, "do_sample": False}, {"min_p": 0.1, "do_sample": True}),
+        ({"num_beams": 1, "early_stopping": True, "length_penalty": 2.0}, {"num_beams": 1}),
+        ({"num_beams": 4, "early_stopping": True, "top_k": 5}, {"num_beams": 4, "early_stopping": True, "top_k": 5}),
+        ({"pad_token_id": -1, "epsilon_cutoff": 0.1}, {"epsilon_cutoff": 0.1, "do_sample": True}),
+        ({"use_cache": False, "cache_implementation": "static"}, {"use_cache": False}),
+        ({"do_sample": True, "top_k": 20, "repetition_penalty": 1.1}, None),  # control: it can be saved as it is
+        ({"do_sample": False, "top_k": 50}, None),
+    ],
+)
+def test_a_generation_config_that_transformers_loads_can_be_saved(
+    file: str, values: dict[str, Any], saved: dict[str, Any] | None, damaged: Path, tmp_path: Path
+) -> None:
+    """transformers loads values that it refuses to save; `writable` keeps what can be saved, or config.json's."""
+    content = json.loads((damaged / file).read_text())
+    if file == "config.json":
+        (damaged / "generation_config.json").unlink()
+    (damaged / file).write_text(json.dumps({**content, "eos_token_id": [3, 1], **values}))
+    generation = load_generation_config(damaged)
+    with nullcontext() if saved is None else pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        generation.save_pretrained(tmp_path)
+    writable(generation).save_pretrained(tmp_path)
+    after = load_generation_config(tmp_path)
+    assert after.eos_token_id == [3, 1]
+    assert {name: getattr(after, name) for name in saved or values} == (saved or values)
+    assert all(getattr(after, name) is None for name in values.keys() - (saved or values).keys())
 
 
 class Touch:
@@ -231,9 +254,7 @@ class Touch:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, tmp_path: Path, name: str) -> None:
-    """Weights in a pickle are refused without unpickling, which would run code from the file. The error gives a command
-    that converts the file to safetensors.
-    """
+    """Unpickling would run code from the file."""
     weights = load_file(damaged / WEIGHTS)
     (damaged / WEIGHTS).unlink()
     (damaged / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
@@ -254,3 +275,15 @@ def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, 
         assert all(torch.equal(converted[weight], weights[weight]) for weight in weights)
     pickle.loads(pickle.dumps(Touch(tmp_path / "touched")))
     assert (tmp_path / "touched").exists()  # control: unpickling would have run the code
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "int"])
+def test_scorers_that_are_not_finite_are_refused(value: Any, tmp_path: Path) -> None:
+    """Control: finite scorers are read."""
+    weights = {"0.bias": torch.zeros(3), "0.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / SCORER_FILE)
+    assert stored_scorers(tmp_path).keys() == weights.keys()
+    weights["0.weight"] = weights["0.weight"].int() if value == "int" else weights["0.weight"] * value
+    save_file(weights, tmp_path / SCORER_FILE)
+    with pytest.raises(UserError, match=r"cannot be used: 0\.weight has values that are not finite numbers"):
+        stored_scorers(tmp_path)

@@ -4,18 +4,23 @@ tensor. A file that lacks an expert, or has a wrong one, is refused; a complete 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from damaging import refusal
 from safetensors.torch import load_file, save_file
+from tiny import new_model
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sparse_rl.models import load
 from sparse_rl.models.directory import WEIGHTS
-from sparse_rl.models.identity import identify
+from sparse_rl.models.load import load_weights, read_model
+from sparse_rl.models.weights import identify
 
 # family -> name of a layer's experts on the hub, and the names of an expert's gate, up and down projection
 ON_HUB = {
@@ -34,7 +39,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def model(family: str, new_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def model(family: str) -> PreTrainedModel:
     return new_model(family)
 
 
@@ -90,6 +95,7 @@ def test_the_names_of_modules_and_of_a_decoder_are_accepted(model: PreTrainedMod
 
 @pytest.mark.parametrize("expert", [0, 3, 7])
 @pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.few(15)
 def test_a_missing_matrix_of_an_expert_is_named(family: str, folder: Path, expert: int, part: int) -> None:
     block, parts = ON_HUB[family]
     name = f"model.layers.1.{block}.{expert}.{parts[part]}.weight"
@@ -121,7 +127,7 @@ def test_an_expert_too_many_is_named(family: str, folder: Path) -> None:
     assert refusal(folder, lambda weights: weights.update(behind)) is None
 
 
-def test_the_bias_of_a_router_is_required(new_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_the_bias_of_a_router_is_required(tmp_path: Path) -> None:
     """It is a buffer, not a parameter. Transformers would replace a missing one by zeros."""
     new_model("glm4_moe").save_pretrained(tmp_path / "model")
     assert refusal(tmp_path / "model", lambda weights: None) is None
@@ -164,9 +170,7 @@ def test_the_gate_and_the_down_projection_of_the_first_expert_count(model: PreTr
     assert fingerprint(model) == expected
 
 
-def test_a_routers_bias_counts_and_layers_behind_the_last_do_not(
-    new_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_routers_bias_counts_and_layers_behind_the_last_do_not(tmp_path: Path) -> None:
     """Checkpoints of GLM-4.5 have one more layer, which predicts a second token."""
     model = new_model("glm4_moe")
     model.save_pretrained(tmp_path)
@@ -178,3 +182,31 @@ def test_a_routers_bias_counts_and_layers_behind_the_last_do_not(
     assert fingerprint(tmp_path) == expected
     model.state_dict()[BIAS].fill_(0.5)
     assert fingerprint(model) != expected
+
+
+def test_a_checkpoint_is_loaded_with_one_copy_in_memory(
+    folder: Path, model: PreTrainedModel, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are read into a model that exists, with one further copy; a tensor beside the model's is read, too."""
+    target, held = new_model(family, seed=1), list[int]()
+    target.register_parameter("scorer", torch.nn.Parameter(torch.zeros(3)))
+    save_file({**load_file(folder / WEIGHTS), "scorer": torch.ones(3)}, folder / WEIGHTS, {"format": "pt"})
+
+    def bytes_of_tensors() -> int:
+        gc.collect()
+        tensors = (t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter))
+        storages = [t.untyped_storage() for t in tensors if not is_functorch_wrapped_tensor(t)]  # left by another test
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def reading(*args: Any, **options: Any) -> Any:
+        held.append(bytes_of_tensors() - before)
+        return read_model(*args, **options)
+
+    monkeypatch.setattr(load, "read_model", reading)
+    before = bytes_of_tensors()
+    result = load_weights(target, folder)
+    assert held == [0]
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert all(torch.equal(weight, target.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert torch.equal(target.scorer, torch.ones(3))

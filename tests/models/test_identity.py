@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import WEIGHTS
-from sparse_rl.models.identity import UNKNOWN, Identity, identify
 from sparse_rl.models.load import load_model
+from sparse_rl.models.weights import UNKNOWN, Identity, identify
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
 STORIES = Path(__file__).parents[3] / "shared/models/stories260K"
@@ -26,8 +26,7 @@ def fingerprint(model: object) -> str:
 
 @pytest.mark.parametrize("folder", [QUICKSTART, STORIES], ids=["quickstart", "stories260K"])
 def test_a_directory_and_its_modules_have_one_fingerprint(folder: Path, tmp_path: Path) -> None:
-    """This holds for modules in float32 and bfloat16, for directories that they are saved to, and for shards. Control:
-    with other weights the fingerprint differs."""
+    """In float32 and bfloat16, and in shards. Control: other weights."""
     if not (folder / "config.json").is_file():
         pytest.skip("the trained model stories260K is not here")
     expected = fingerprint(folder)
@@ -59,7 +58,7 @@ def test_the_output_layer_and_the_decoders_prefix_do_not_count(tmp_path: Path) -
 def test_a_training_step_and_a_seed_change_the_fingerprint(tmp_path: Path) -> None:
     """Control: a step with learning rate 0 does not change it."""
     for seed in (0, 1):
-        save_untrained(tmp_path / str(seed), seed)
+        RunningSum.save_untrained(tmp_path / str(seed), seed)
     assert fingerprint(tmp_path / "0") != fingerprint(tmp_path / "1")
     model = load_model(tmp_path / "0")
     for rate in (0.0, 1e-3):

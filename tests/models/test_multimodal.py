@@ -16,15 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from rollout import SamplingConfig, make_engine
-from rollout.choice import choose_engine
 from rollout.config import RolloutConfig
-from rollout.requests import stop_tokens
+from rollout.engine import choose_engine
+from rollout.sampling import stop_tokens
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.commands.main import main
-from sparse_rl.data.running_sum import VOCABULARY, build_tokenizer
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import INDEX, WEIGHTS
-from sparse_rl.models.identity import identify
 from sparse_rl.models.load import (
     load_config,
     load_generation_config,
@@ -34,12 +33,12 @@ from sparse_rl.models.load import (
     model_fingerprint,
     untrained_model,
 )
-from sparse_rl.models.weights import check_weights, stored_shapes
+from sparse_rl.models.weights import check_weights, identify, stored_shapes
 from sparse_rl.policies import make_policy
 
 ENDS = [1, 106]  # end-of-sequence tokens of the published Gemma 3
 TEXT = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": RunningSum.vocabulary,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -60,32 +59,23 @@ VISION = {
 }
 LAYOUTS = {"published": True, "module's": False}  # layout -> value of save_original_format
 PREFIX = {"published": "language_model.model.", "module's": "model.language_model."}
-RECIPE = """
-kind: grpo
+SFT = """
 model: model
 output_dir: out
 dtype: float32
 data: {synthetic: {task: running_sum, size: 8}}
-rewards: ["test_multimodal:digits"]
-cache: {policy: streaming, budget: 16, period: 4}
 max_steps: 2
 save_steps: 1
 learning_rate: 1.0e-3
+"""
+GRPO = f"""{SFT}
+rewards: ["test_multimodal:digits"]
+cache: {{policy: streaming, budget: 16, period: 4}}
 per_device_train_batch_size: 4
 num_generations: 2
 max_completion_length: 24
 gradient_checkpointing: false
 beta: 0.1
-"""
-SFT = """
-kind: sft
-model: model
-output_dir: out
-dtype: float32
-data: {synthetic: {task: running_sum, size: 8}}
-max_steps: 2
-save_steps: 1
-learning_rate: 1.0e-3
 """
 
 
@@ -97,10 +87,9 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 @cache
 def build(tied: bool = True, seed: int = 0) -> Gemma3ForConditionalGeneration:
     """Return a tiny multimodal model whose norms are random, too."""
-    config = Gemma3Config(
-        text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4,
-        tie_word_embeddings=tied, eos_token_id=ENDS, image_token_index=VOCABULARY - 1,
-    )  # fmt: skip
+    sizes = {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4}
+    ends = {"eos_token_id": ENDS, "image_token_index": RunningSum.vocabulary - 1}
+    config = Gemma3Config(**sizes, **ends, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Gemma3ForConditionalGeneration(config).eval()
@@ -135,15 +124,15 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with two recipes and a multimodal model with a tokenizer."""
     monkeypatch.chdir(tmp_path)
     save(build(), tmp_path / "model")
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "grpo.yaml").write_text(RECIPE)
-    (tmp_path / "sft.yaml").write_text(SFT)
+    RunningSum.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "grpo.yaml").write_text(f"kind: grpo{GRPO}")
+    (tmp_path / "sft.yaml").write_text(f"kind: sft{SFT}")
     return tmp_path
 
 
 def difference(model: Any, other: Any) -> float:
     """Return the largest difference between the logits of two models for a batch of random texts."""
-    ids = torch.randint(3, VOCABULARY - 1, (3, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, RunningSum.vocabulary - 1, (3, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return float((model(input_ids=ids).logits - other(input_ids=ids).logits).abs().max())
 
@@ -167,10 +156,7 @@ def test_the_text_part_computes_the_multimodal_models_logits(folder: Path, layou
     assert difference(model, build(tied)) <= 1e-5
     assert difference(model, build(tied, seed=1)) > 0.1
     check_weights(load_config(str(folder)), str(folder))
-
-
-def test_the_head_is_tied_as_in_the_multimodal_model(folder: Path, tied: bool) -> None:
-    model = load_model(folder)
+    # the head is tied as in the multimodal model
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert any("lm_head" in name for name in load_file(folder / WEIGHTS)) != tied
     assert load_config(str(folder)).tie_word_embeddings == tied
@@ -199,8 +185,7 @@ def test_an_untrained_model_has_the_text_part_alone(tmp_path: Path) -> None:
 
 
 def test_settings_outside_of_text_config_are_kept(tmp_path: Path) -> None:
-    """The published config.json has few keys in text_config, an old name for the dtype, and the end-of-sequence tokens
-    beside text_config. Control: without these tokens, there is one, transformers' default."""
+    """An old name for the dtype, and the end-of-sequence tokens. Control: without them there is transformers' one."""
     folder = save(build(), tmp_path / "multimodal")
     whole = str(edit(folder, dtype=None, torch_dtype="bfloat16", text_config={**TEXT, "model_type": "gemma3_text"}))
     config = load_config(whole)
@@ -209,9 +194,12 @@ def test_settings_outside_of_text_config_are_kept(tmp_path: Path) -> None:
     assert config.dtype == torch.bfloat16
     assert config.name_or_path == whole
     assert stop_tokens(SamplingConfig(1), load_generation_config(whole), config) == ENDS
-    further = {"bos_token_id": 7, "pad_token_id": 8, "quantization_config": {"quant_method": "fp8"}}
-    config = load_config(str(edit(Path(shutil.copytree(folder, tmp_path / "further")), **further)))
+    further = {"bos_token_id": 7, "pad_token_id": 8}
+    copied = Path(shutil.copytree(folder, tmp_path / "further"))
+    config = load_config(str(edit(copied, **further)))
     assert {name: getattr(config, name) for name in further} == further
+    with pytest.raises(UserError, match=r"its weights are quantized \(fp8\)"):
+        load_config(str(edit(copied, quantization_config={"quant_method": "fp8"})))
     (folder / "generation_config.json").unlink()
     assert stop_tokens(SamplingConfig(1), None, load_config(whole)) == ENDS
     assert load_model(whole).generation_config.eos_token_id == ENDS
@@ -338,7 +326,7 @@ def test_vllm_is_refused_and_auto_takes_hf(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_found_in_a_multimodal_directory(workdir: Path) -> None:
-    expected = build_tokenizer()("Q12?")["input_ids"]
+    expected = RunningSum.tokenizer()("Q12?")["input_ids"]
     assert load_tokenizer("model")("Q12?")["input_ids"] == expected
     file = workdir / "model" / "tokenizer_config.json"
     settings = json.loads(file.read_text()) | {"processor_class": "Gemma3Processor"}
@@ -355,7 +343,7 @@ def test_the_user_reads_that_the_text_part_is_used(
     out = " ".join(capsys.readouterr().out.split())
     assert "model: gemma3_text, 2 layers, 2 kv heads of 32, the text part of a multimodal model" in out
     load_model("model").save_pretrained("text")
-    build_tokenizer().save_pretrained("text")
+    RunningSum.tokenizer().save_pretrained("text")
     assert main([*words, "model=text"]) == 0
     assert "multimodal" not in capsys.readouterr().out
 

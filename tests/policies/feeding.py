@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dense_matched import DenseMatchedView
 
-from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.methods.config import accepted_parameters
-from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies.cache import EvictingCache
 from sparse_rl.trace import EvictionTrace
 
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Batch:
-    """A batch of made-up rows: query [B, Hq, S, D]; key and value [B, Hkv, S, D], with B rows, Hq query heads, Hkv kv
-    heads, S positions and head width D. Row b has totals[b] tokens; its first prompts[b] tokens are the prompt."""
+    """Made-up rows: query [B, Hq, S, D]; key and value [B, Hkv, S, D]. Row b has totals[b] tokens, prompts[b] of them
+    its prompt."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -39,11 +39,8 @@ class Batch:
 
 
 def ragged_batch(seed: int, prompts: Sequence[int], totals: Sequence[int], *, tied: bool = False) -> Batch:
-    """Return a batch of random tokens, with 4 query heads on 2 kv heads of width 8.
-
-    tied : use four different keys of +-1 and queries of small whole numbers in width 4, so that repeated keys get
-    exactly equal logits and cosines in any precision, and scores tie everywhere.
-    """
+    """Return random tokens, 4 query heads on 2 kv heads of width 8. `tied`: four different keys of +-1 and small whole
+    queries in width 4, so that scores tie exactly in any precision."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(prompts), max(totals)
     if tied:
@@ -59,29 +56,22 @@ def ragged_batch(seed: int, prompts: Sequence[int], totals: Sequence[int], *, ti
 
 
 def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
-    """Return (prompts, totals): the prompt lengths and total lengths of rows that end below, at and beyond the budget,
-    the first compaction and the third compaction."""
+    """Return (prompts, totals) of rows that end below, at and beyond the budget, the first and the third compaction."""
     first = budget + period
     prompts = [3, budget, first - 1, first, first + period + 5, 5]
     totals = [3 + first + period + 4, first + 2 * period + 3, first + 6, first + period, first + 2 * period + 9, budget]
     return prompts, totals
 
 
-def parameter_names(name: str) -> list[str]:
-    return accepted_parameters(name)
-
-
 def small_parameters(name: str, **parameters: Any) -> dict[str, Any]:
-    """Return parameters for short sequences: budget 12, window 4, and the entries of `parameters` that the policy
-    takes."""
+    """Return budget 12, window 4, and the entries of `parameters` that the policy takes."""
     chosen = {"budget": 12, "sinks": 0, "window": 4, "period": 1, **parameters}
-    return {key: value for key, value in chosen.items() if key in parameter_names(name)}
+    return {key: value for key, value in chosen.items() if key in accepted_parameters(name)}
 
 
 @dataclass
 class Fed:
-    """Results for each row b: the recorded evict_at, int32 [Hkv, S_b], and the attention output, [Hq, S_b, D], with S_b
-    the number of tokens of the row."""
+    """For each row b: the recorded evict_at int32 [Hkv, S_b], and the attention output [Hq, S_b, D]."""
 
     records: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -92,10 +82,8 @@ def feed(
     batch: Batch,
     after: Callable[[EvictingCache], None] | None = None,
 ) -> Fed:
-    """Feed one layer the prompts, right-padded with noise, and then one token per row; finished rows are frozen.
-
-    `after` is called after every forward.
-    """
+    """Feed one layer the prompts, right-padded with noise, then one token per row; finished rows are frozen, and
+    `after` is called after every forward."""
     rows, width = len(batch.prompts), max(batch.prompts)
     noise = torch.Generator().manual_seed(0)
     cache = EvictingCache(policy)
@@ -133,9 +121,7 @@ def feed(
 
 
 def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Batch, Fed]:
-    """Feed rows of random tokens through the cache of a policy with `small_parameters`; return (policy, rows, results).
-
-    The rows' lengths are just below, at and above the budget and the first compaction."""
+    """Feed random tokens through the cache of a policy with `small_parameters`; return (policy, rows, results)."""
     policy = make_policy(name, **small_parameters(name, **parameters))
     prompts, totals = lengths_around(getattr(policy.config, "budget", 12), getattr(policy.config, "period", 1))
     batch = ragged_batch(seed, prompts, totals)
@@ -146,5 +132,5 @@ def dense_output(policy: Policy, batch: Batch, row: int, record: torch.Tensor) -
     """Return the dense reference's output [Hq, S_b, D] for one row under a record [Hkv, S_b] of evictions."""
     query, key, value = batch.row(row)
     further = policy.further(batch.prompts[row], batch.totals[row] + 1)  # every token is fed here
-    view = DenseView(EvictionTrace(record[None], further, validate=False))
+    view = DenseMatchedView(EvictionTrace(record[None], further, validate=False))
     return view.attend(0, query[None], key[None], value[None], batch.scaling)[0]

@@ -32,11 +32,7 @@ class Disagreement(AssertionError):
 class Life:
     """One sequence in one layer, from its prompt to its last token.
 
-    Parameters
-    ----------
-    query, key : [Hq, S, D] and [Hkv, S, D], for all S positions, Hq query heads, Hkv kv heads and head width D
-    prompt : number of tokens of the prompt
-    scaling : factor by which the products of queries and keys are multiplied
+    query, key : [Hq, S, D] and [Hkv, S, D], for all S positions
     parameters : parameters of the policy; missing ones take the default of the method
     recorded : evict_at [Hkv, S] to follow; None means to use the reference alone
     """
@@ -72,8 +68,7 @@ class Life:
     # ---- the life -----------------------------------------------------------------------------------------------
 
     def run(self) -> torch.Tensor:
-        """Run the sequence to its end. Returns evict_at, int32 [Hkv, S], for Hkv kv heads and S positions: q + 1 for an
-        entry that was dropped after query q attended."""
+        """Run the sequence to its end. Returns evict_at, int32 [Hkv, S]: q + 1 for an entry dropped after query q."""
         for position in range(self.length):
             for held in self.held:
                 held.append(position)
@@ -102,8 +97,7 @@ class Life:
         self.compacted()
 
     def follow(self, kv: int, dropped: set[int], scores: dict[int, float]) -> set[int]:
-        """Return the entries that the record drops now; they may differ from `dropped` only among entries whose scores
-        are equal within TIE."""
+        """Return the entries that the record drops now; only entries of equal scores may differ from `dropped`."""
         recorded = {j for j in self.held[kv] if self.recorded[kv][j] == self.now + 1}
         if recorded == dropped:
             return dropped
@@ -136,7 +130,6 @@ class Life:
         return [j for j in self.held[kv] if self.sinks <= j <= self.now - self.window]
 
     def heads(self, kv: int) -> range:
-        """Return the query heads of a kv head."""
         return range(kv * self.group, (kv + 1) * self.group)
 
     def logit(self, head: int, query: int, j: int) -> float:
@@ -155,8 +148,7 @@ class Life:
         return {j: w / total for j, w in zip(seen, weights, strict=True)}
 
     def fused_attention(self, kv: int) -> dict[int, list[float]]:
-        """Return, for each competing position, the attention of each of the window's w queries, maximised over the
-        heads of the group."""
+        """Return, for each competing position, the attention of the window's queries, maximised over the group."""
         fused: dict[int, list[float]] = {j: [] for j in self.competing(kv)}
         for query in range(self.now - self.window + 1, self.now + 1):
             by_head = [self.attention(head, query) for head in self.heads(kv)]
@@ -178,8 +170,7 @@ class Life:
         return self._cosines[place]
 
     def redundancy(self, kv: int) -> dict[int, float]:
-        """Return the redundancy R (R-KV eqs. 4-6) of every held position: the softmax of its mean similarity to the
-        other positions."""
+        """Return the redundancy R (R-KV eqs. 4-6) of held positions: the softmax of mean similarities to the others."""
         held = self.held[kv]
         total = dict.fromkeys(held, 0.0)
         for i in held:
@@ -194,8 +185,7 @@ class Life:
 
 
 def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
-    """Return, for each entry, the maximum over the `kernel` neighbouring entries of `scores`, which are in order of
-    position."""
+    """Return, for each entry, the maximum over `kernel` neighbouring entries; `scores` are in order of position."""
     positions, reach = list(scores), kernel // 2
     return {j: max(scores[i] for i in positions[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(positions)}
 
@@ -210,7 +200,7 @@ def over_max(scores: dict[int, float]) -> dict[int, float]:
 
 
 class Full(Life):
-    """The policy `full` has no budget: it never evicts an entry."""
+    """It has no budget, and never evicts an entry."""
 
 
 class Streaming(Life):
@@ -223,8 +213,7 @@ class Streaming(Life):
 
 
 class H2O(Life):
-    """H2O §4 scores entry j by F_j, the attention that all queries so far gave to j, summed over the query heads of the
-    group."""
+    """H2O §4 scores entry j by F_j, the attention of all queries so far to j, summed over the group's query heads."""
 
     def set(self, **parameters: Any) -> None:
         window = parameters["window"]
@@ -244,10 +233,8 @@ class H2O(Life):
 
 
 class Lined(H2O):
-    """LuKA §3.1 keeps the sinks, the window and a fraction of the other tokens with the highest accumulated attention.
-
-    §4.2: the number of these other tokens is a fraction of the prompt's length.
-    """
+    """LuKA §3.1 keeps the sinks, the window and the other tokens with the highest accumulated attention, whose number
+    is a fraction of the prompt's length (§4.2)."""
 
     defaults = {"sinks": 0, "window": 128, "period": 8, "compression": 8, "of": "seen"}
 
@@ -263,8 +250,7 @@ class Lined(H2O):
         self.last = 0  # tokens seen at the last compaction
 
     def due(self) -> bool:
-        """Return True at the usual first compaction and then after every `period` tokens, even though
-        the budget grows."""
+        """Return True at the usual first compaction and then after every `period` tokens, though the budget grows."""
         return self.now + 1 - self.last >= self.period if self.last else super().due()
 
     def compacted(self) -> None:
@@ -316,19 +302,10 @@ class RKV(Life):
 
 
 class GKV(Life):
-    """G-KV eqs. 3-5 and appendix D score an entry by the global score F, with or without normalised redundancy and
-    pooling."""
+    """G-KV eqs. 3-5 and appendix D score an entry by the global score F; redundancy and pooling are options."""
 
-    defaults = {
-        "sinks": 0,
-        "window": 16,
-        "period": 128,
-        "form": "max",
-        "alpha": 0.8,
-        "redundancy": True,
-        "lam": 0.7,
-        "pooling": 1,
-    }
+    defaults = {"sinks": 0, "window": 16, "period": 128, "form": "max", "alpha": 0.8}
+    defaults |= {"redundancy": True, "lam": 0.7, "pooling": 1}
 
     def set(self, **parameters: Any) -> None:
         super().set(**parameters)

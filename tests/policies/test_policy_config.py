@@ -12,20 +12,18 @@ import pytest
 
 from sparse_rl.config import yaml_fields
 from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
-from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORER_CONFIGS
-from sparse_rl.methods.kvpop.scorers.config import ScorerConfig
-from sparse_rl.methods.kvpop.scorers.registry import SCORERS
+from sparse_rl.methods.kvpop.config import SCORER_CONFIGS, ScorerConfig
+from sparse_rl.methods.kvpop.scorers import SCORERS
 from sparse_rl.models.directory import save_policy, saved_policy
-from sparse_rl.policies.registry import make_policy
+from sparse_rl.policies.make import make_policy
 
-LIGHT = ("sparse_rl.methods.config", "sparse_rl.policies.schedule", "sparse_rl.methods.kvpop.scorers.config")
+LIGHT = ("sparse_rl.methods.config", "sparse_rl.policies.schedule", "sparse_rl.methods.kvpop.config")
 HEAVY = ("torch", "transformers", "trl", "vllm")
 
 
 @pytest.mark.parametrize("module", [*LIGHT, "sparse_rl.policies.base"])
 def test_modules_of_settings_import_no_torch(module: str) -> None:
-    """In a new process, a module of settings imports none of the HEAVY libraries. Control: the last module does import
-    torch, since the base class of policies names tensors."""
+    """Nor other HEAVY libraries. Control: the last module does, as the base class of policies names tensors."""
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {HEAVY}))"
     process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert process.returncode == (module not in LIGHT), process.stderr
@@ -78,20 +76,12 @@ def test_a_scorer_may_be_given_as_name_mapping_or_settings() -> None:
     assert by_name == by_settings
 
 
+MLSTM = {"features": "softmax", "value": "cached", "readout": "immediate", "norm": True, "softcap": None, "skip": True}
 SCORER_OPTIONS = {
     "recency": {},
     "linear": {"gamma": 0.9999},
     "mlp": {"gamma": 0.9999, "hidden": 3},
-    "mlstm": {
-        "gamma": 0.9999,
-        "features": "softmax",
-        "value": "cached",
-        "readout": "immediate",
-        "norm": True,
-        "softcap": None,
-        "skip": True,
-        "chunk": 7,
-    },
+    "mlstm": {"gamma": 0.9999, "chunk": 7, **MLSTM},
 }
 
 

@@ -1,7 +1,7 @@
 """After the same prompt, a policy keeps the same entries as the press of the library kvpress that has the same score.
 
-kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers. So its presses
-cannot run unchanged, and the tests pass `cache_position` to their forward hook. Presses with an equal policy here:
+transformers 5.17 no longer hands `cache_position` to the attention layers, so the tests pass it to kvpress's forward
+hook. Presses with an equal policy here:
 
     StreamingLLMPress                                                                 streaming
     TOVAPress, which never drops the last token                                       tova with window 1
@@ -19,22 +19,21 @@ from typing import Any
 import pytest
 import torch
 from feeding import CPU
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
-from transformers import AutoModelForCausalLM as Auto
+from tiny import new_model
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies.cache import EvictingCache
 
 PROMPT = 40
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="module")
 def kvpress() -> Iterator[Any]:
-    """Provide the kvpress package, after removing the wrappers that its import puts around transformers' attention
-    functions."""
+    """Provide kvpress without the wrappers that its import puts around transformers' attention functions."""
     assert isinstance(ALL_ATTENTION_FUNCTIONS, AttentionInterface)
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     module = pytest.importorskip("kvpress")
@@ -44,17 +43,8 @@ def kvpress() -> Iterator[Any]:
 
 
 def tiny_model(family: str, kv_heads: int = 2) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = CONFIGS[family](
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-    )
-    model = Auto.from_config(config, attn_implementation="eager").eval()
+    model = new_model(family, num_key_value_heads=kv_heads)
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name or "embed" in name:
@@ -63,12 +53,11 @@ def tiny_model(family: str, kv_heads: int = 2) -> torch.nn.Module:
 
 
 def prompt_ids() -> torch.Tensor:
-    return torch.randint(0, 97, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, 64, (2, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
 def keys_kept_by(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return, for each layer, the prompt keys that the press keeps [2, Hkv, K, D] and all prompt keys [2, Hkv, P, D]: 2
-    rows, Hkv kv heads, K kept of P prompt tokens, and head width D."""
+    """Return, for each layer, the keys that the press keeps [2, Hkv, K, D] and all prompt keys [2, Hkv, P, D]."""
     all_keys: list[torch.Tensor] = []
 
     def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -85,7 +74,6 @@ def keys_kept_by(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor]
 
 
 def our_cache(model: torch.nn.Module, policy: Policy) -> EvictingCache:
-    """Return our cache after the same prompt as the press reads."""
     implementation = model.config._attn_implementation
     cache = EvictingCache(policy)
     cache.begin_prefill([PROMPT] * 2, CPU)
@@ -117,7 +105,7 @@ def ratio(budget: int) -> float:
     return 1 - (budget + 0.5) / PROMPT
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("budget", "sinks"), [(12, 4), (20, 0), (17, 1)])
 def test_streaming_keeps_the_entries_of_streaming_llm_press(kvpress: Any, family: str, budget: int, sinks: int) -> None:
     press = kvpress.StreamingLLMPress(ratio(budget), n_sink=sinks)
@@ -127,7 +115,7 @@ def test_streaming_keeps_the_entries_of_streaming_llm_press(kvpress: Any, family
         assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks + 2))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [8, 21])
 def test_tova_keeps_the_entries_of_tova_press(kvpress: Any, family: str, budget: int) -> None:
     press, model = kvpress.TOVAPress(ratio(budget)), tiny_model(family)
@@ -136,23 +124,21 @@ def test_tova_keeps_the_entries_of_tova_press(kvpress: Any, family: str, budget:
         assert_same_entries(model, press, make_policy("tova", budget=budget, window=7))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("name", "options"), [("morphkv", {}), ("snapkv", {"pooling": 1}), ("cake", {"gamma": 0})])
 def test_the_local_score_keeps_the_entries_of_snapkv_press(
     kvpress: Any, family: str, name: str, options: dict[str, int]
 ) -> None:
-    """Without pooling (SnapKV) and without variance (CAKE), these policies score an entry by the local score alone: the
-    attention of the window's queries, which is SnapKVPress's score."""
+    """Without pooling (SnapKV) and variance (CAKE), the score is SnapKVPress's attention of the window's queries."""
     press, model = kvpress.SnapKVPress(ratio(14), window_size=5, kernel_size=1), tiny_model(family, kv_heads=4)
     assert_same_entries(model, press, make_policy(name, budget=14, window=5, period=1, **options))
     with pytest.raises(AssertionError, match="layer 0"):  # control: another window
         assert_same_entries(model, press, make_policy("morphkv", budget=14, window=2, period=1))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_h2o_mass_is_observed_attention_times_its_observers(kvpress: Any, family: str) -> None:
-    """ObservedAttentionPress scores a token by the mean attention of its observers, the later queries. H2O's mass is
-    the sum of this attention: the mean times the number of observers."""
+    """The press takes the mean over a token's observers, H2O the sum."""
     model = tiny_model(family)
     scores: list[torch.Tensor] = []
 

@@ -1,5 +1,4 @@
-"""Redundancy of N entries is computed in tiles of rows, which need no N x N memory. The result equals the plain N x N
-computation to the last bit."""
+"""Redundancy is computed in tiles of rows, without N x N memory, and equals the plain computation to the last bit."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from sparse_rl.kernels.redundancy import LEAST_ROWS, SIMILARITIES, UNDER, simila
 
 
 def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Compute the reference from all N x N similarities at once. For keys [Hkv, N, D] and their order [Hkv, N], returns
-    the redundancy [Hkv, N] of N entries in each of Hkv kv heads."""
+    """Compute the redundancy [Hkv, N] of keys [Hkv, N, D] in the order [Hkv, N] from all N x N similarities at once."""
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
     similarity = unit @ unit.transpose(-1, -2)
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
@@ -25,15 +23,13 @@ def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def similar_keys(heads: int, count: int, dim: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys around a few directions, some of them equal and some 0, and slots in an arbitrary
-    order of position."""
+    """Return keys around a few directions, some equal and some 0, and slots in an arbitrary order of position."""
     generator = torch.Generator().manual_seed(seed)
     few = torch.randn(heads, 3, dim, generator=generator)
     which = torch.randint(0, 3, (heads, count), generator=generator)
     spread = torch.rand(heads, count, 1, generator=generator).round(decimals=1)
-    keys = few.gather(1, which[..., None].expand(-1, -1, dim)) + spread * torch.randn(
-        heads, count, dim, generator=generator
-    )
+    noise = spread * torch.randn(heads, count, dim, generator=generator)
+    keys = few.gather(1, which[..., None].expand(-1, -1, dim)) + noise
     keys[:, ::17] = 0.0
     return keys, torch.rand(heads, count, generator=generator).argsort(-1)
 
@@ -51,8 +47,7 @@ def threads() -> Iterator[None]:
 def test_redundancy_in_tiles_equals_the_plain_computation_bit_for_bit(
     tile: int, thread_count: int, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any tile size and number of threads, the tiled sum equals `plain`. Control: with the entries in reverse order
-    of position the result differs, since it leaves out each entry's most recent similar entry."""
+    """For any tile size and number of threads. Control: entries in reverse order of position."""
     monkeypatch.setattr(redundancy, "SIMILARITIES", tile)
     torch.set_num_threads(thread_count)
     tile_counts = set()
@@ -68,8 +63,7 @@ def test_redundancy_in_tiles_equals_the_plain_computation_bit_for_bit(
 
 
 def test_control_a_float32_sum_depends_on_its_order() -> None:
-    """A float32 sum depends on the order of its terms. A float64 sum of these terms, rounded to float32, does not. So
-    the code sums in float64."""
+    """A float64 sum, rounded to float32, does not. So the code sums in float64."""
     values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
     assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
     assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())
@@ -77,8 +71,7 @@ def test_control_a_float32_sum_depends_on_its_order() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 1024, 1025, 8192, 32768, 100_000])
 def test_tiles_cover_all_rows_and_are_bounded(count: int) -> None:
-    """The tiles of `count` rows cover each row once, have nearly equal sizes, and a tile holds at most twice
-    SIMILARITIES numbers, unless LEAST_ROWS rows already need more."""
+    """Of nearly equal sizes, at most twice SIMILARITIES numbers, unless LEAST_ROWS rows already need more."""
     tiles = similarity_tiles(count)
     assert [row for first, last in tiles for row in range(first, last)] == list(range(count))
     rows = {last - first for first, last in tiles}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from small_recipes import family_of
 
 from sparse_rl.recipe import BenchRecipe, BudgetsRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
-from sparse_rl.recipe.kinds.base import TrainRecipe
+from sparse_rl.recipe.run import TrainRecipe
 
 CHAT = (
     "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
@@ -21,12 +20,12 @@ WINDOW = 2**18  # of the tiny models, in tokens: the longest that a recipe needs
 
 
 @pytest.fixture(scope="session")
-def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
+def tiny_model(new_model, tmp_path_factory):
     """tiny_model(family, chat) returns the directory of a tiny random model; with chat True, its tokenizer has a chat
     template."""
     from transformers import GenerationConfig
 
-    from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
+    from sparse_rl.data.synthetic import EOS_ID, PAD_ID, RunningSum
 
     folders: dict[tuple[str, bool], str] = {}
 
@@ -37,7 +36,7 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
             model = new_model(family, initializer_range=0.2, max_position_embeddings=WINDOW, **ids)
             model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, 40, 41, 42], pad_token_id=PAD_ID)
             model.save_pretrained(folder)
-            tokenizer = build_tokenizer()
+            tokenizer = RunningSum.tokenizer()
             tokenizer.chat_template = CHAT if chat else None
             tokenizer.save_pretrained(folder)
             folders[family, chat] = str(folder)
@@ -47,7 +46,6 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def tests_of(a: int, b: int, data: Any) -> dict[str, Any]:
-    """Return the columns of a program's tests: LiveCodeBench's columns, and the column that a data block names."""
     tests = json.dumps([{"input": f"{a} {b}", "output": str(a + b), "testtype": "stdin"}])
     columns = {"public_test_cases": tests, "private_test_cases": tests, "metadata": "{}"}
     columns |= {
@@ -57,7 +55,7 @@ def tests_of(a: int, b: int, data: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def problems_for(tmp_path: Path) -> Callable[[Any], str]:
+def problems_for(tmp_path):
     """problems_for(data) returns a local file with the columns that a data block reads."""
 
     def make(data: Any) -> str:
@@ -86,9 +84,7 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
 
 
 @pytest.fixture
-def stand_ins(
-    tiny_model: Callable, problems_for: Callable, tmp_path: Path
-) -> Callable[[str, Sequence[str]], list[str]]:
+def stand_ins(tiny_model, problems_for, tmp_path):
     """stand_ins(name, overrides, chat) returns further overrides of a recipe, which replace its models by tiny models,
     with a chat template if `chat` is true, and its datasets and texts by small local files.
     """

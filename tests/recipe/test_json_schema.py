@@ -16,16 +16,17 @@ import yaml
 from jsonschema import Draft202012Validator as Validator
 from test_hostile_recipes import KEYS, TEXTS
 
+from sparse_rl.commands.main import main
 from sparse_rl.config import Source, coerce, own_fields
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS as POLICIES
-from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
+from sparse_rl.methods.kvpop.config import SCORER_CONFIGS as SCORERS
 from sparse_rl.recipe import KINDS, list_recipes, load_recipe, make_recipe
-from sparse_rl.recipe.json_schema import SchemaWriter, recipe_schema
 from sparse_rl.recipe.keys import holders, list_sections
 from sparse_rl.recipe.load import _shipped
-from sparse_rl.recipe.passed_through import PASSED_THROUGH
-from sparse_rl.recipe.schema import apply_overrides, parse_yaml
+from sparse_rl.recipe.options import PASSED_THROUGH
+from sparse_rl.recipe.schema import SchemaWriter, recipe_schema
+from sparse_rl.recipe.yaml_text import apply_overrides, parse_yaml
 
 ALL = recipe_schema()
 VALIDATOR = Validator(ALL)
@@ -55,9 +56,6 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
         yield schema
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         yield from parts(inner)
-
-
-# ---- a valid schema of exactly the existing keys ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
@@ -111,7 +109,7 @@ def dotted_keys(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_schema_keys_equal_the_keys_of_the_reference(kind: str) -> None:
-    """For each kind of recipe, the schema has the keys that docs/recipes.md lists, in the same order."""
+    """For each kind of recipe, the schema has the keys that the site's page lists, in the same order."""
     rows = [row.key for section in list_sections(KINDS[kind]) for row in section.rows]
     assert list(dotted_keys(ALL["$defs"][f"kind_{kind}"], "", set())) == ["kind", *rows, *PASSED_THROUGH.get(kind, {})]
 
@@ -144,9 +142,6 @@ def test_every_default_in_the_schema_matches_its_own_type() -> None:
         "gamma": None,
         "hidden": None,
     }
-
-
-# ---- accepted recipes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -189,9 +184,6 @@ def test_the_schema_accepts_short_forms_of_values(kind: str, overrides: list[str
     assert refusal(mapping) is None
     assert VALIDATOR.is_valid(mapping)
     assert VALIDATOR_OF[kind].is_valid(mapping)
-
-
-# ---- refused recipes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -354,7 +346,15 @@ def test_the_schema_agrees_with_the_loader_for_each_key(kind: str) -> None:
 
 
 def test_a_recipe_that_begins_with_the_line_for_editors_is_read() -> None:
-    """A recipe may begin with the line from docs/recipes.md that names the schema for an editor. The loader reads this
+    """A recipe may begin with the line from the page of keys that names the schema for an editor. The loader reads this
     line as a comment."""
     text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(recipe_with("sft"))
     assert make_recipe(parse_yaml(text, "x")).kind == "sft"
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_the_command_prints_the_schema(kind, capsys):
+    assert main(["keys", "--json-schema", *([kind] if kind else [])]) == 0
+    assert json.loads(capsys.readouterr().out) == recipe_schema(kind)
+    assert main(["keys", "policies", "--json-schema"]) == 2
+    assert "--json-schema: needs one kind of recipe, or none for all recipes: grpo," in capsys.readouterr().err

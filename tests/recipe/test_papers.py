@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ PAGES = {
     "luka": "luka.md",
     "attention-matching": "attention_matching.md",
 }
-CONSTANTS = ["what", "paper", "paper's value", "here", "our value", "test", "difference and reason"]
+CONSTANTS = ["what", "paper", "paper's value", "here", "our value", "difference and reason"]
 Row = dict[str, str]
 
 
@@ -109,16 +109,12 @@ def wrong_constant(row: Row) -> str | None:
 
 
 @pytest.mark.parametrize("row", constants(), ids=lambda row: f"{row['page']}-{row['what']}")
-def test_a_listed_constant_is_that_of_the_code(row: Row) -> None:
+def test_a_listed_constant_is_that_of_the_code(row):
     assert list(row)[:-1] == CONSTANTS
     assert wrong_constant(row) is None
-    for test in quoted(row["test"]):
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
 
 
-def test_a_wrong_constant_is_found() -> None:
-    """Control: a wrong value, an absent file, a difference without a reason and a missing place are each found."""
+def test_a_wrong_constant_is_found():
     row = dict.fromkeys(CONSTANTS, "")
     right = row | {"here": "`gkv: alpha`", "our value": "0.8", "paper's value": "0.8"}
     assert wrong_constant(right) is None
@@ -131,7 +127,7 @@ def test_a_wrong_constant_is_found() -> None:
 
 @pytest.mark.skipif(not PAPERS.is_dir(), reason="the papers are absent")
 @pytest.mark.parametrize("paper", PAGES)
-def test_every_table_and_figure_has_a_row(paper: str) -> None:
+def test_every_table_and_figure_has_a_row(paper):
     text = (PAPERS / f"{paper}.txt").read_text(encoding="utf-8")
     captions = set(re.findall(r"^\s*((?:Figure|Table) \d+)[:.]", text, re.M))
     assert captions
@@ -143,9 +139,6 @@ def test_every_table_and_figure_has_a_row(paper: str) -> None:
         name for table in tables(whole) for row in table for name in re.findall(r"\w+ \d+", row.get("number", ""))
     }
     assert not captions - listed
-
-
-# ---- commands ------------------------------------------------------------------------------------------------------
 
 
 def commands() -> list[str]:
@@ -163,7 +156,7 @@ def words_of(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "python"])
-def test_a_python_command_names_a_file(command: str) -> None:
+def test_a_python_command_names_a_file(command):
     _, *words = words_of(command)
     file = f"{words[1].replace('.', '/')}" if words[0] == "-m" else words[0]
     assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists()
@@ -173,13 +166,8 @@ DRY = ("train", "eval", "rollout", "perplexity", "budgets", "bench")  # the comm
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "sparse-rl"])
-@pytest.mark.few(49)
-def test_a_command_passes_its_dry_run(
-    command: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """The command's arguments, recipe and overrides are valid, with a small model and local files in place of the
-    models and datasets on the hub.
-    """
+@pytest.mark.few(10)
+def test_a_command_passes_its_dry_run(command, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name, *words = words_of(command)[1:]
     options = parse([name, *words])
@@ -194,13 +182,10 @@ def test_a_command_passes_its_dry_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[:2] in [["sparse-rl", name] for name in DRY]])
-def test_a_command_runs_at_a_small_size(
-    command: str, stand_ins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """The command runs on a tiny model: two training steps, or two problems, or 60 tokens of a text."""
+def test_a_command_runs_at_a_small_size(command, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr("sparse_rl.commands.trainers.CHECK_PROBLEMS", 8)
+    monkeypatch.setattr("sparse_rl.recipe.sft.CHECK_PROBLEMS", 8)
     name, *words = words_of(command)[1:]
     options = parse([name, *words])
     overrides = [*options.overrides, *stand_ins(options.recipe, options.overrides), "dtype=float32"]

@@ -1,20 +1,24 @@
 """Recipes pass some options through to the trainers of TRL and transformers. The checked-in list of these options
-(PASSED_THROUGH) matches the installed versions of the libraries.
+(PASSED_THROUGH) matches the installed versions of the libraries. No option of TRL is left without a word.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import re
 import types
 import typing
 from enum import Enum
+from typing import Any
 
 import pytest
 
 from sparse_rl.config import yaml_fields
-from sparse_rl.recipe.kinds import KINDS
-from sparse_rl.recipe.kinds.base import TrainRecipe
-from sparse_rl.recipe.passed_through import PASSED_THROUGH
-from sparse_rl.recipe.refused import PREFIXES, REFUSED, refusal
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
+from sparse_rl.recipe.keys import KEYS, OURS, THEIRS, defaults, trl_page
+from sparse_rl.recipe.options import PASSED_THROUGH, PREFIXES, REFUSED, refusal
+from sparse_rl.recipe.run import TrainRecipe
 from trainer import options
 
 TRAINING_KINDS = [kind for kind, recipe in KINDS.items() if issubclass(recipe, TrainRecipe)]
@@ -75,8 +79,6 @@ def configuration(kind):
 
 @pytest.mark.parametrize("kind", TRAINING_KINDS)
 def test_the_listed_options_match_the_installed_versions(kind):
-    """The list has exactly the options of the library's class that are neither our own keys nor refused, each with a
-    type that fits the library's type."""
     our_keys = yaml_fields(KINDS[kind])
     fields = dataclasses.fields(configuration(kind))
     theirs = {f.name: f.type for f in fields if f.name not in our_keys and not refusal(f.name, kind)}
@@ -85,9 +87,7 @@ def test_the_listed_options_match_the_installed_versions(kind):
 
 
 def test_control_of_fits_with_types_that_fit_and_types_that_do_not():
-    """`fits` decides in the test above if our type of an option fits the library's. It accepts equal types, and a list
-    of choices where the library accepts any text. It refuses all other pairs.
-    """
+    """Equal types fit, and a list of choices where the library accepts any text."""
     text = typing.Literal["a", "b"]
     assert fits(int, int)
     assert fits(text | None, str | None)
@@ -101,8 +101,7 @@ def test_control_of_fits_with_types_that_fit_and_types_that_do_not():
 
 @pytest.mark.parametrize("kind", TRAINING_KINDS)
 def test_the_library_names_the_choices_that_we_list(kind):
-    """For some options our list has choices and the library's type is any text. The library's help or metadata must
-    name these choices."""
+    """For some options our list has choices, and the library's type is any text."""
     for f in dataclasses.fields(configuration(kind)):
         our_choices = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
         if not our_choices or str not in members(f.type):
@@ -115,9 +114,7 @@ def test_the_library_names_the_choices_that_we_list(kind):
 
 
 def test_options_that_break_replay_are_refused_by_kind():
-    """Each kind refuses the options that would break its replay (docs/grpo.md). sft has no evictions, and accepts some
-    of these options.
-    """
+    """sft has no evictions, and accepts some of these options."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINING_KINDS if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")
@@ -132,9 +129,6 @@ def test_options_that_break_replay_are_refused_by_kind():
 
 
 def test_keys_that_a_refusal_recommends_exist():
-    """Each key in the text of a refusal is a key of a recipe or a passed-through option. The refusal of
-    `attn_implementation` recommends `attention_kernel`. No key is both accepted and refused.
-    """
     keys = {key for kind in KINDS.values() for key in yaml_fields(kind)}
     theirs = {key for passed in PASSED_THROUGH.values() for key in passed}
     refused = {
@@ -151,3 +145,48 @@ def test_keys_that_a_refusal_recommends_exist():
     assert not keys & REFUSED.keys()
     assert not REFUSED.keys() & options.ANY.keys()
     assert all(not yaml_fields(KINDS[kind]).keys() & refused.keys() for kind, refused in options.REFUSED.items())
+
+
+def default_of(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "required" if field.default is dataclasses.MISSING else field.default
+
+
+def test_the_page_has_a_row_for_every_option():
+    listed = {line.split("`")[1] for line in trl_page().splitlines() if line.startswith("| `")}
+    assert {*KEYS, *PASSED_THROUGH["grpo"], *REFUSED} <= listed
+
+
+def test_every_option_of_trl_is_a_key_passed_through_or_refused():
+    """THEIRS lists TRL's defaults that differ from ours."""
+    from trl import GRPOConfig
+
+    theirs = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
+    ours = {k: "required" if v is dataclasses.MISSING else v for k, v in defaults(GRPORecipe).items()}
+    assert set(KEYS) == ours.keys() & theirs.keys()
+    assert {name: theirs[name] for name in KEYS if ours[name] != theirs[name]} == THEIRS
+
+    for name in theirs:
+        results = [name in KEYS, name in PASSED_THROUGH["grpo"], refusal(name, "grpo") is not None]
+        assert results.count(True) == 1, name
+    assert OURS.keys() <= {*KEYS} | PASSED_THROUGH["grpo"].keys()
+
+
+def test_all_keys_of_a_trl_recipe_are_refused_in_one_error():
+    for kind in ("grpo", "sft", "distill", None):
+        mapping = dict.fromkeys(REFUSED, 1) | {"learning_rat": 1e-5}
+        with pytest.raises(UserError) as caught:
+            make_recipe(mapping if kind is None else {"kind": kind, **mapping})
+        for key, hint in REFUSED.items():
+            assert f"{key}: {hint}" in str(caught.value) or kind == "sft"
+        assert f"recipe: {len(REFUSED) + 1} keys to mend: " in str(caught.value)
+        assert ("learning_rat: unknown key; did you mean learning_rate?" in str(caught.value)) is (kind is not None)
+    with pytest.raises(UserError, match=r"^recipe: bf16: not a key here: use dtype: bfloat16$"):
+        make_recipe({"kind": "grpo", "bf16": True})
+
+
+def test_an_error_about_very_many_keys_is_short():
+    with pytest.raises(UserError) as caught:
+        make_recipe({"kind": "grpo"} | {f"key{number}": 1 for number in range(3000)})
+    assert len(str(caught.value)) < 5000

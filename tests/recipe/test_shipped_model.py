@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.data.running_sum import build_model, build_tokenizer, grade, rows
+from sparse_rl.data.synthetic import RunningSum, grade
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_config, load_model, load_tokenizer, untrained_model
@@ -22,16 +22,14 @@ SHIPPED = Path(__file__).parents[2] / "recipes/quickstart/model"
 
 def accuracy(folder: str, problems: int, **policy: object) -> float:
     """Return a model's accuracy on calibration problems, sampled under a policy."""
-    tokenizer, data = load_tokenizer(folder), rows("calibration", problems, seed=1000)
+    tokenizer, data = load_tokenizer(folder), RunningSum().rows("calibration", problems, seed=1000)
     engine = make_engine("hf", model=load_model(folder), policy=policy, max_batch=problems)
     rollouts = engine.generate([prompt_ids(row["prompt"], tokenizer) for row in data], SamplingConfig(152, seed=0))
     texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
     return sum(grade(text, row["answer"]) for text, row in zip(texts, data, strict=True)) / problems
 
 
-def test_the_name_of_the_shipped_model_works_in_any_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_the_shipped_model_works_in_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Path(model_directory("quickstart/model")).samefile(SHIPPED)
     users_folder = tmp_path / "quickstart/model"
@@ -41,32 +39,26 @@ def test_the_name_of_the_shipped_model_works_in_any_working_directory(
     assert model_directory("a/b") == "a/b"
 
 
-def test_the_shipped_model_is_accurate_only_with_a_full_cache() -> None:
-    """The shipped model's accuracy is above 0.9 with a full cache, and between 0.1 and 0.5 under the cache of the grpo
-    recipe. So GRPO has room to improve the model.
-    """
+def test_the_shipped_model_is_accurate_only_with_a_full_cache():
+    """So GRPO has room to improve the model."""
     cache = load_recipe("quickstart/grpo").cache
     assert accuracy(str(SHIPPED), 64, policy="full") > 0.9
     assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
 
 
-def test_an_untrained_model_has_the_shipped_shape_and_weights_of_its_seed() -> None:
-    """`untrained_model` of the shipped folder has the weights of `build_model` with the same seed. The shipped model
-    has other, trained weights.
-    """
+def test_an_untrained_model_has_the_shipped_shape_and_weights_of_its_seed():
     for seed in (0, 3):
-        weights, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
+        weights, expected = untrained_model(str(SHIPPED), seed).state_dict(), RunningSum.untrained(seed).state_dict()
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    other, text = untrained_model(str(SHIPPED), 1).state_dict(), rows("train", 1, seed=0)[0]["prompt"]
+    other, text = untrained_model(str(SHIPPED), 1).state_dict(), RunningSum().rows("train", 1, seed=0)[0]["prompt"]
     assert not torch.equal(other["model.norm.weight"], load_model(str(SHIPPED)).state_dict()["model.norm.weight"])
-    assert load_tokenizer(str(SHIPPED))(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
+    assert load_tokenizer(str(SHIPPED))(text)["input_ids"] == RunningSum.tokenizer()(text)["input_ids"]
 
 
 @pytest.mark.slow
-def test_the_recipe_reproduces_the_shipped_model(tmp_path: Path) -> None:
-    """The recipe reproduces the shipped model bit for bit on a machine with the same arithmetic. On another machine it
-    makes a model of the same accuracy."""
+def test_the_recipe_reproduces_the_shipped_model(tmp_path):
+    """Bit for bit on a machine with the same arithmetic; elsewhere a model of the same accuracy."""
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft", f"output_dir={tmp_path / 'sft'}"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import json
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
 import zlib
-from pathlib import Path
+from collections import Counter, OrderedDict
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
 
 import pytest
 from reward_cases import within
+from statement_programs import FORGED, FORGERS, HONEST
 
 from rewards import make_rewards
-from rewards.code import CodeReward, program_of
-from rewards.code_tests import read_livecodebench, read_tests, same_output
-from rewards.code_values import from_text, to_text
+from rewards.code import CodeReward, program_of, read_livecodebench, read_tests, same_output
+from rewards.code_statements import Peer
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM = "print(sum(map(int, input().split())))"
@@ -39,28 +45,60 @@ def score():
     return lambda program, tests: reward([block(program)], tests=[tests])[0]
 
 
+DOCSTRING = 'def f():\n    """\n    Example:\n    ```\n    f()\n    ```\n    """\n    return 1'
+AT_THE_MARGIN = '"""\nUsage:\n```python\nf()\n```\n"""\ndef f(): return 1'
+
+
 @pytest.mark.parametrize(
     ("text", "program"),
     [
         ("```python\nx = 1\n```", "x = 1"),
         ("```\nx = 1\n```", "x = 1"),
-        ("a\n```py\nx = 1\n```\nb\n```\ny = 2\n\nz = 3\n```\nc", "y = 2\n\nz = 3"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1"),
         ("````\nx = 1\n````", "x = 1"),
-        ("```python\nx = 1\n```\n```python\ny = 2", "x = 1"),  # the last block is never closed
-        ("```python\nx = 1\n```python\ny = 2\n```", "y = 2"),  # the first block is never closed
-        ("<think>```\nx = 1\n```</think>\n```\ny = 2\n```", "y = 2"),
-        ("<think>\n```\nx = 1\n```\n</think>\nno program", None),
+        ("~~~\nx = 1\n~~~", "x = 1"),
+        ("~~~~python\nx = 1\n~~~~~", "x = 1"),
+        ("```python\r\nx = 1\r\n\r\ny = 2\r\n```\r\n", "x = 1\n\ny = 2"),
+        # names of Python, and of other languages
+        *((f"```{name}\nx = 1\n```\nIt prints\n```\n7\n```\n", "x = 1")
+          for name in ("py", "python3", "Python", " py3", "PYTHON", "python3.11", "{.python}", "python a.py")),
+        ("```\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1"),
+        ("```python\nx = 1\n```\n```pycon\n>>> x\n```", "x = 1"),
+        ("```solution\nx = 1\n```", "x = 1"),
+        ("```py\nx = 1\n```\n```\ny = 2\n```\n```python\nz = 3\n\nz = 4\n```\nc", "z = 3\n\nz = 4"),
+        ("a\n```\nx = 1\n```\nb\n```\ny = 2\n```\nc", "y = 2"),
+        # spaces before fences, and text beside them
+        ("1. Write\n   ```python\n   if x:\n       y = 2\n   ```\n2. Run", "if x:\n    y = 2"),
+        ("\t```python\n\tx = 1\n\t```", "x = 1"),
+        ("<answer>```python\nx = 1\n```</answer>", "x = 1"),
+        ("```python\nx = 1\n``` That is all.", "x = 1"),
+        ("Use ``` as in `a`.\n```python\nx = 1\n```", "x = 1"),
+        # fences in a program
+        *((f"```{name}\n{program}\n```\nafter", program)
+          for name in ("", "python") for program in (DOCSTRING, AT_THE_MARGIN, "s = \'\'\'\n```\n\'\'\'")),
+        ("```python\nx = '\"\"\"'\n```\nthen\n```python\ny = 2\n```", "y = 2"),  # a single triple quote
+        # blocks that are never closed
+        ("```python\nx = 1\n```\n```python\ny = 2", "x = 1"),
+        ("```python\nx = 1\n```python\ny = 2\n```", "y = 2"),
+        ("```python\nx = 1\ny = 2", "x = 1\ny = 2"),
         ("```\nx = 1\n```\nstill thinking", "x = 1"),
         ("```\n```", ""),
         ("x = 1", None),
-        ("```python\nx = 1", None),
+        ("```x = 1```", None),
+        ("```python\n", None),
         ("```", None),
         ("", None),
     ],
-)
-def test_the_program_is_the_last_closed_block(text, program):
+)  # fmt: skip
+def test_the_program_is_the_last_block_named_python_or_else_the_last_one(text, program):
     assert program_of(text) == program
+
+
+@pytest.mark.parametrize("text", ["```\n" * 50_000, "`" * 99_999 + "x`", "~~~a" * 50_000, "```" + " " * 200_000 + "x`",
+                                  '```\n' + '"""\n```\n' * 20_000, " " * 200_000])  # fmt: skip
+def test_a_program_is_found_in_time_linear_in_the_text(text):
+    start = time.monotonic()
+    program_of(text)
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -73,6 +111,10 @@ def test_the_program_is_the_last_closed_block(text, program):
         (SUM, {"inputs": [["3 4"]], "outputs": [["7"]]}, 1.0),  # lists of lines
         (SUM, {"ground_truth": json.dumps({"inputs": ["3 4"], "outputs": ["7"], "fn_name": None})}, 1.0),
         (SUM, {"inputs": ["3 4", "5 6"], "outputs": ["7", "12"]}, 0.0),
+        (SUM, {"input": ["3 4\n", "5 6\n"], "output": ["7\n", "11\n"]}, 1.0),  # CodeContests: two tests
+        (SUM, [{"input": ["3 4", "5 6"], "output": ["7", "11"]}, SUM_TESTS[1]], 1.0),
+        ("print(7)", {"input": ["3 4\n", "5 6\n"], "output": ["7\n", "11\n"]}, 0.0),
+        (SUM, {"input": [["3 4"]], "output": [["7"]]}, 1.0),
         ("print(7)", SUM_TESTS, 0.0),
         (ADD, [{"input": "3\n4", "output": "7", "testtype": "functional", "fn_name": "add"}], 1.0),
         (ADD, [{"input": "3\n4", "output": "7", "testtype": "functional", "metadata": {"func_name": "add"}}], 1.0),
@@ -134,6 +176,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
     [
         None, [], "", "[]", "{}", "[1", 7, [7], [""], [None], ["1 +"], {"inputs": ["1"]},
         {"inputs": ["1"], "outputs": []},
+        {"input": ["1", "2"], "output": ["1"]}, {"input": ["1"], "output": "1"}, {"input": [], "output": []},
         {"inputs": 3, "outputs": 3}, [{"input": "1"}], [{"input": 1, "output": "1"}],
         [{"input": "1", "output": "1", "testtype": "other"}], [{"input": "1", "output": "1", "testtype": "functional"}],
         [{"input": "1 2", "output": "1", "fn_name": "f"}], {"ground_truth": None},
@@ -147,6 +190,20 @@ def test_tests_that_cannot_be_read_give_no_reward(tests, caplog):
     assert "tests cannot be read" in caplog.text
     with pytest.raises((ValueError, TypeError)):
         read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "reward"),
+    [
+        ("(1, 2)", [1, 2], 1.0), ("[(1, (2,))]", [[1, [2]]], 1.0), ("{'a': (1, [(2,)])}", {"a": [1, [[2]]]}, 1.0),
+        ("namedtuple('P', 'x y')(1, 2)", [1, 2], 1.0), ("{1: (2,)}", {"1": [2]}, 1.0), ("[(1, 2)]", [[2, 1]], 0.0),
+        ("{1, 2}", [1, 2], 0.0), ("range(2)", [0, 1], 0.0), ("b'a'", "a", 0.0), ("'[1]'", [1], 0.0),
+        ("[10**5000, 1]", [float("inf"), 1], 0.0),
+    ],
+)  # fmt: skip
+def test_results_are_equal_if_json_writes_them_alike(score, result, expected, reward):
+    tests = {"input": "", "output": json.dumps(expected), "testtype": "functional", "fn_name": "f"}
+    assert score(f"def f(): return {result}", [tests]) == reward
 
 
 def test_partial_credit_is_the_share_of_passed_tests():
@@ -213,28 +270,113 @@ def test_outputs_are_compared_line_by_line_and_numbers_by_value(output, expected
     assert same_output(output, expected) is same
 
 
+@pytest.fixture
+def peers():
+    """Two ends of a connection: of a program's process, and of the statements' process."""
+    program, statements = socket.socketpair()
+    return Peer(program, judges=False), Peer(statements, judges=True)
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -7, 2**63, -(10**500), 0.1, float("inf"), "ä\ud800\n", b"\x00\xff", 1 + 2j, [], (1, (2, [3])),
-        {1, "a"}, frozenset({(1,)}), {1: "a", (2, 3): {"x": None}}, {"dict": 1}, {"tuple": [1]},
+        None, True, 0, -7, 2**63, -(10**500), [-(10**50_000)], 0.1, float("inf"), "ä\ud800\n", b"\x00\xff", 1 + 2j,
+        [], {},
+        (1, (2, [3])), {1, "a"}, frozenset({(1,)}), {1: "a", (2, 3): {"x": None}}, {"dict": 1}, {"tuple": [1]}, int,
+        range(3), Counter("ab"), OrderedDict(a=1), ValueError,
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
+        datetime.time(1, 2), Decimal("1.10"), Fraction(1, 3), PurePosixPath("a/b"), uuid.UUID(int=5), json,
+        slice(1, None),
     ],
 )  # fmt: skip
-def test_plain_values_survive_the_pipe(value):
-    copy = from_text(to_text(value))
+def test_plain_values_survive_the_pipe(peers, value):
+    peers[0]._send("value", value)
+    kind, copy = peers[1]._receive()
+    assert kind == "value"
     assert copy == value
     assert type(copy) is type(value)
 
 
-def test_a_whole_number_of_any_size_survives_the_pipe():
-    assert from_text(to_text([-(10**50_000)])) == [-(10**50_000)]
+def test_lists_are_shared_until_nothing_holds_them(peers):
+    program, statements = peers
+    inner: list = []
+    given = {"a": inner}
+    statements._send("value", given)
+    copy = program._receive()[1]
+    copy["a"].append(1)
+    program._send("value", copy["a"])
+    assert statements._receive()[1] is inner
+    assert given == {"a": [1]}
+    del given, inner
+    for _ in range(2):
+        statements._send("value", None)
+        program._receive()
+    assert not statements._shared
+    assert not program._shared
 
 
-@pytest.mark.parametrize("text", ['{"object": 0}', '{"os": "system"}', "{}", '{"a": 1, "b": 2}', "[1", '{"set": [[]]}',
-                                  '{"int": "z"}', '{"Fraction": ["0x1", "0x0"]}', "[" * 100_000])  # fmt: skip
-def test_a_forged_text_raises_an_ordinary_error(text):
-    with pytest.raises((ValueError, TypeError, ArithmeticError, RecursionError)):
-        from_text(text)
+@pytest.mark.parametrize(
+    "content",
+    ['{"object": [0, {"type": ["os"]}]}', '{"os": ["system"]}', "{}", '{"a": [1], "b": [2]}', "[1",
+     '{"frozenset": [[]]}', '{"int": ["z"]}',
+     '{"Fraction": [1, 0]}', "[" * 100_000, '{"type": ["type"]}', '{"known": 1}', '{"memoryview": []}',
+     '{"class": [1, "X", {"type": ["str"]}]}', '{"numbers": ["O", {"tuple": [1]}, {"bytes": ["0000000000000000"]}]}'],
+)  # fmt: skip
+def test_a_forged_message_raises_an_ordinary_error(peers, content):
+    message = f'{{"kind": "value", "content": {content}, "printed": "", "changes": [], "dropped": []}}\n'
+    peers[0]._end.sendall(message.encode())
+    with pytest.raises((ValueError, TypeError, ArithmeticError, RecursionError, LookupError)):
+        peers[1]._receive()
+
+
+@pytest.mark.few(16)
+@pytest.mark.parametrize("name", HONEST)
+def test_statements_judge_as_plain_python_does(score, name):
+    right, wrong, tests = HONEST[name]
+    assert [score(program, tests) for program in (right, wrong)] == [1.0, 0.0]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FORGERS)
+def test_no_program_passes_statements_without_the_answer(name):
+    """It may return objects that equal everything, replace functions, or write messages to the other process itself."""
+    reward = CodeReward(timeout=0.3, workers=4)
+    scores = reward([block(FORGERS[name])] * len(FORGED), tests=[[statements] for statements in FORGED])
+    assert [statements for statements, score in zip(FORGED, scores, strict=True) if score != 0] == []
+
+
+@pytest.mark.parametrize(
+    ("forger", "kind"),
+    [("proto valued difference", " - "), ("proto difference is a sequence of zeros", " - "),
+     ("proto fraction of remote", " < "), ("proto exit hides errors", "with "), ("own names", "isclose"),
+     ("own names", "Counter"), ("own names", "Fraction"), ("own names", "deque")],
+)  # fmt: skip
+def test_no_program_sees_a_difference_hides_an_error_or_replaces_a_comparison(forger, kind):
+    chosen = [statements for statements in FORGED if kind in statements and "zip" not in statements]
+    scores = CodeReward(timeout=0.3, workers=2)([block(FORGERS[forger])] * len(chosen), tests=[[s] for s in chosen])
+    assert chosen and scores == [0.0] * len(chosen)
+
+
+def test_no_program_chooses_the_random_numbers_of_statements(score):
+    program = "import random\ndef solve(x): random.setstate((3, (0,) * 624 + (1,), None))"
+    assert score(program, ["import random\nsolve(3)\nassert random.random() != 0"]) == 1.0
+
+
+def test_tests_of_forgery_pass_with_the_answer(score):
+    assert score("def solve(x): return 817 if x < 3 else 3.14159", [FORGED[1]]) == 1.0
+    assert score("def solve(x): return {1: 817, 2: 93}[x]", [FORGED[4], FORGED[6]]) == 1.0
+    names = "from math import isclose\nfrom fractions import Fraction\nfrom collections import Counter\n"
+    statements = ["assert isclose(solve(71.25), 71.25)", "assert solve(Fraction(1, 3)) == Fraction(1, 3)"]
+    assert score(f"{names}def solve(x): return x", [*statements, "assert Counter(solve('aa')) == Counter(a=2)"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "statements",
+    ["class C(Base):\n    def go(self): assert self.x == 817\nC().go()", "assert globals()['add'](1, 2) == 3",
+     "import unittest\nclass T(unittest.TestCase): pass\nif __name__ == '__main__': unittest.main()"],
+)  # fmt: skip
+def test_statements_that_cannot_be_judged_give_no_reward(score, statements):
+    assert score("class Base: x = 817\ndef add(a, b): return a + b", [statements]) is None
 
 
 VECTOR = """
@@ -266,8 +408,6 @@ def line(): return deque([1])
 def count_letters(): return Counter("ab")
 def day(): return datetime.timedelta(days=1)
 def steps(): return range(3)
-def raises(kind): raise kind("no")
-def count(): yield from (1, 2)
 def apply(function, x): return function(x)
 LIMIT = 5
 """
@@ -277,15 +417,10 @@ LIMIT = 5
     ("statements", "passes"),
     [
         ("assert Vector(1) + Vector(2) == Vector(3)", True),
-        ("assert Vector(1) < Vector(2) and not Vector(2) < Vector(1)", True),
         ("v = Vector(1)\nv.x = 7\nassert v.x == 7 and len(v) == 7 and repr(v) == '<7>'", True),
         ("assert isinstance(Vector(1), Vector) and not isinstance(Vector(1), Always)", True),
-        ("items = [3, 1]\nsort_in_place(items)\nassert items == [1, 3]", True),
-        ("assert list(count()) == [1, 2] and LIMIT == 5", True),
-        ("try: raises(1)\nexcept TypeError: pass\nelse: assert False", True),
         ("assert apply(Vector, 3).x == 3", True),
         ("assert apply(len, 3)", False),  # a function of the statements does not reach the program
-        ("assert Vector is Vector and Vector(1) in [Vector(1)]", True),
         ("s = Stack()\ns.push(1)\ns.push(2)\nassert s == [1, 2] and s.pop() == 2 and s == [1] and s < [2]", True),
         ("assert Number(3) == 4", False),
         ("assert Number(3) == 3 and 2 < Number(3) < 4", True),
@@ -365,6 +500,19 @@ def test_time_is_processor_time_and_real_time():
     assert 0.4 < busy < 0.4 * 5 + 1
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_program_has_a_limit_of_time_over_all_its_tests(partial):
+    """A program that sleeps just below the limit of each test reaches the limit of all."""
+    tests = [{"input": f"{number}", "output": f"{number}"} for number in range(6)]
+    sleeper = block("import time\ntime.sleep(0.6)\nprint(input())")
+    limited, metrics = CodeReward(timeout=0.3, total_timeout=0.4, workers=1, partial=partial), {}
+    [score] = limited([sleeper], tests=[tests], log_metric=metrics.__setitem__)
+    assert score < 1
+    assert (score > 0) is partial
+    assert metrics["rewards/code_timeout"] == 1
+    assert CodeReward(timeout=0.3, workers=1, partial=partial)([sleeper], tests=[tests[:2]]) == [1.0]  # control
+
+
 def test_memory_and_output_are_limited(score):
     small = CodeReward(workers=1, memory_mb=200)
     use = "import sys\ndata = bytearray(300 * 2**20)\n" + SUM
@@ -417,11 +565,12 @@ def test_a_program_ends_when_the_trainer_is_killed():
     [
         ({"timeout": 0}, "timeout must be"),
         ({"timeout": "6"}, "timeout must be"),
+        ({"total_timeout": 0}, "total_timeout must be"),
         ({"memory_mb": 1}, "memory_mb must be"),
         ({"workers": 0}, "workers must be"),
         ({"partial": "yes"}, "partial must be"),
         ({"sandbox": "off"}, "sandbox must be one of required, unsafe"),
-        ({"sandbx": "unsafe"}, "did you mean 'sandbox'?"),
+        ({"sandbx": "unsafe"}, "unexpected keyword argument 'sandbx'"),
     ],
 )
 def test_wrong_options_give_a_one_line_error(options, message):

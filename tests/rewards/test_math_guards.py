@@ -8,9 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rewards.math_guards import claimed, read, refused, word
-from rewards.math_spelling import latex_of
-from rewards.math_worker import is_equal
+from rewards.math_worker import claimed, is_equal, latex_of, read, refused, word
 
 WAYS = [  # ways to write a whole number
     "{n}", "${n}$", "{n}.", "{n:,}", "{n:_}", "{n} eggs", r"\text{{{n} dollars}}", r"\${n:,}", "€{n}", "{n}°", r"{n}\%",

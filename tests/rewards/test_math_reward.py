@@ -16,48 +16,9 @@ from pathlib import Path
 import pytest
 from reward_cases import ADVERSARIAL, HANG, gold_answers, within
 
-from rewards.math import MathReward
-from rewards.math_pool import QUICK
+from rewards.math import QUICK, MathReward
 
 REPO = Path(__file__).resolve().parents[2]
-
-EQUAL = [
-    ("1/2", r"\frac{1}{2}"),
-    ("1/2", "0.5"),
-    (r"\frac{1}{2}", "0.5"),
-    (r"\frac{1}{2}", r"\dfrac12"),
-    (42, "42.0"),
-    ("42", "42."),
-    ("1,234", "1234"),
-    ("-3", "\N{MINUS SIGN}3"),
-    ("x=5", "5"),
-    (r"2\sqrt{2}", r"\sqrt{8}"),
-    ("(x+1)^2", "x^2+2x+1"),
-    (r"\{1,2\}", r"\{2,1\}"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
-    (r"\text{Evelyn}", "Evelyn"),
-    ("Evelyn", r"\text{Evelyn}"),
-    ("east", "East"),
-    ("xy + yz", "yz+xy"),
-    ("12 square units", "12"),
-    ("The answer is 42", "42"),
-    ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
-    (r"\boxed{7}", "7"),
-    (r"$\frac{1}{2}$", "0.5"),
-]
-DIFFERENT = [
-    ("1/2", r"\frac{1}{3}"),
-    ("1/2", "0.51"),
-    ("42", "-42"),
-    ("1,234", "1,235"),
-    (r"2\sqrt{2}", r"2\sqrt{3}"),
-    (r"\{1,2\}", r"\{1,3\}"),
-    (r"\left( 3, \frac{\pi}{2} \right)", "3"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(\pi/2, 3)"),
-    ("Evelyn", "nylevE"),
-    ("3 + 4 = <<3+4=7>>7\n#### 7", "3"),
-    ("7", ""),
-]
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +31,10 @@ def boxed(answer):
     return rf"So it is $\boxed{{{answer}}}$."
 
 
-@pytest.mark.parametrize(("pairs", "reward"), [(EQUAL, 1.0), (DIFFERENT, 0.0)])
-def test_answers_are_compared_by_value(math_reward, pairs, reward):
-    golds, answers = zip(*pairs, strict=True)
-    assert math_reward([boxed(a) for a in answers], answer=list(golds)) == [reward] * len(pairs)
+def test_a_gold_may_be_a_number_a_box_or_a_solution_of_gsm8k(math_reward):
+    golds = [42, r"\boxed{7}", "3 + 4 = <<3+4=7>>7\n#### 7", "3 + 4 = <<3+4=7>>7\n#### 7", "7"]
+    answers = ["42.0", "7", "7", "3", ""]
+    assert math_reward([boxed(answer) for answer in answers], answer=golds) == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_last_box_is_the_answer(math_reward):
@@ -123,6 +84,15 @@ def test_an_answer_that_hangs_does_not_affect_other_rewards():
     assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
     assert reward(texts[2:], answer=["42"] * 2, log_metric=metrics.__setitem__) == [1, 0]
     assert metrics["rewards/math_timeout"] == 0.0  # control: a wrong answer is not a timeout
+
+
+def test_a_worker_is_charged_for_no_import_and_a_gold_that_took_too_long_is_read_again():
+    """A fifth of a second, less than the imports take, is enough for a worker's first comparison and for the first one
+    after an alarm. A gold that has no time is left out, but is read once it has time. Control: a hang has no reward."""
+    reward = MathReward(timeout=0.2, workers=1)
+    assert reward([boxed(r"\sqrt{4}"), HANG, boxed(r"\sqrt{9}")], answer=["2", "42", "3"]) == [1.0, 0.0, 1.0]
+    for reward.timeout, expected in ((1e-4, None), (0.2, 1.0)):
+        assert reward([boxed(r"x+\frac{1}{2}")], answer=[r"\frac{2x+1}{2}"]) == [expected]
 
 
 @pytest.mark.slow

@@ -6,11 +6,16 @@ import pytest
 from reward_cases import ADVERSARIAL, within
 
 from rewards import REWARDS, make_rewards
-from rewards.boxed import BoxedReward
-from rewards.format import FormatReward
-from rewards.length import SoftOverlongReward
-from rewards.repetition import RepetitionReward
-from rewards.text import last_boxed
+from rewards.text import (
+    MARK,
+    BoxedReward,
+    FormatReward,
+    RepetitionReward,
+    SoftOverlongReward,
+    final_parts,
+    gold_text,
+    last_boxed,
+)
 
 NEEDED = {"soft_overlong": {"max_completion_len": 100, "soft_punish_cache": 20}}
 
@@ -25,10 +30,10 @@ NEEDED = {"soft_overlong": {"max_completion_len": 100, "soft_punish_cache": 20}}
         (r"\boxed{\left\{1,2\right.}", r"\left\{1,2\right."),
         (r"\boxed{a \\{b}}", r"a \\{b}"),
         (r"\boxed{1} and \boxed without braces", "1"),
-        (r"\boxed{}", ""),
-        (r"\boxed{1", None),
-        (r"\boxed{1} then \boxed{\frac{1}{2}", None),
-        (r"\boxed{1\}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{1", ""),
+        (r"\boxed{1} then \boxed{\frac{1}{2}", ""),
+        (r"\boxed{1\}", ""),
         (r"\boxedx{1}", None),
         ("boxed{1}", None),
         ("", None),
@@ -38,11 +43,84 @@ def test_last_boxed_balances_its_braces(text, content):
     assert last_boxed(text) == content
 
 
+FINAL_PARTS = [  # completion, prompt, end of the prompt after the chat template, final part
+    ("a", "", "", "a"),
+    ("<think>a</think>b", "", "", "b"),
+    ("a</think>b</think>c", "", "", "c"),
+    ("<think>a</think>b<think>c</think>d", "", "", "d"),
+    ("<think>a", "", "", ""),
+    ("a</think>b<think>c", "", "", ""),
+    ("a", "q\n<think>\n", "", ""),
+    ("a</think>b", "q\n<think>\n", "", "b"),
+    ("a", "Reason in <think> tags: q", "", "a"),
+    ("a", [{"role": "user", "content": "q"}], "assistant\n<think>\n", ""),
+    ("a</think>b", [{"role": "user", "content": "q"}], "assistant\n<think>\n", "b"),
+    ("a", [{"role": "user", "content": "q"}], "assistant\n<think>\n\n</think>\n\n", "a"),
+    ("a", [{"role": "assistant", "content": "<think>"}, {"role": "user", "content": "q"}], "", "a"),
+    ("a", [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>"}], "", ""),
+]
+
+
+@pytest.mark.parametrize(("completion", "prompt", "end", "final"), FINAL_PARTS)
+def test_every_reward_reads_only_the_text_after_the_reasoning(completion, prompt, end, final):
+    """If a right answer replaces a letter of the completion, the reward is 1 if and only if that is the final part."""
+    columns = {"prompts": [prompt] * 2, "prompt_ends": [end] * 2}
+    assert final_parts([completion, [{"role": "assistant", "content": completion}]], columns) == [final, final]
+    for answer, names in ((r"\boxed{F}", ("boxed", "letter", "format", "short_answer")), ("Answer: F", ("letter",))):
+        places = [place for place in "abcd" if place in completion]
+        texts = [completion.replace(place, answer) for place in places]
+        columns = {"prompts": [prompt] * len(places), "prompt_ends": [end] * len(places)}
+        for function in make_rewards(names)[0]:
+            rewards = function(texts, answer=["F"] * len(texts), answers=[["F"]] * len(texts), **columns)
+            assert rewards == [float(place == final) for place in places]
+
+
+MARKED = [  # text, content of the last box, content of the last box or answer tag
+    (r"\boxed{7}, written within \boxed{} as requested", "7", "7"),
+    (r"\boxed{7} and not \boxed{...} or \boxed{\text{your answer}}", "7", "7"),
+    (r"\boxed{\emptyset}, not \boxed{\{\}}", r"\{\}", r"\{\}"),
+    (r"\boxed{3}, \boxed{5} and \boxed{7}", "3, 5, 7", "3, 5, 7"),
+    (r"$\boxed{3}$ or $\boxed{5}$", "3, 5", "3, 5"),
+    (r"\boxed{3}; \(\boxed{5}\), and \[\boxed{7}\]", "3, 5, 7", "3, 5, 7"),
+    (r"\boxed{3} and then \boxed{5}", "5", "5"),
+    (r"\boxed{3} \boxed{5}", "5", "5"),
+    (r"Thus $\boxed 2$.", "2", "2"),
+    (r"Thus \(x=\boxed-12\).", "-12", "-12"),
+    (r"Thus $\boxed\frac12$.", r"\frac12", r"\frac12"),
+    (r"\boxed 25 is right", "25", "25"),
+    ("<answer>42</answer>", None, "42"),
+    (r"\boxed{41} <answer>42</answer>", "41", "42"),
+    (r"<answer>41</answer> \boxed{42}", "42", "42"),
+    (r"<answer>It is \boxed{42}.</answer>", "42", "42"),
+    (r"<answer></answer> \boxed{42} <answer> </answer>", "42", "42"),
+    (r"\boxed{42} <answer>4", "42", ""),
+    (r"\boxed{42} and \boxed{4", "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "box", "mark"), MARKED)
+def test_the_last_mark_that_is_no_placeholder_holds_the_answer(text, box, mark):
+    assert last_boxed(text) == box
+    assert last_boxed(text, MARK) == mark
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        *[('["5"]', "5"), ("['5']", "5"), (["5"], "5"), ("{'answer': 5}", "5"), ('{"a": "x"}', "x"), ("[5]", "[5]")],
+        *[(r'["\\frac12"]', r"\frac12"), (r"$\boxed 2$", "2"), (r"= \boxed5.", "5"), ("(1,2]", "(1,2]")],
+        *[('["5", "7"]', None), ("{'a': 5, 'b': 6}", None), (r"\boxed{}", None), ("", None), (None, None), (0, "0")],
+    ],
+)
+def test_a_gold_answer_is_read_out_of_its_box_or_its_list(gold, text):
+    assert gold_text(gold) == text
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 50, 100_000])
 def test_last_boxed_finds_a_box_with_braces_of_any_depth(depth):
     inner = "{" * depth + "x" + "}" * depth
     assert last_boxed(rf"\boxed{{{inner}}}") == inner
-    assert last_boxed(rf"\boxed{{{inner}") is None  # control: one brace is missing
+    assert last_boxed(rf"\boxed{{{inner}") == ""  # control: one brace is missing
 
 
 def test_boxed_compares_texts_exactly():
@@ -82,9 +160,11 @@ def test_format_rewards_exactly_one_box_after_the_thinking(text, reward):
 
 
 def test_format_think_equals_the_reward_of_trl():
-    """Only a text with exactly one opening and one closing tag of thoughts, in this order, has reward 1."""
+    """Only a text with exactly one opening and one closing tag of thoughts, in this order, has reward 1. The prompt may
+    contain the opening tag."""
     texts = ["<think>hm</think> 1", "hm</think> 1", "<think>hm", "<think><think>hm</think> 1"]
     assert FormatReward(style="think")(texts) == [1.0, 0.0, 0.0, 0.0]
+    assert FormatReward(style="think")(texts, prompts=["q <think>\n"] * 4) == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("length", "reward"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
@@ -130,9 +210,9 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
 def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     unpickled = pickle.loads(pickle.dumps(function))
-    columns = {"answer": ["A", "B"], "answers": [["boxedA"], ["B"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
+    columns = {"answer": ["C", "B"], "answers": [["C"], ["B"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
     columns["tests"] = [["assert True"]] * 2
-    texts = ["\\boxed{A}\n```\npass\n```", "none"]
+    texts = ["\\boxed{C}\n```\npass\n```", "none"]
     assert unpickled(texts, **columns) == function(texts, **columns)
     assert len(set(function(texts, **columns))) == 2  # control: the two texts have different rewards
     assert unpickled.__name__ == name

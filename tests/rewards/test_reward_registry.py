@@ -10,7 +10,6 @@ import textwrap
 import pytest
 
 from rewards import REWARDS, make_rewards
-from rewards.boxed import BoxedReward
 from rewards.math import MathReward
 
 
@@ -50,19 +49,13 @@ def users_module(tmp_path, monkeypatch):
 
 
 def test_names_and_mappings_give_functions_and_weights():
-    functions, weights = make_rewards(
-        ["boxed", {"name": "math", "timeout": 2.5, "weight": 2}, {"name": "format", "weight": -0.5}]
-    )
+    specs = ["boxed", {"name": "math", "timeout": 2.5, "weight": 2}, {"name": "format", "weight": -0.5}]
+    functions, weights = make_rewards(specs)
+    assert specs[1] == {"name": "math", "timeout": 2.5, "weight": 2}  # not changed
     assert weights == [1.0, 2.0, -0.5]
     assert [function.__name__ for function in functions] == ["boxed", "math", "format"]
     assert isinstance(functions[1], MathReward)
     assert functions[1].timeout == 2.5
-
-
-def test_make_rewards_does_not_change_the_mapping_that_it_gets():
-    spec = {"name": "format", "weight": 2.0, "style": "think"}
-    make_rewards([spec])
-    assert spec == {"name": "format", "weight": 2.0, "style": "think"}
 
 
 def test_every_registered_class_has_its_registry_name():
@@ -113,17 +106,20 @@ def test_trl_recognises_bound_functions(users_module):
         (None, "must be a list"),
         (["mth"], "unknown reward 'mth': did you mean 'math'?"),
         (["soft_overlongg"], "did you mean 'soft_overlong'?"),
-        (["zzz"], "known rewards are math, boxed, format, soft_overlong, repetition, short_answer"),
+        (["zzz"], "known are math, boxed, format, soft_overlong, repetition, short_answer"),
         ([7], "a name or a mapping"),
         ([{"weight": 1.0}], "a name or a mapping"),
-        ([{"name": "math", "timeot": 3}], "'math' has no parameter 'timeot': did you mean 'timeout'?"),
-        ([{"name": "boxed", "style": 3}], "'boxed' has no parameter 'style': it takes none"),
+        (
+            [{"name": "math", "timeot": 3}],
+            "'math': got an unexpected keyword argument 'timeot'; its parameters are (*, timeout",
+        ),
+        ([{"name": "boxed", "style": 3}], "'boxed': got an unexpected keyword argument 'style'; its parameters are ()"),
         ([{"name": "math", "timeout": 0}], "reward 'math': timeout must be"),
         ([{"name": "math", "timeout": "5"}], "reward 'math': timeout must be"),
         ([{"name": "math", "workers": 0}], "workers must be"),
         ([{"name": "math", "require_boxed": "yes"}], "require_boxed must be"),
         ([{"name": "format", "style": "nice"}], "style must be one of boxed, think"),
-        (["soft_overlong"], "'soft_overlong' needs the parameter 'max_completion_len'"),
+        (["soft_overlong"], "'soft_overlong': missing a required argument: 'max_completion_len'"),
         ([{"name": "soft_overlong", "max_completion_len": 10, "soft_punish_cache": 11}], "soft_punish_cache must"),
         ([{"name": "repetition", "max_penalty": 1.0}], "max_penalty must be"),
         ([{"name": "repetition", "ngram_size": 0}], "ngram_size must be"),
@@ -136,8 +132,11 @@ def test_trl_recognises_bound_functions(users_module):
         (["broken_rewards:fn"], "cannot be imported: ZeroDivisionError"),
         (["own_rewards:"], "cannot be imported"),
         (["."], "cannot be imported"),
-        ([{"name": "own_rewards:strict", "scael": 2.0}], "no parameter 'scael': did you mean 'scale'?"),
-        ([{"name": "own_rewards:Constant"}], "needs the parameter 'value'"),
+        (
+            [{"name": "own_rewards:strict", "scael": 2.0}],
+            "got an unexpected keyword argument 'scael'; its parameters are (completions, *, scale",
+        ),
+        ([{"name": "own_rewards:Constant"}], "missing a required argument: 'value'"),
         (["boxed", "own_rewards:boxed"], "two rewards are called 'boxed'"),
     ],
 )
@@ -157,12 +156,6 @@ def test_the_package_rewards_imports_no_heavy_library_and_no_other_package():
         "assert not loaded & {'torch', 'trl', 'sympy', 'sparse_rl', 'rollout', 'trainer'}, loaded"
     )
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
-
-
-def test_instances_of_one_class_do_not_share_a_name():
-    (_, second), _ = make_rewards(["boxed", "boxed"])
-    assert second.__name__ == "boxed_2"
-    assert BoxedReward().__name__ == "boxed"
 
 
 def test_a_path_loads_the_users_file_even_if_a_module_has_its_name(users_module, tmp_path):

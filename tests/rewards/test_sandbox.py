@@ -125,7 +125,7 @@ def test_a_machine_without_seccomp_is_refused_or_named():
 
 
 def test_a_sandbox_that_fails_stops_the_run_and_gives_no_reward():
-    broken = "import rewards.confined, rewards.workers\nrewards.workers.START = rewards.workers.START.replace("
+    broken = "import rewards.code_worker, rewards.workers\nrewards.workers.START = rewards.workers.START.replace("
     broken += (
         "'module.main()', 'import resource; resource.setrlimit(resource.RLIMIT_AS, (2**25, 2**25)); module.main()')"
     )

@@ -10,7 +10,7 @@ import string
 import pytest
 
 from rewards import make_rewards
-from rewards.short_answer import ShortAnswerReward, normalised, short_answer
+from rewards.text import ShortAnswerReward, normalised, short_answer
 
 LONG = "word " * 30  # more than 100 characters
 
@@ -122,7 +122,7 @@ def test_a_wrong_parameter_or_column_gives_a_one_line_error() -> None:
     for parameter in ("match", "unanswerable"):
         with pytest.raises(ValueError, match=f"reward 'short_answer': {parameter} must be one of"):
             make_rewards([{"name": "short_answer", parameter: "maybe"}])
-    with pytest.raises(ValueError, match=r"needs a column 'answers', a list of texts, but the data has \['answer'\]"):
+    with pytest.raises(ValueError, match=r"needs a column 'answers', but the data has \['answer'\]"):
         ShortAnswerReward()(["7"], answer=["7"])
     with pytest.raises(ValueError, match="got 1 completions but 2 'answers'"):
         ShortAnswerReward()(["7"], answers=[["7"], ["8"]])

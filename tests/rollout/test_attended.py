@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from tiny import model_of, prompts_of
 
 from rollout import SamplingConfig
 from rollout.attended import LayerAttention, attention_cells, cell_size, hand_out, window_scores
@@ -51,9 +51,7 @@ def test_scores_of_a_window_equal_a_loop(first: int, last: int, evicts: bool) ->
 
 
 def test_scores_that_are_known_by_hand() -> None:
-    """Keys of zeros give equal attention to all tokens that are seen: 1/4 of the first query, and 1/4 of the second,
-    for which token 0 is evicted.
-    """
+    """Keys of zeros give equal attention to all seen tokens: 1/4 of each query; token 0 is evicted for the second."""
     zeros = torch.zeros(1, 5, 2)
     evict_at = torch.tensor([[4, NEVER, NEVER, NEVER, NEVER]], dtype=torch.int32)
     scores = window_scores(LayerAttention(0, zeros, zeros, evict_at, 1.0), 3, 5)
@@ -79,8 +77,8 @@ def test_cells_of_a_map_equal_a_loop(most: int, heads: list[int], monkeypatch: p
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_a_model_hands_out_the_layers_without_windows(family: str, model_of: Callable, prompts_of: Callable) -> None:
-    """The queries and keys are those of transformers' own eager attention, for a sequence without evictions."""
+def test_a_model_hands_out_the_layers_without_windows(family: str) -> None:
+    """They are those of transformers' own eager attention, for a sequence without evictions."""
     model = model_of(family)
     (rollout,) = HFEngine(model, make_policy("full")).generate(
         prompts_of(family, [6]), SamplingConfig(max_tokens=8, seed=0, ignore_eos=True)
@@ -99,7 +97,7 @@ def test_a_model_hands_out_the_layers_without_windows(family: str, model_of: Cal
         assert torch.allclose(ours.float(), weights[layer.index][0, :, 12], atol=1e-5)
 
 
-def test_a_trace_that_does_not_fit_is_refused(model_of: Callable, prompts_of: Callable) -> None:
+def test_a_trace_that_does_not_fit_is_refused() -> None:
     engine = HFEngine(model_of("qwen3"), make_policy("full"))
     (rollout,) = engine.generate(prompts_of("qwen3", [4]), SamplingConfig(max_tokens=3, seed=0))
     rollout.completion_ids = rollout.completion_ids[:-1]

@@ -4,18 +4,19 @@ rows of the batch go on; its entries do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from policy_cases import BOUNDED, EVICTING, SAMPLED
+from tiny import model_of, policy_of, prompts_of
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.methods.eviction.cache import GROW, EvictingCache
 from sparse_rl.policies import Policy
+from sparse_rl.policies.cache import GROW, EvictingCache
 
 CPU = torch.device("cpu")
 BUDGET, PERIOD = 16, 5
@@ -48,12 +49,8 @@ class Driver:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_the_prefill_frees_the_memory_of_evicted_entries(
-    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """After a prefill of 300 and 120 tokens, the cache has storage for the kept entries alone: the budget in each row,
-    or 300 entries with the full cache.
-    """
+def test_the_prefill_frees_the_memory_of_evicted_entries(policy_name: str) -> None:
+    """The storage is that of the kept entries: the budget in each row, or 300 entries with the full cache."""
     model = model_of("qwen3")
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     cache = Driver(model, policy, prompts_of("qwen3", [300, 120])).cache
@@ -64,12 +61,8 @@ def test_the_prefill_frees_the_memory_of_evicted_entries(
 
 @pytest.mark.parametrize("policy_name", BOUNDED)
 @pytest.mark.few(3)
-def test_memory_in_decoding_is_bounded_by_the_peak(
-    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """The storage is exactly the policy's peak (at most budget + period entries) per sequence, for completions of 25
-    and 50 tokens. Control: the full cache grows.
-    """
+def test_memory_in_decoding_is_bounded_by_the_peak(policy_name: str) -> None:
+    """Exactly the policy's peak per sequence, for completions of 25 and 50 tokens. Control: the full cache grows."""
     model, prompts = model_of("qwen3"), prompts_of("qwen3", [90, 40, 3, 17])
 
     def peak(policy: Policy, tokens: int) -> int:
@@ -88,12 +81,8 @@ def test_memory_in_decoding_is_bounded_by_the_peak(
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_the_cache_holds_the_recorded_entries(
-    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """After every step, each row, layer and head holds exactly the positions that the next query may see by
-    the record.
-    """
+def test_the_cache_holds_the_recorded_entries(policy_name: str) -> None:
+    """After every step, exactly the positions that the next query may see by the record."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [33, 18, 2, 21]))
     cache = driver.cache
@@ -111,12 +100,8 @@ def test_the_cache_holds_the_recorded_entries(
 
 
 @pytest.mark.parametrize("policy_name", EVICTING)
-def test_a_frozen_row_keeps_its_entries(
-    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """Row 1 is frozen for 12 steps. Its entries and its record do not change, bit for bit. Control: the entries and the
-    record of the active row 2 change.
-    """
+def test_a_frozen_row_keeps_its_entries(policy_name: str) -> None:
+    """Bit for bit, with its record. Control: those of the active row 2 change."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))
     cache = driver.cache
@@ -136,10 +121,8 @@ def test_a_frozen_row_keeps_its_entries(
     assert not any(torch.equal(a, b) for a, b in zip(active, snapshot(2), strict=True))
 
 
-def test_forked_rows_are_independent(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """`select([1, 0, 1])` copies row 1. The copies decode different tokens, and each row evicts as in a cache whose
-    rows were prefilled separately.
-    """
+def test_forked_rows_are_independent() -> None:
+    """`select([1, 0, 1])` copies row 1; each row then evicts as in a cache whose rows were prefilled separately."""
     policy = policy_of("gkv", budget=BUDGET, window=4, period=PERIOD)
     (a, b) = prompts_of("qwen3", [24, 9])
     forked, plain = Driver(model_of("qwen3"), policy, [a, b]), Driver(model_of("qwen3"), policy, [b, a, b])

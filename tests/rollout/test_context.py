@@ -12,37 +12,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from continued import slow_logprobs
-from judging import gap
+from continued import check_continuation, engine_of, slow_logprobs
+from judging import gap, trainer_gap
+from matching_reference import naive_allocation
+from tiny import model_of, prompts_of
 
-from rollout import SamplingConfig, make_engine
+from rollout import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import BASE, RATIOS, STEPS, allocate, counts, load, save, sensitivity
-from rollout.context.prompts import ContextPrompts
+from rollout.context.reader import ContextPrompts
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
-from sparse_rl.matching.reference import naive_allocation
 from sparse_rl.trace import TraceError
 
 SAMPLING = SamplingConfig(max_tokens=20, seed=1, ignore_eos=True)
 MODELS = ["quickstart", "stories260K", "qwen3", "llama"]
 
 
-@pytest.fixture
-def engine_of(model_of: Callable) -> Callable:
-    """engine_of(model name) -> an hf engine with a full cache."""
-    return lambda name: make_engine("hf", model=model_of(name), policy="full")
-
-
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"policy": "evict"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.few(4)
-def test_continuations_attend_only_to_kept_entries(
-    name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
-) -> None:
-    """The context keeps its first 2 tokens, its last 3 tokens and 30 % of the others. The slow reference computes
-    log-probs from these kept entries alone. Sampled and simulated continuations have the same log-probs, up to 1e-5.
-    """
+def test_continuations_attend_only_to_kept_entries(name: str, changed: dict) -> None:
+    """First 2, last 3 and 30 % of the other tokens. Sampled and simulated log-probs are those of a slow reference."""
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2, last=3, **changed))
     assert all(layer.keys.shape[2] == 2 + 3 + round(0.3 * 55) for layer in context.layers)
@@ -55,24 +46,19 @@ def test_continuations_attend_only_to_kept_entries(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_continuations_after_fits_to_another_text_are_not_replayed(
-    name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
-) -> None:
-    """After plain evictions (`evict`), the replay of a continuation has a gap of at most 1e-5. After a fit to queries
-    of another text (`repeat`) replay is refused, since the trace has neither this text nor biases and values.
-    """
+def test_continuations_after_fits_to_another_text_are_not_replayed(name: str) -> None:
+    """The trace has neither this text nor biases and values. Control: after plain evictions the gap is at most 1e-5."""
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     rollouts = engine.generate(
         questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, policy="evict", first=2))
     )
-    with torch.no_grad():
-        assert gap(replay_logprobs(model_of(name), rollouts), rollouts) <= 1e-5
+    assert trainer_gap(model_of(name), rollouts) <= 1e-5
     fitted = engine.generate(questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2)))
     with pytest.raises(TraceError, match="no view replays traces with the sections evict_at, compacted_at"):
         replay_logprobs(model_of(name), fitted)
 
 
-def test_a_context_without_evictions_equals_a_full_cache(engine_of: Callable, prompts_of: Callable) -> None:
+def test_a_context_without_evictions_equals_a_full_cache() -> None:
     engine, (tokens, question) = engine_of("quickstart"), prompts_of("quickstart", [60, 7])
     (plain,) = engine.generate([[*tokens, *question]], SAMPLING)
     context = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
@@ -80,12 +66,8 @@ def test_a_context_without_evictions_equals_a_full_cache(engine_of: Callable, pr
     assert gap([torch.tensor(ours.model_logprobs)], [plain]) <= 1e-5
 
 
-def test_continuations_of_a_shared_context_equal_separate_continuations(
-    engine_of: Callable, prompts_of: Callable
-) -> None:
-    """Five completions of different lengths are simulated together from one compacted context. Each has the same
-    log-probs if the context is compacted again for it alone.
-    """
+def test_continuations_of_a_shared_context_equal_separate_continuations() -> None:
+    """Five completions of different lengths; the context is compacted again for each."""
     engine, (tokens, *questions) = engine_of("quickstart"), prompts_of("quickstart", [60, 1, 7, 4, 12, 7])
     config = PromptCacheConfig(ratio=0.2)
     context = engine.compact(tokens, config)
@@ -96,7 +78,7 @@ def test_continuations_of_a_shared_context_equal_separate_continuations(
         assert gap([torch.tensor(alone.model_logprobs)], [theirs]) <= 1e-5
 
 
-def test_a_compacted_context_holds_only_its_kept_entries_in_memory(engine_of: Callable, prompts_of: Callable) -> None:
+def test_a_compacted_context_holds_only_its_kept_entries_in_memory() -> None:
     """Of 201 tokens, the first token and 10 % of the others are kept: 21 entries."""
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [201])
     whole = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict")).nbytes
@@ -105,10 +87,8 @@ def test_a_compacted_context_holds_only_its_kept_entries_in_memory(engine_of: Ca
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
-def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
-    """The kept entries are those with the highest attention from the reference queries, for each `aggregate` over the
-    queries, with plain eviction and with fits. Control: `fit: paper` gives other values.
-    """
+def test_entries_with_most_attention_are_kept(aggregate: str) -> None:
+    """For each `aggregate` over reference queries, with and without fits. Control: `fit: paper` has other values."""
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = PromptCacheConfig(ratio=0.2, policy="evict", aggregate=aggregate, first=2, last=1)
     studied = engine.study(tokens, config)
@@ -123,10 +103,8 @@ def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callabl
     assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 
 
-def test_many_reference_queries_are_subsampled_reproducibly(engine_of: Callable, prompts_of: Callable) -> None:
-    """With `most_queries: 7`, two compactions draw the same queries and give the same values. Control: with all queries
-    the fitted values differ.
-    """
+def test_many_reference_queries_are_subsampled_reproducibly() -> None:
+    """Control: with all queries the fitted values differ."""
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
     few = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
     many = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
@@ -139,32 +117,24 @@ def test_many_reference_queries_are_subsampled_reproducibly(engine_of: Callable,
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_heads_keep_the_number_of_entries_assigned_to_them(
-    policy: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
-) -> None:
-    """`counts` assigns another number of entries to each head. No query attends to the padding of a shorter head: the
-    gaps to the slow reference and to the replay are at most 1e-5. Equal counts give the same values as a ratio.
-    """
+def test_heads_keep_the_number_of_entries_assigned_to_them(policy: str) -> None:
+    """No query attends to the padding of a shorter head. Equal counts give the same values as a ratio."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy=policy, first=2)
     sizes = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
-    context = engine.compact(tokens, config, counts=sizes)
+    context = engine.study(tokens, config).compacted(config, sizes)
     kept = (context.evict_at() > 60).sum(-1) - 2
     assert kept.tolist() == sizes
-    (r,) = engine.generate([question], SAMPLING, context)
-    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    r = check_continuation(engine, context, question)
     if policy == "evict":
-        with torch.no_grad():
-            assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
-    even = engine.compact(tokens, config, counts=[[6] * 4] * 5)
+        assert trainer_gap(model_of("stories260K"), [r]) <= 1e-5
+    even = engine.study(tokens, config).compacted(config, [[6] * 4] * 5)
     assert torch.equal(even.layers[3].values, engine.compact(tokens, replace(config, ratio=6 / 58)).layers[3].values)
 
 
 def test_heads_that_gain_more_get_more_entries() -> None:
-    """`allocate` distributes entries by the loss curves of four heads. One loss falls steeply with more entries, and
-    its head gets the most. One loss does not fall at all, and its head gets the least. Two curves are equal, and their
-    heads get equal shares.
-    """
+    """One loss falls steeply and its head gets the most; one does not fall, and gets the least; equal curves, equal
+    shares."""
     ratios = (0.01, 0.1, 1.0)
     curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
     shares = allocate(curves, ratios, 0.1)
@@ -207,9 +177,7 @@ def compare_with_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[f
 @pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("convex", [True, False])
 def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
-    """`allocate` gives the same shares as the plain algorithm (`naive_allocation`), for convex curves and for curves
-    that go up and down. At ratio 1 all entries are kept, and none is moved between heads.
-    """
+    """For convex curves and others. At ratio 1 all entries are kept, and none is moved between heads."""
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         losses = torch.rand(2, 3, len(RATIOS), generator=generator, dtype=torch.float64)
@@ -220,9 +188,7 @@ def test_shares_equal_algorithm_4(convex: bool, ratio: float) -> None:
 
 
 def test_shares_equal_algorithm_4_if_one_head_is_the_best_to_gain_and_to_lose_entries() -> None:
-    """The loss of head 0 falls with more entries, and also with fewer. It ends with more than twice its entries;
-    another head ends with almost none.
-    """
+    """It ends with more than twice its entries; another head ends with almost none."""
     curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
     curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
     curves[0, 1:] = torch.tensor([0.03, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -232,10 +198,8 @@ def test_shares_equal_algorithm_4_if_one_head_is_the_best_to_gain_and_to_lose_en
     assert min(shares) < RATIOS[1]
 
 
-def test_shares_of_measured_curves_equal_algorithm_4(engine_of: Callable, prompts_of: Callable) -> None:
-    """A curve is the KL divergence of a trained model's next token while one head keeps more or fewer entries. Some
-    head ends below 0.01, the smallest measured ratio above 0.
-    """
+def test_shares_of_measured_curves_equal_algorithm_4() -> None:
+    """Some head ends below 0.01, the smallest measured ratio above 0."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict")
     studied = engine.study(tokens, config)
@@ -254,10 +218,8 @@ def test_shares_of_measured_curves_equal_algorithm_4(engine_of: Callable, prompt
     assert min(shares) < RATIOS[1]
 
 
-def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_of: Callable) -> None:
-    """`sensitivity` evaluates the loss for each layer, head and ratio. In each evaluation exactly one head keeps
-    another number of entries (1 or 25 of 50) than the 5 of the base ratio.
-    """
+def test_a_curve_is_the_loss_with_one_head_changed() -> None:
+    """In each evaluation one head keeps 1 or 25 of 50 entries, the others the 5 of the base ratio."""
     engine, (tokens,) = engine_of("quickstart"), prompts_of("quickstart", [50])
     studied = engine.study(tokens, PromptCacheConfig(first=0))
     recorded: list[list[list[int]]] = []
@@ -277,9 +239,7 @@ def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_
 
 
 def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path: Path) -> None:
-    """Loaded shares equal the saved shares, normalised to mean 1. `counts` turns shares into numbers of entries, at
-    least 1 for each head. Files with wrong shares, of another model, or with other contents are refused in one line.
-    """
+    """Shares are normalised to mean 1; `counts` gives each head at least 1 entry."""
     shares = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.05, 0.15]]).double()
     save(tmp_path / "b.json", shares)
     torch.testing.assert_close(load(tmp_path / "b.json", range(2), 3), shares / 0.15)
@@ -303,7 +263,7 @@ def test_saved_head_budgets_load_unchanged_and_wrong_files_are_refused(tmp_path:
         assert "\n" not in str(caught.value)
 
 
-def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
+def test_invalid_compactions_are_refused() -> None:
     engine = engine_of("qwen2")
     with pytest.raises(UserError, match=r"the context has 3 tokens, but first \+ last is 5"):
         engine.compact([1, 2, 3], PromptCacheConfig(first=5))
@@ -312,8 +272,6 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
     with pytest.raises(UserError, match="the context has 0 tokens"):
         engine.compact([], PromptCacheConfig())
     context = engine.compact([1, 2, 3, 4], PromptCacheConfig())
-    with pytest.raises(UserError, match="the cache of a compacted context keeps no last queries"):
-        engine.prefill([[1]], context).queries(0)
     with pytest.raises(UserError, match=r"another model: layers, kv heads and head size are \(2, 2, \d+\), not \("):
         engine_of("stories260K").generate([[5]], SAMPLING, context)
 
@@ -325,11 +283,9 @@ def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
 @pytest.mark.parametrize("name", ["stories260K", "qwen3"])
 @pytest.mark.few(2)
 def test_reading_in_pieces_equals_reading_in_one_pass(
-    name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+    name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts are read in pieces of 8 tokens, with attention for a few tokens at a time. Hidden states, keys, values and
-    queries equal those of one pass, for rows of different lengths, with and without a context before them.
-    """
+    """Hidden states, keys, values and queries, for rows of different lengths, with and without a context."""
     engine, (tokens, *texts) = engine_of(name), prompts_of(name, [60, *lengths])
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
         caches = []
@@ -350,12 +306,8 @@ def test_reading_in_pieces_equals_reading_in_one_pass(
                         torch.testing.assert_close(a[row, :, :n], b[row, :, :n], atol=1e-5, rtol=1e-5)
 
 
-def test_a_context_compacted_in_pieces_equals_a_context_compacted_in_one_pass(
-    engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In pieces of 7 tokens, the context gets the same entries, and continuations get the same log-probs, also if
-    prompts end in different pieces. No forward pass has more tokens than a piece.
-    """
+def test_a_context_compacted_in_pieces_equals_a_context_compacted_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if prompts end in different pieces. No forward pass has more tokens than a piece."""
     engine, (tokens, question, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
     whole = engine.compact(tokens, config, ContextPrompts(requests=[question]))
@@ -375,10 +327,8 @@ def test_a_context_compacted_in_pieces_equals_a_context_compacted_in_one_pass(
     assert min(width for width in widths if width > 1) >= 4
 
 
-def test_a_second_reading_continues_the_first(engine_of: Callable, prompts_of: Callable) -> None:
-    """A second reading continues each row of a batch at the row's own end. The hidden states equal those of one reading
-    of the joined text.
-    """
+def test_a_second_reading_continues_the_first() -> None:
+    """Each row of a batch at its own end."""
     engine, (first, second, *continuations) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
     cache = ContextCache(None)
     engine._read([first, second], cache)

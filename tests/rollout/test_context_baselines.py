@@ -5,45 +5,35 @@ partition of the heads, maximum pooling, summaries; and fits without biases or w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from continued import slow_logprobs
-from judging import gap
+from continued import check_continuation, stories
+from judging import gap, trainer_gap
+from tiny import model_of
 
-from rollout import SamplingConfig, make_engine
+from rollout import SamplingConfig
 from rollout.context import PromptCacheConfig
+from rollout.context.budgets import competing_counts
 from rollout.context.cache import LayerEntries, joined
-from rollout.context.competition import competing_counts
-from rollout.context.prompts import ContextPrompts
-from sparse_rl.attention import replay_logprobs
+from rollout.context.reader import ContextPrompts
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match
-from sparse_rl.matching.block import refit
+from sparse_rl.methods.am.match import refit
 
 TOKENS, LAYERS, HEADS, DIM = 60, 5, 4, 8
-
-
-@pytest.fixture
-def stories(model_of: Callable, prompts_of: Callable) -> tuple:
-    """An hf engine of the story model, a context of 60 tokens, and a prompt of 5 tokens."""
-    engine = make_engine("hf", model=model_of("stories260K"), policy="full")
-    return engine, *prompts_of("stories260K", [TOKENS, 5])
 
 
 # ---- numbers of entries for each head -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: Callable) -> None:
-    """With `heads: global`, the kept entries are those of a slow reference that ranks the (layer, head, entry) triples
-    by their maximum attention, the best entry of each head first. Their number is that of equal heads. Continuations
-    agree with the slow log-probs up to 1e-5. Control: equal heads keep other entries.
-    """
-    engine, tokens, question = stories
+def test_all_heads_of_all_layers_compete(policy: str) -> None:
+    """The kept entries are those of a slow reference that ranks (layer, head, entry) by maximum attention, each head's
+    best first. Control: equal heads keep others."""
+    engine, tokens, question = stories(5)
     config = PromptCacheConfig(policy=policy, ratio=0.2, aggregate="max", heads="global", first=2, last=3)
     studied = engine.study(tokens, config)
     ranked = []
@@ -63,17 +53,13 @@ def test_all_heads_of_all_layers_compete(policy: str, stories: tuple, model_of: 
     assert competing_counts(studied.scores(config), 11 * LAYERS * HEADS) == (counts - 5).tolist()
     equal = studied.compacted(replace(config, heads="equal"))
     assert not torch.equal(equal.evict_at(), context.evict_at())
-    (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
-    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    r = check_continuation(engine, context, question)
     if policy == "evict":
-        with torch.no_grad():
-            assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+        assert trainer_gap(model_of("stories260K"), [r]) <= 1e-5
 
 
 def test_the_best_entry_of_each_head_is_kept() -> None:
-    """Of three heads, one has scores below all others. It keeps its best entry, also if the total is below the number
-    of heads. Control: with equal scores, the earlier entries are kept.
-    """
+    """Also if the total is below the number of heads. Control: of equal scores, the earlier entries are kept."""
     scores = torch.tensor([[[5.0, 6.0, 7.0]], [[0.1, 0.3, 0.2]], [[4.0, 8.0, 3.0]]])
     assert competing_counts(scores, 4) == [[2], [1], [1]]
     assert competing_counts(scores, 6) == [[3], [1], [2]]
@@ -81,8 +67,8 @@ def test_the_best_entry_of_each_head_is_kept() -> None:
     assert competing_counts(torch.ones(3, 1, 3), 4) == [[2], [1], [1]]
 
 
-def test_heads_that_compete_need_queries_before_the_pass(stories: tuple) -> None:
-    engine, tokens, _ = stories
+def test_heads_that_compete_need_queries_before_the_pass() -> None:
+    engine, tokens, _ = stories(5)
     with pytest.raises(UserError, match="heads cannot compete by on-policy queries") as caught:
         PromptCacheConfig(heads="global", on_policy=True)
     assert caught.value.key == "heads"
@@ -93,11 +79,9 @@ def test_heads_that_compete_need_queries_before_the_pass(stories: tuple) -> None
 
 
 @pytest.mark.parametrize(("ratio", "whole"), [(0.05, 1), (0.2, 4), (0.5, 10), (1.0, 20)])
-def test_a_partition_keeps_whole_heads(ratio: float, whole: int, stories: tuple, tmp_path: Path) -> None:
-    """With `heads: partition`, the share `ratio` of the heads, those with the largest budgets, keep all 55 entries, and
-    the others one. Control: `heads: equal` follows the same budgets by degrees.
-    """
-    engine, tokens, _ = stories
+def test_a_partition_keeps_whole_heads(ratio: float, whole: int, tmp_path: Path) -> None:
+    """Those with the largest budgets keep all 55 entries, others one. Control: `equal` follows budgets by degrees."""
+    engine, tokens, _ = stories(5)
     shares = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1))
     file = tmp_path / "heads.json"
     file.write_text(json.dumps({"shares": shares.tolist()}))
@@ -128,11 +112,9 @@ def make_entries(count: int) -> LayerEntries:
 # ---- scores and fits ------------------------------------------------------------------------------------------------
 
 
-def test_scores_are_pooled_by_their_maximum(stories: tuple) -> None:
-    """With `pooling: max` and `pool: 7`, the score of an entry is the maximum over itself and three competing entries
-    on each side. Control: the mean keeps other entries.
-    """
-    engine, tokens, _ = stories
+def test_scores_are_pooled_by_their_maximum() -> None:
+    """Over an entry and three competing entries on each side. Control: the mean keeps other entries."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(policy="evict", ratio=0.2, queries=["window"], pool=7, pooling="max", first=2, last=3)
     studied = engine.study(tokens, config)
     context, mean = studied.compacted(config), studied.compacted(replace(config, pooling="mean"))
@@ -146,11 +128,9 @@ def test_scores_are_pooled_by_their_maximum(stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("pool", [1, 3])
-def test_values_that_overflow_are_refused(pool: int, stories: tuple) -> None:
-    """Values near the largest float32 number are finite, but fitted values exceed it. Control: with `fit_values: false`
-    the values stay as they are.
-    """
-    engine, tokens, _ = stories
+def test_values_that_overflow_are_refused(pool: int) -> None:
+    """Fitted values exceed float32. Control: with `fit_values: false` the values stay as they are."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, pool=pool, ridge=1e-9)
     studied = engine.study(tokens, config)
     signs = torch.where(torch.rand(studied.whole.layers[0].values.shape, generator=torch.Generator()) > 0.5, 1.0, -1.0)
@@ -162,12 +142,10 @@ def test_values_that_overflow_are_refused(pool: int, stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
-def test_biases_and_values_can_be_left_out(select: str, stories: tuple, model_of: Callable) -> None:
-    """Without biases, the same keys are kept, biases are 0, and values are fitted to the attention without biases.
-    Without values, biases are those of the whole fit, and the values stay. Without both, the entries are those of
-    `evict`, and completions can be replayed.
-    """
-    engine, tokens, question = stories
+def test_biases_and_values_can_be_left_out(select: str) -> None:
+    """Without biases, values are fitted to the attention without biases; without values, biases stay; without both, the
+    entries are those of `evict`, and can be replayed."""
+    engine, tokens, question = stories(5)
     config = PromptCacheConfig(ratio=0.2, select=select, first=0)
     studied = engine.study(tokens, config)
     whole, no_values, no_biases, neither = (
@@ -195,8 +173,7 @@ def test_biases_and_values_can_be_left_out(select: str, stories: tuple, model_of
         assert torch.equal(no_biases.layers[layer].values, refit(block, index, Fit(select, biases=False))[1])
     assert (whole.fitted, no_biases.fitted, no_values.fitted, neither.fitted) == (True, True, True, False)
     (r,) = engine.generate([question], SamplingConfig(8, seed=1, ignore_eos=True), neither)
-    with torch.no_grad():
-        assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+    assert trainer_gap(model_of("stories260K"), [r]) <= 1e-5
 
 
 # ---- summaries ------------------------------------------------------------------------------------------------------
@@ -207,12 +184,10 @@ def drop_last(answers: list[list[int]]) -> list[int]:
     return [token for answer in answers for token in answer[:-1]]
 
 
-def test_a_summary_takes_the_contexts_place(stories: tuple, model_of: Callable) -> None:
-    """The model's answer to the request, between the first and the last tokens, is the new context: `full` keeps it
-    whole, so completions equal those after a plain prompt of these tokens, and can be replayed. Then `am` keeps a share
-    of it. Control: another request gives another summary.
-    """
-    engine, tokens, request = stories
+def test_a_summary_takes_the_contexts_place() -> None:
+    """`full` keeps the model's answer whole, as a plain prompt would; `am` keeps a share. Control: another request
+    gives another summary."""
+    engine, tokens, request = stories(5)
     prompts = ContextPrompts(summaries={"plain": request, "concise": request[:3]}, text=drop_last)
     config = PromptCacheConfig(policy="full", summary="plain", summary_tokens=21, first=2, last=3, seed=5)
     context = engine.compact(tokens, config, prompts)
@@ -227,19 +202,16 @@ def test_a_summary_takes_the_contexts_place(stories: tuple, model_of: Callable) 
     (plain,) = engine.generate([[*expected, *request]], sampling)
     assert r.completion_ids == plain.completion_ids
     assert gap([torch.tensor(plain.logprobs)], [r]) <= 1e-5
-    with torch.no_grad():
-        assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+    assert trainer_gap(model_of("stories260K"), [r]) <= 1e-5
     compacted = engine.compact(tokens, replace(config, policy="am", ratio=0.5), prompts)
     assert compacted.tokens == expected
     assert compacted.entries == 5 + round(0.5 * (len(expected) - 5))
     assert engine.compact(tokens, replace(config, summary="concise"), prompts).tokens != expected
 
 
-def test_parts_are_summarized_alone(stories: tuple) -> None:
-    """With `chunks: 3`, each part is read alone between the first and the last tokens, and the summaries follow each
-    other.
-    """
-    engine, tokens, request = stories
+def test_parts_are_summarized_alone() -> None:
+    """Between the first and the last tokens; the summaries follow each other."""
+    engine, tokens, request = stories(5)
     prompts = ContextPrompts(summaries={"plain": request}, text=drop_last)
     config = PromptCacheConfig(policy="none", summary="plain", summary_tokens=9, chunks=3, first=2, last=3, seed=5)
     expected = tokens[:2]
@@ -253,8 +225,8 @@ def test_parts_are_summarized_alone(stories: tuple) -> None:
     assert context.entries == 5
 
 
-def test_a_summary_that_is_not_written_is_refused(stories: tuple) -> None:
-    engine, tokens, request = stories
+def test_a_summary_that_is_not_written_is_refused() -> None:
+    engine, tokens, request = stories(5)
     config = PromptCacheConfig(summary="plain", summary_tokens=4)
     with pytest.raises(UserError, match="summaries need prompts that ask for them") as caught:
         engine.compact(tokens, config)

@@ -4,24 +4,23 @@ keys to the parts' places in the context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from continued import slow_logprobs
-from judging import gap
+from continued import check_continuation, engine_of
+from judging import trainer_gap
+from tiny import model_of, prompts_of
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from rollout import SamplingConfig, make_engine
-from rollout.context import PromptCacheConfig
+from rollout import SamplingConfig
+from rollout.context import PromptCacheConfig, compact
 from rollout.context.budgets import sensitivity
-from rollout.context.prompts import ContextPrompts
-from rollout.context.rotation import check_movable, moved
-from rollout.evaluation.contexts import Questions, compacted_contexts
+from rollout.context.reader import ContextPrompts, check_movable, moved
+from rollout.measure.contexts import Questions, compacted_contexts
 from sparse_rl.attention.families import FAMILIES, windows_of
-from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.interface import NO_MASK, KVView
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
@@ -34,28 +33,15 @@ PARTS = [(0, 18), (18, 36), (36, 55)]  # of the 55 tokens between the first 2 an
 ROPE = {
     "default": {},
     "linear": {"factor": 3.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
 
 
-@pytest.fixture
-def engine_of(model_of: Callable) -> Callable:
-    """engine_of(model name) -> an hf engine with a full cache."""
-    return lambda name: make_engine("hf", model=model_of(name), policy="full")
-
-
 @pytest.mark.parametrize("kind", ROPE)
 def test_moved_keys_equal_keys_computed_at_their_positions(kind: str) -> None:
-    """Keys that RoPE has turned to some positions, moved to positions up to 60,000 further on, equal keys that it turns
-    to these at once, up to 1e-6 of their norm, also for scaled RoPE. Controls: keys moved by one position less differ,
-    and under yarn cosines and sines are scaled.
-    """
+    """Up to 60,000 further on, within 1e-6 of their norm, also for scaled RoPE. Controls: one position less, and yarn's
+    scale."""
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **ROPE[kind]}
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=2**17, rope_parameters=rope)
     check_movable(config)
@@ -74,9 +60,7 @@ def test_moved_keys_equal_keys_computed_at_their_positions(kind: str) -> None:
 
 
 def keys_of(model: Any, tokens: list[int], positions: list[int]) -> list[torch.Tensor]:
-    """Return the keys of each layer [1, Hkv, T, D] if the tokens are read alone, at consecutive positions, and RoPE
-    turns the keys to `positions` instead.
-    """
+    """Return each layer's keys [1, Hkv, T, D] of tokens read alone, if RoPE turns them to `positions` instead."""
     decoder, projected, hooks = model.get_decoder(), [], []
     for layer in decoder.layers:
         module = getattr(layer.self_attn, "k_norm", layer.self_attn.k_proj)
@@ -91,13 +75,9 @@ def keys_of(model: Any, tokens: list[int], positions: list[int]) -> list[torch.T
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_are_read_alone_and_their_keys_are_moved(
-    name: str, engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
-    """The entries of the whole context are those of three texts, each with the first 2 and last 3 tokens around a part.
-    Their keys equal those of the model at the right positions, up to 1e-6 of the largest. The first tokens' entries
-    come from the first text, and the last tokens' from the last one. Control: a context read as a whole has other keys.
-    """
+def test_parts_are_read_alone_and_their_keys_are_moved(name: str) -> None:
+    """The entries are those of three texts, each with the first 2 and last 3 tokens around a part, at the right
+    positions. Control: a context read as a whole."""
     engine, (tokens,) = engine_of(name), prompts_of(name, [60])
     studied = engine.study(tokens, CONFIG)
     assert [(part.start, part.end) for part, _ in studied.parts] == PARTS
@@ -126,10 +106,8 @@ def test_parts_are_read_alone_and_their_keys_are_moved(
     ids=str,
 )
 @pytest.mark.few(3)
-def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_of: Callable) -> None:
-    """Each part keeps its share of the entries: those that its text keeps if it is a context of its own, with the same
-    biases and values, at positions of the whole context.
-    """
+def test_parts_are_compacted_alone(changed: dict) -> None:
+    """The entries that a part's text keeps as a context of its own, with the same biases and values."""
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = replace(CONFIG, **changed)
     context = engine.compact(tokens, config)
@@ -140,7 +118,8 @@ def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_o
         inner = tokens[config.first : 60 - config.last][part.start : part.end]
         text = [*tokens[: config.first], *inner, *tokens[60 - config.last :]]
         shares = [count * part.end // between - count * part.start // between for count in counts]
-        alone = engine.compact(text, replace(config, chunk=4096, chunking="kv"), counts=[[n] * 4 for n in shares])
+        whole = replace(config, chunk=4096, chunking="kv")
+        alone = engine.study(text, whole).compacted(whole, [[n] * 4 for n in shares])
         for layer, (ours, theirs) in enumerate(zip(context.layers, alone.layers, strict=True)):
             held, own = slice(places[layer], places[layer] + shares[layer]), slice(edges, edges + shares[layer])
             assert torch.equal(ours.positions[:, :, held], theirs.positions[:, :, own] + part.start)
@@ -153,21 +132,18 @@ def test_parts_are_compacted_alone(changed: dict, engine_of: Callable, prompts_o
 @pytest.mark.parametrize("policy", ["am", "evict"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.few(4)
-def test_continuations_attend_to_the_moved_entries(
-    name: str, policy: str, engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
+def test_continuations_attend_to_the_moved_entries(name: str, policy: str) -> None:
     """Continuations have the log-probs of a slow reference over the kept entries, up to 1e-5."""
     engine, (tokens, question) = engine_of(name), prompts_of(name, [60, 5])
     config = replace(CONFIG, policy=policy, queries=["repeat", "self_study"], study_samples=1, study_tokens=4)
     context = engine.compact(tokens, config, ContextPrompts(requests=[question]))
     assert context.entries == 2 + 3 + 16
     assert context.trace(66).evict_at.shape[-1] == 66
-    (r,) = engine.generate([question], SAMPLING, context)
-    assert gap([slow_logprobs(model_of(name), context, question, r.completion_ids)], [r]) <= 1e-5
+    check_continuation(engine, context, question)
 
 
-def test_one_part_equals_a_context_that_is_read_as_a_whole(engine_of: Callable, prompts_of: Callable) -> None:
-    """With a single part, entries and log-probs are those of `chunking: kv`. Control: with three parts they differ."""
+def test_one_part_equals_a_context_that_is_read_as_a_whole() -> None:
+    """Control: with three parts they differ."""
     engine, (tokens, question) = engine_of("qwen3"), prompts_of("qwen3", [60, 5])
     one, kv, three = (
         engine.compact(tokens, replace(CONFIG, **changed))
@@ -179,7 +155,7 @@ def test_one_part_equals_a_context_that_is_read_as_a_whole(engine_of: Callable, 
     assert first.logprobs == second.logprobs != third.logprobs
 
 
-def test_heads_keep_their_own_numbers_of_entries(engine_of: Callable, prompts_of: Callable, model_of: Callable) -> None:
+def test_heads_keep_their_own_numbers_of_entries() -> None:
     """`counts` may differ by head, also if a part gets none. Sensitivity curves can be measured."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = replace(CONFIG, first=0, last=0)
@@ -187,31 +163,29 @@ def test_heads_keep_their_own_numbers_of_entries(engine_of: Callable, prompts_of
     sizes = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
     context = studied.compacted(config, sizes)
     assert (context.evict_at() > 60).sum(-1).tolist() == sizes
-    (r,) = engine.generate([question], SAMPLING, context)
-    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    check_continuation(engine, context, question)
     lengths = sensitivity([studied], config, lambda number, kept: float(kept.entries), [0.1, 0.5], 0.1)
     assert lengths.unique().tolist() == [6.0, 30.0]
 
 
-def test_baselines_are_read_as_a_whole(engine_of: Callable, prompts_of: Callable, model_of: Callable) -> None:
-    """In an evaluation, `full` and `none` beside text-based chunking equal those without it, and settings that differ
-    in the size of a part alone are read separately.
-    """
+def test_baselines_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`full` and `none` equal those without chunking; settings that differ in a part's size are read separately."""
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     settings = [CONFIG, replace(CONFIG, policy="full"), replace(CONFIG, chunk=30), replace(CONFIG, ratio=0.1)]
     settings = [replace(config, first=0) for config in settings]
-    reads: list[str] = []
+    reads: list[int] = []
+    prefill = compact.prefill
+    monkeypatch.setattr(compact, "prefill", lambda tokens, *rest: reads.append(len(tokens)) or prefill(tokens, *rest))
     questions = Questions([SplitPrompt(tokens, 2, [7])], ContextPrompts())
-    results = {item.cache: item for item in compacted_contexts(engine, questions, settings, reads.append)}
+    results = {item.cache: item for item in compacted_contexts(engine, questions, settings)}
+    assert len(reads) == 3 + 2 + 1
     full = engine.compact(tokens, PromptCacheConfig(policy="full"))
     assert torch.equal(results[1].context.layers[2].keys, full.layers[2].keys)
     assert not torch.equal(results[0].context.layers[2].positions, results[2].context.layers[2].positions)
-    assert sum("prefill" in stage for stage in reads) == 3 + 2 + 1
     assert results[0].costs.whole_bytes == full.nbytes
-    assert "context 1 of 1: 60 tokens, part 2 of 3, prefill" in reads
 
 
-class FirstKeys:
+class FirstKeys(KVView):
     """A `kv_view` that keeps the keys of the first layer [1, Hkv, T, D]."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> Any:
@@ -221,11 +195,8 @@ class FirstKeys:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_are_moved_only_where_rope_turns_them_whole(family: str, model_of: Callable) -> None:
-    """Keys of the first layer, which do not depend on other tokens, equal those that the model computes at the new
-    positions, up to 1e-5 of their size. Families in which RoPE turns only a part of the keys are refused, and
-    models with sliding windows. Control: keys that are not moved differ.
-    """
+def test_keys_are_moved_only_where_rope_turns_them_whole(family: str) -> None:
+    """First-layer keys equal those at the new positions. Partial RoPE is refused. Control: unmoved keys."""
     model = model_of(family)
     if any(windows_of(model.config)):
         with pytest.raises(UserError, match=r"chunking: the model has layers with sliding windows.*use chunking: kv"):
@@ -240,8 +211,13 @@ def test_keys_are_moved_only_where_rope_turns_them_whole(family: str, model_of: 
             )
         return view.keys
 
-    if family in ("phi3", "glm4", "glm4_moe", "smollm3"):
-        with pytest.raises(UserError, match=r"chunking: RoPE turns only a part of the model's keys.*use chunking: kv"):
+    reasons = {
+        **dict.fromkeys(("phi3", "glm4_moe", "smollm3"), "RoPE turns only a part of the model's keys"),
+        "glm4": "the model's RoPE turns neighbouring dimensions of a key together",
+        "ministral3": "the model's queries are multiplied by a factor that grows with the position",
+    }
+    if family in reasons:
+        with pytest.raises(UserError, match=f"chunking: {reasons[family]}.*use chunking: kv"):
             check_movable(model.config)
         return
     check_movable(model.config)
@@ -254,18 +230,14 @@ def test_keys_are_moved_only_where_rope_turns_them_whole(family: str, model_of: 
     assert float((keys - wanted).abs().max() / wanted.abs().max()) > 1e-2  # control
 
 
-def test_a_context_of_a_model_with_experts_is_not_replayed(
-    engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
-    """The experts of a context are not recorded, so traces of its continuations are refused in one line. Control:
-    traces of a dense model are replayed.
-    """
+def test_a_context_of_a_model_with_experts_is_not_replayed() -> None:
+    """The context's experts are not recorded. Control: traces of a dense model are replayed."""
     for family, config in ((f, c) for f in ("qwen3", "qwen3_moe") for c in ("evict", "am")):
         engine, (tokens, question) = engine_of(family), prompts_of(family, [60, 5])
         context = engine.compact(tokens, replace(CONFIG, chunking="kv", policy=config, queries=["context"]))
         rollouts = engine.generate([question], SAMPLING, context)
         if family == "qwen3":
-            assert gap(replay_logprobs(model_of(family), rollouts), rollouts) <= 1e-5
+            assert trainer_gap(model_of(family), rollouts) <= 1e-5
             continue
         with pytest.raises(TraceError, match="can be replayed only for a dense model") as refusal:
             replay_logprobs(model_of(family), rollouts)
@@ -273,9 +245,7 @@ def test_a_context_of_a_model_with_experts_is_not_replayed(
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_length_is_refused(
-    kind: str, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rope_that_depends_on_the_length_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose RoPE has other frequencies for longer texts cannot move keys. Control: `chunking: kv` works."""
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
     monkeypatch.setattr(engine.model.config, "rope_parameters", {"rope_type": kind, "factor": 2.0})
@@ -286,12 +256,8 @@ def test_rope_that_depends_on_the_length_is_refused(
     engine.compact(tokens, replace(CONFIG, chunking="kv"))
 
 
-def test_evictions_are_not_replayed_after_separate_readings(
-    engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
-    """Parts were read without each other, which no trace says. So also plain evictions cannot be replayed. Control: the
-    same evictions can be replayed after a single part.
-    """
+def test_evictions_are_not_replayed_after_separate_readings() -> None:
+    """No trace says that parts were read without each other. Control: a single part."""
     engine, (tokens, question) = engine_of("qwen2"), prompts_of("qwen2", [60, 5])
     parts, single = (
         engine.generate([question], SAMPLING, engine.compact(tokens, replace(CONFIG, policy="evict", chunk=chunk)))
@@ -299,17 +265,11 @@ def test_evictions_are_not_replayed_after_separate_readings(
     )
     with pytest.raises(TraceError, match="no view replays traces with the sections evict_at, compacted_at"):
         replay_logprobs(model_of("qwen2"), parts)
-    with torch.no_grad():
-        assert gap(replay_logprobs(model_of("qwen2"), single), single) <= 1e-5
+    assert trainer_gap(model_of("qwen2"), single) <= 1e-5
 
 
-def test_baselines_equal_those_that_are_compacted_alone(
-    engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`none` and `full` have the entries that they have without other settings beside them: with other numbers of first
-    tokens than a context in parts, beside on-policy queries of which there are too many for all heads together, and
-    beside a summary.
-    """
+def test_baselines_equal_those_that_are_compacted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside parts with other first tokens, on-policy queries that are too many together, and a summary."""
     engine, (tokens, request) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     monkeypatch.setattr("rollout.context.compact.MOST_LOGITS", 100)
     parts = PromptCacheConfig(policy="evict", chunks=5, first=0, queries=["context"])

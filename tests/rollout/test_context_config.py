@@ -5,33 +5,27 @@ keep different numbers of entries, and a long context that is compacted chunk by
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from judging import gap
+from continued import stories
+from judging import gap, trainer_gap
+from tiny import model_of
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, compact
 from rollout.context.budgets import planned, pyramid, save
 from rollout.context.cache import LayerEntries
 from rollout.context.compact import Studied
-from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match, refit
 from sparse_rl.policies import make_policy
 
 SAMPLING = SamplingConfig(max_tokens=12, seed=1, ignore_eos=True)
 TOKENS, LAYERS, HEADS, DIM = 60, 5, 4, 8
-
-
-@pytest.fixture
-def stories(model_of: Callable, prompts_of: Callable) -> tuple[Any, list[int], list[int]]:
-    """Return an engine, a context of 60 tokens and a question."""
-    return make_engine("hf", model=model_of("stories260K"), policy="full"), *prompts_of("stories260K", [TOKENS, 5])
 
 
 def same(ours: Context, theirs: Context) -> bool:
@@ -49,46 +43,36 @@ def kept_counts(context: Context) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])
-def test_baselines_read_the_context_once(
-    policy: str, stories: tuple, model_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The policy "full" keeps all entries; "none" keeps only the first 2 and last 3. Neither needs reference queries or
-    a second reading, and the replay of both has a gap of at most 1e-5. Only "full" has the log-probs of plain sampling
-    after the whole context.
-    """
-    engine, tokens, question = stories
+def test_baselines_read_the_context_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "full" keeps all entries, "none" the first 2 and last 3; both are replayed, and need no reference queries."""
+    engine, tokens, question = stories(5)
     reads: list[ContextCache] = []
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda texts, cache: reads.append(cache) or read(texts, cache))
     config = PromptCacheConfig(policy=policy, first=2, last=3, queries=[], heads="pyramid")
     context = engine.compact(tokens, config)
     assert len(reads) == 1
-    assert not reads[0].captures
+    assert not reads[0].of_policy.captures
     assert "queries" not in context.seconds
     assert kept_counts(context) == [[TOKENS if policy == "full" else 5] * HEADS] * LAYERS
     assert not context.fitted
     (r,) = engine.generate([question], SAMPLING, context)
-    with torch.no_grad():
-        assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+    assert trainer_gap(model_of("stories260K"), [r]) <= 1e-5
     (plain,) = engine.simulate([[*tokens, *question]], [r.completion_ids])
     assert (gap([torch.tensor(plain.model_logprobs)], [r]) <= 1e-5) == (policy == "full")
 
 
-def test_an_answer_without_a_kept_context_equals_the_answer_without_a_context(stories: tuple) -> None:
-    """With the policy "none" and `first: 0` nothing of the context is kept. The answer then has the log-probs of an
-    answer to the question alone, up to 1e-4, since under RoPE only distances matter.
-    """
-    engine, tokens, question = stories
+def test_an_answer_without_a_kept_context_equals_the_answer_without_a_context() -> None:
+    """Under RoPE only distances matter."""
+    engine, tokens, question = stories(5)
     (r,) = engine.generate([question], SAMPLING, engine.compact(tokens, PromptCacheConfig(policy="none", first=0)))
     (alone,) = engine.simulate([question], [r.completion_ids])  # only distances count under RoPE
     assert gap([torch.tensor(alone.model_logprobs)], [r]) <= 1e-4
 
 
-def test_each_compaction_reports_its_own_seconds(stories: tuple) -> None:
-    """Three contexts are compacted from one reading. They report the same seconds for the reading. "am" and "evict"
-    also report the seconds of their own compaction; "full" does not compact.
-    """
-    engine, tokens, _ = stories
+def test_each_compaction_reports_its_own_seconds() -> None:
+    """Three contexts from one reading report its seconds, "am" and "evict" also their own; "full" has none."""
+    engine, tokens, _ = stories(5)
     studied = engine.study(tokens, PromptCacheConfig())
     contexts = [studied.compacted(PromptCacheConfig(policy=policy)) for policy in ("am", "evict", "full")]
     assert [sorted(c.seconds) for c in contexts] == [["compaction", "prefill", "queries"]] * 2 + [
@@ -102,8 +86,8 @@ def test_each_compaction_reports_its_own_seconds(stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("window", [7, TOKENS, 1000])
-def test_reference_queries_of_a_window_are_the_contexts_last_queries(window: int, stories: tuple) -> None:
-    engine, tokens, _ = stories
+def test_reference_queries_of_a_window_are_the_contexts_last_queries(window: int) -> None:
+    engine, tokens, _ = stories(5)
     context_queries = engine.study(tokens, PromptCacheConfig(queries=["context"])).queries
     ours = engine.study(tokens, PromptCacheConfig(queries=["window"], window=window)).queries
     for own_part, theirs in zip(ours, context_queries, strict=True):
@@ -113,12 +97,9 @@ def test_reference_queries_of_a_window_are_the_contexts_last_queries(window: int
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
-    """With `pool: 5`, the score of an entry is the mean over itself and two competing entries on each side (fewer at
-    the ends), as in SnapKV. The kept positions, and under am the fits, equal those computed here. Controls: without
-    pooling other entries are kept; a NaN score is an error.
-    """
-    engine, tokens, _ = stories
+def test_scores_are_pooled_over_neighbours(policy: str) -> None:
+    """The mean over an entry and two on each side, as in SnapKV. Controls: no pooling; a NaN score is an error."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, policy=policy, aggregate="mean", queries=["window"], pool=5, first=2, last=3)
     studied = engine.study(tokens, config)
     context, other = studied.compacted(config), studied.compacted(replace(config, pool=1))
@@ -140,11 +121,9 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "evict", "am"])
-def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) -> None:
-    """A context with a NaN value is refused before entries are selected, under every policy, because a kept NaN would
-    spoil every answer. Control: the model without the NaN weight is accepted.
-    """
-    engine, tokens, _ = stories
+def test_a_context_that_is_not_finite_is_refused(policy: str) -> None:
+    """Before entries are selected, because a kept NaN would spoil every answer."""
+    engine, tokens, _ = stories(5)
     model = copy.deepcopy(engine.model)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight[1, 1] = float("nan")
@@ -175,32 +154,22 @@ def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
     ],
 )
 def test_a_pyramid_falls_linearly_over_the_layers(mean: int, most: int, layers: int, ends: tuple[int, int]) -> None:
-    """`pyramid` gives the number of entries of each layer. The numbers have the given mean, lie between 1 and `most`,
-    and fall linearly from the first to the last layer, up to rounding.
-    """
+    """Up to rounding, between 1 and `most`, with the given mean."""
     result = pyramid(mean, most, layers)
-    assert sum(result) == mean * layers
-    assert min(result) >= 1
-    assert max(result) <= most
     expected = torch.linspace(*ends, layers)
     assert (torch.tensor(result) - expected).abs().max() <= 1
 
 
 def test_every_pyramid_has_the_given_mean() -> None:
-    for mean in range(1, 30):
-        for most in (mean, mean + 1, mean + 7, 60):
-            for layers in range(1, 9):
-                computed = pyramid(mean, most, layers)
-                assert sum(computed) == mean * layers, (mean, most, layers)
-                assert min(computed) >= 1, (mean, most, layers)
-                assert max(computed) <= most, (mean, most, layers)
+    for mean, extra, layers in itertools.product(range(1, 30), (0, 1, 7, 31), range(1, 9)):
+        computed = pyramid(mean, mean + extra, layers)
+        assert sum(computed) == mean * layers, (mean, extra, layers)
+        assert 1 <= min(computed) <= max(computed) <= mean + extra, (mean, extra, layers)
 
 
-def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp_path: Path) -> None:
-    """The numbers of entries come from a pyramid over layers, from a file of head budgets, or from explicit counts. The
-    first 2 tokens are kept in addition. "full" and "none" ignore budgets.
-    """
-    engine, tokens, _ = stories
+def test_layers_and_heads_keep_the_planned_number_of_entries(tmp_path: Path) -> None:
+    """By a pyramid, a file of budgets, or explicit counts, besides the first 2. "full" and "none" ignore budgets."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, heads="pyramid", first=2)
     assert planned(config, TOKENS, range(LAYERS), HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
     assert kept_counts(engine.compact(tokens, config)) == [[count + 2] * HEADS for count in (23, 18, 12, 6, 1)]
@@ -210,15 +179,13 @@ def test_layers_and_heads_keep_the_planned_number_of_entries(stories: tuple, tmp
     assert planned(budgeted, TOKENS, range(LAYERS), HEADS) == expected
     assert kept_counts(engine.compact(tokens, budgeted)) == [[count + 2 for count in heads] for heads in expected]
     counts = [[3] * HEADS] * LAYERS
-    assert kept_counts(engine.compact(tokens, budgeted, counts=counts)) == [[5] * HEADS] * LAYERS
+    assert kept_counts(engine.study(tokens, budgeted).compacted(budgeted, counts)) == [[5] * HEADS] * LAYERS
     for policy, count in (("full", 58), ("none", 0)):
         assert planned(replace(budgeted, policy=policy), TOKENS, range(2), 3) == [[count] * 3] * 2
 
 
-def test_wrong_budgets_are_refused_before_the_context_is_read(
-    stories: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, tokens, _ = stories
+def test_wrong_budgets_are_refused_before_the_context_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens, _ = stories(5)
     save(tmp_path / "other.json", torch.ones(2, 3))
     monkeypatch.setattr(engine, "_read", lambda *_: pytest.fail("read"))
     for name, message in (("absent.json", "there is no file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
@@ -250,11 +217,9 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize("select", ["attention", "omp", "omp_fast"])
-def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
-    """One chunk holds all 55 tokens between the first 2 and the last 3. Its entries equal, to the last bit, those
-    without chunks and those of `match` over all these tokens. Control: a chunk of 54 tokens gives other entries.
-    """
-    engine, tokens, _ = stories
+def test_one_chunk_equals_no_chunking(select: str) -> None:
+    """To the last bit, for the 55 tokens between the first 2 and last 3. Control: a chunk of 54 gives other entries."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
     studied = engine.study(tokens, config)
     context = studied.compacted(config)
@@ -269,9 +234,9 @@ def test_one_chunk_equals_no_chunking(select: str, stories: tuple) -> None:
     assert not same(context, engine.compact(tokens, replace(config, chunk=54)))
 
 
-def test_chunks_that_are_too_small_for_an_entry_are_dropped(stories: tuple) -> None:
-    """60 tokens in chunks of 7 have 9 chunks, and only 3 entries are kept. They are in different chunks."""
-    engine, tokens, _ = stories
+def test_chunks_that_are_too_small_for_an_entry_are_dropped() -> None:
+    """60 tokens have 9 chunks, and only 3 entries are kept, in different chunks."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.05, first=0, chunk=7)  # 3 entries of 9 parts
     positions = engine.compact(tokens, config).layers[0].positions
     assert positions.shape == (1, HEADS, 3)
@@ -280,10 +245,10 @@ def test_chunks_that_are_too_small_for_an_entry_are_dropped(stories: tuple) -> N
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}], ids=str)
 def test_compacting_one_head_at_a_time_equals_compacting_all_heads_together(
-    changed: dict, stories: tuple, monkeypatch: pytest.MonkeyPatch
+    changed: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If memory allows only one head at a time (MOST_LOGITS), the entries are the same."""
-    engine, tokens, _ = stories
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, **changed)
     studied = engine.study(tokens, config)
     together = studied.compacted(config)
@@ -297,13 +262,9 @@ def test_compacting_one_head_at_a_time_equals_compacting_all_heads_together(
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
-def test_eviction_ranks_entries_of_the_whole_context(
-    aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plain eviction ignores `chunk`, and ranks the entries of the whole context. Scores computed for 50 queries at a
-    time give the same entries. Control: `chunks` gives others.
-    """
-    engine, tokens, _ = stories
+def test_eviction_ranks_entries_of_the_whole_context(aggregate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ignores `chunk`. Control: `chunks` gives others."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)
     studied = engine.study(tokens, config)
     whole = engine.compact(tokens, replace(config, chunk=60))
@@ -321,11 +282,9 @@ def test_eviction_ranks_entries_of_the_whole_context(
 
 @pytest.mark.parametrize("select", ["omp", "omp_fast"])
 @pytest.mark.parametrize("chunk", [20, TOKENS])
-def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, select: str, stories: tuple) -> None:
-    """With matching pursuit, `evict` keeps the same entries as `am`, with their own keys and values and
-    without biases, also in chunks. Controls: `am` changes the values, and `select: attention` keeps other entries.
-    """
-    engine, tokens, _ = stories
+def test_eviction_keeps_the_keys_of_pursuit_unchanged(chunk: int, select: str) -> None:
+    """The entries of `am`, without fits, also in chunks. Controls: `am` changes values; `attention` keeps others."""
+    engine, tokens, _ = stories(5)
     config = PromptCacheConfig(ratio=0.2, policy="evict", select=select, first=2, last=3, chunk=chunk)
     studied = engine.study(tokens, config)
     context, fitted = studied.compacted(config), studied.compacted(replace(config, policy="am"))

@@ -4,33 +4,27 @@ already compacted. One pass of the engine equals a slow reference that goes thro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from continued import slow_logprobs
-from judging import gap
+from continued import check_continuation, engine_of
 from studying import recorded_queries
+from tiny import model_of, prompts_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rollout import SamplingConfig, make_engine
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.budgets import sensitivity
-from rollout.context.compact import Studied
-from rollout.context.prompts import ContextPrompts
+from rollout.context.cache import LayerEntries
+from rollout.context.reader import ContextPrompts
 from sparse_rl.errors import UserError
 from sparse_rl.matching import Block, Fit, match
 
 MODELS = ["qwen2", "qwen3", "llama", "stories260K"]
 BOTH = {"queries": ["repeat", "self_study"], "study_samples": 2, "study_tokens": 9}
-
-
-@pytest.fixture
-def engine_of(model_of: Callable) -> Callable:
-    """engine_of(model name) -> an hf engine with a full cache."""
-    return lambda name: make_engine("hf", model=model_of(name), policy="full")
 
 
 def queries_of(compact: Callable[..., Context], *arguments: Any) -> list[torch.Tensor]:
@@ -40,8 +34,12 @@ def queries_of(compact: Callable[..., Context], *arguments: Any) -> list[torch.T
     return queries
 
 
+def in_float64(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
 def by_the_paper(
-    model: Any, studied: Studied, texts: list[list[list[int]]], count: int
+    model: Any, whole: Context, texts: list[list[list[int]]], count: int
 ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
     """Compact a context layer by layer, as in appendix C.4, with plain tensors and one text at a time.
 
@@ -49,10 +47,10 @@ def by_the_paper(
 
     Returns the reference queries of each layer, and the `match` of each layer.
     """
-    decoder, past = model.get_decoder(), len(studied.whole.tokens)
+    decoder, past = model.get_decoder(), len(whole.tokens)
     hidden = [[decoder.embed_tokens(torch.tensor([tokens])) for tokens in kind] for kind in texts]
     all_queries, fits = [], []
-    for layer, entries in zip(decoder.layers, studied.whole.layers, strict=True):
+    for layer, entries in zip(decoder.layers, whole.layers, strict=True):
         attention, kv_heads = layer.self_attn, entries.keys.shape[1]
         projected, kinds = [], []
         for kind, states in zip(texts, hidden, strict=True):
@@ -72,9 +70,8 @@ def by_the_paper(
             kinds.append(torch.cat(asking, dim=2).unflatten(1, (kv_heads, -1)).flatten(2, 3))
         all_queries.append(torch.cat(kinds, dim=2))
         competing = (torch.arange(past) >= 2) & (torch.arange(past) < past - 3)
-        block = Block(
-            entries.keys, entries.values, all_queries[-1], entries.bias, competing.expand(1, 1, -1), attention.scaling
-        )
+        rows = competing.expand(1, 1, -1)
+        block = Block(entries.keys, entries.values, all_queries[-1], entries.bias, rows, attention.scaling)
         index, bias, values = match(block, count, Fit())
         fits.append((index, bias, values))
         fixed = ~competing
@@ -85,11 +82,8 @@ def by_the_paper(
         for states in hidden:
             for row, h in enumerate(states):
                 q, k, v = next(done)
-                k, v, b = (
-                    torch.cat([keys, k], 2),
-                    torch.cat([values, v], 2),
-                    torch.nn.functional.pad(bias, (0, q.shape[2])),
-                )
+                k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+                b = torch.nn.functional.pad(bias, (0, q.shape[2]))
                 k, v, b = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v, b))
                 seen = torch.ones(q.shape[2], k.shape[2]).tril(keys.shape[2]).bool()
                 logits = (q @ k.mT * attention.scaling + b[:, :, None]).masked_fill(~seen, float("-inf"))
@@ -100,13 +94,9 @@ def by_the_paper(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_pass_equals_the_paper_layer_by_layer(
-    name: str, engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
-    """With `repeat` and `self_study`, the queries of each layer equal those of the reference up to 1e-6 of the largest,
-    and the same entries are kept, with the same biases and values. Controls: the queries of the first layer equal those
-    without `on_policy`; those of the last layer differ, and so do its kept values.
-    """
+def test_one_pass_equals_the_paper_layer_by_layer(name: str) -> None:
+    """Queries are at most twice as far from float64 as the reference in float32; entries, biases and values are equal.
+    Controls: the first layer's queries need no pass, the last layer's do."""
     engine, (tokens, question) = engine_of(name), prompts_of(name, [60, 5])
     config = PromptCacheConfig(ratio=0.2, first=2, last=3, on_policy=True, **BOTH)
     studied = engine.study(tokens, config, ContextPrompts(requests=[question]))
@@ -117,10 +107,14 @@ def test_one_pass_equals_the_paper_layer_by_layer(
         assert studied.texts[0] == [tokens[2:57]]
         assert len(studied.texts[1]) == 2
         assert all(text[:5] == question and len(text) > 5 for text in studied.texts[1])
-        expected, fits = by_the_paper(model_of(name), studied, studied.texts, 11)
+        expected, fits = by_the_paper(model_of(name), studied.whole, studied.texts, 11)
+        whole = replace(studied.whole, layers=[LayerEntries(*map(in_float64, layer)) for layer in studied.whole.layers])
+        exact, _ = by_the_paper(copy.deepcopy(model_of(name)).double(), whole, studied.texts, 11)
     assert len(queries) == len(expected)
-    for ours, theirs, layer, (index, bias, values) in zip(queries, expected, context.layers, fits, strict=True):
-        assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-6
+    rows = zip(queries, expected, exact, context.layers, fits, strict=True)
+    for ours, theirs, q, layer, (index, bias, values) in rows:
+        spacing = torch.finfo(torch.float32).eps * float(q.abs().max())
+        assert float((ours - q).abs().max()) <= 2 * max(float((theirs - q).abs().max()), spacing)
         assert torch.equal(layer.positions[:, :, 5:], index)
         torch.testing.assert_close(layer.bias[:, :, 5:], bias, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(layer.values[:, :, 5:], values, atol=1e-4, rtol=1e-3)
@@ -133,25 +127,18 @@ def test_one_pass_equals_the_paper_layer_by_layer(
     "changed", [{}, {"select": "omp_fast"}, {"policy": "evict"}, {"chunk": 20}, {"heads": "pyramid"}], ids=str
 )
 @pytest.mark.few(2)
-def test_continuations_attend_to_the_entries_of_the_pass(
-    changed: dict, engine_of: Callable, prompts_of: Callable, model_of: Callable
-) -> None:
+def test_continuations_attend_to_the_entries_of_the_pass(changed: dict) -> None:
     """Continuations have the log-probs of a slow reference over the kept entries, up to 1e-5."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     context = engine.compact(
         tokens, PromptCacheConfig(ratio=0.2, on_policy=True, **BOTH, **changed), ContextPrompts(requests=[question])
     )
-    (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
-    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    check_continuation(engine, context, question)
     assert context.fitted == (changed.get("policy") != "evict")
 
 
-def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache(
-    engine_of: Callable, prompts_of: Callable
-) -> None:
-    """If nothing is evicted, on-policy queries equal those of the full cache, in every layer. Heads may keep different
-    numbers of entries; queries of other kinds do not change, and `most_queries` draws the same of all queries.
-    """
+def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache() -> None:
+    """Heads may keep different numbers; other kinds of queries do not change, and `most_queries` draws the same."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict", ratio=1.0, on_policy=True, **BOTH)
     on, off = (
@@ -169,10 +156,8 @@ def test_a_layer_that_keeps_everything_has_the_queries_of_the_full_cache(
     assert ((context.evict_at() > 60).sum(-1) - 1).tolist() == sizes
 
 
-def test_each_compaction_makes_its_own_queries(engine_of: Callable, prompts_of: Callable) -> None:
-    """From one reading of a context, compactions to two ratios have different queries, and a repeated compaction has
-    the same. A baseline (`none`) needs no pass.
-    """
+def test_each_compaction_makes_its_own_queries() -> None:
+    """Two ratios have different queries, a repetition the same. A baseline needs no pass."""
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = PromptCacheConfig(ratio=0.1, on_policy=True)
     studied = engine.study(tokens, config)
@@ -184,7 +169,7 @@ def test_each_compaction_makes_its_own_queries(engine_of: Callable, prompts_of: 
     assert studied.compacted(replace(config, policy="none")).entries == 1
 
 
-def test_what_cannot_be_on_policy_is_refused(engine_of: Callable, prompts_of: Callable) -> None:
+def test_what_cannot_be_on_policy_is_refused() -> None:
     for settings, message in (
         ({"queries": ["context", "random"]}, "only queries of repeat, self_study and question can be on-policy"),
         ({"chunking": "text"}, "queries cannot be on-policy with chunking: text"),

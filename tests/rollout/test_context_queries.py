@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from continued import slow_logprobs
-from judging import gap
+from continued import check_continuation, engine_of, stories
+from tiny import prompts_of
 
-from rollout import SamplingConfig, make_engine
+from rollout import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.cache import LayerEntries
-from rollout.context.prompts import ContextPrompts, after_thinking, questions_in
+from rollout.context.reader import ContextPrompts, after_thinking, questions_in
 from sparse_rl.errors import UserError
 
 TOKENS, LAYERS, HEADS, GROUP, DIM = 60, 5, 4, 2, 8
 WHOLE = PromptCacheConfig(policy="full")
-
-
-@pytest.fixture
-def engine_of(model_of: Callable) -> Callable:
-    """engine_of(model name) -> an hf engine with a full cache."""
-    return lambda name: make_engine("hf", model=model_of(name), policy="full")
-
-
-@pytest.fixture
-def stories(engine_of: Callable, prompts_of: Callable) -> tuple:
-    """An engine of the story model, a context of 60 tokens, and two prompts of 5 and 4 tokens."""
-    return engine_of("stories260K"), *prompts_of("stories260K", [TOKENS, 5, 4])
 
 
 def queries_after(engine: Any, context: Context, text: list[int], layer: int) -> torch.Tensor:
@@ -47,11 +34,9 @@ def split_by(separator: int, answer: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("instructed", [False, True])
-def test_a_repetition_follows_its_instruction(instructed: bool, stories: tuple) -> None:
-    """Queries of `repeat` are those of the instruction, if there is one, and of the tokens between the first 2 and the
-    last 3, when both follow the context.
-    """
-    engine, tokens, instruction, _ = stories
+def test_a_repetition_follows_its_instruction(instructed: bool) -> None:
+    """Queries of the instruction, if any, and of the tokens between the first 2 and last 3, after the context."""
+    engine, tokens, instruction, _ = stories(5, 4)
     config = PromptCacheConfig(queries=["repeat"], first=2, last=3)
     prompts = ContextPrompts(repeat=instruction) if instructed else None
     studied = engine.study(tokens, config, prompts)
@@ -62,12 +47,10 @@ def test_a_repetition_follows_its_instruction(instructed: bool, stories: tuple) 
     assert studied.queries[0].shape == (1, HEADS, GROUP * len(text), DIM)
 
 
-def test_self_study_is_a_conversation_of_two_instances(stories: tuple) -> None:
-    """One instance answers the request for questions once, and its answer is split into starters; another instance
-    answers the fixed request and each starter `study_samples` times. All tokens of these conversations give queries:
-    those of the starters, and of the answers. `question` has the first starter's queries alone.
-    """
-    engine, tokens, request, ask = stories
+def test_self_study_is_a_conversation_of_two_instances() -> None:
+    """One answers the request for questions, split into starters; another answers each starter. All their tokens give
+    queries; `question` has the first starter's."""
+    engine, tokens, request, ask = stories(5, 4)
     whole = engine.compact(tokens, WHOLE)
     (written,) = engine.generate([ask], SamplingConfig(9, seed=3), whole)
     separator = written.completion_ids[4]
@@ -89,10 +72,8 @@ def test_self_study_is_a_conversation_of_two_instances(stories: tuple) -> None:
     torch.testing.assert_close(asked.queries[4], expected, atol=1e-5, rtol=0)
 
 
-def test_random_queries_have_the_scale_of_the_models_query_norm(engine_of: Callable, prompts_of: Callable) -> None:
-    """`random_plain` draws standard normal queries. `random` multiplies the same queries by the weights of the query
-    norm (qwen3). A model without query norm gives them the mean norm of the context's queries.
-    """
+def test_random_queries_have_the_scale_of_the_models_query_norm() -> None:
+    """Without a query norm, they have the mean norm of the context's queries."""
     for name in ("qwen3", "stories260K"):
         engine, (tokens,) = engine_of(name), prompts_of(name, [TOKENS])
         plain, scaled, own = (
@@ -124,12 +105,10 @@ def part_of(tokens: list[int], whole: Context, start: int, end: int) -> Context:
 
 @pytest.mark.parametrize("kind", ["repeat", "self_study", "question", "context", "window"])
 @pytest.mark.few(2)
-def test_each_part_has_queries_of_its_own(kind: str, stories: tuple) -> None:
-    """The texts of a part's queries see the entries of the first tokens, the part and the last tokens, at the positions
-    of the whole context, and continue at the position after it. Control: they differ from the queries that see all
-    entries.
-    """
-    engine, tokens, request, ask = stories
+def test_each_part_has_queries_of_its_own(kind: str) -> None:
+    """They see the first tokens, the part and the last tokens, at the context's positions. Control: those of all
+    entries."""
+    engine, tokens, request, ask = stories(5, 4)
     whole = engine.compact(tokens, WHOLE)
     prompts = ContextPrompts(requests=[request], questions=ask, starters=lambda answer: [list(answer)])
     config = replace(CONFIG, queries=[kind], study_tokens=6, window=7)
@@ -163,11 +142,9 @@ def test_each_part_has_queries_of_its_own(kind: str, stories: tuple) -> None:
     ids=str,
 )
 @pytest.mark.few(2)
-def test_each_part_is_compacted_alone(changed: dict, stories: tuple, model_of: Callable) -> None:
-    """Each part keeps its share of the entries: those that it keeps alone, at the same positions. The first and the
-    last tokens stay once. Continuations have the log-probs of a slow reference, up to 1e-5.
-    """
-    engine, tokens, question, _ = stories
+def test_each_part_is_compacted_alone(changed: dict) -> None:
+    """The first and the last tokens stay once. Continuations have the log-probs of a slow reference."""
+    engine, tokens, question, _ = stories(5, 4)
     config = replace(CONFIG, **changed)
     studied = engine.study(tokens, config)
     context = studied.compacted(config)
@@ -181,8 +158,7 @@ def test_each_part_is_compacted_alone(changed: dict, stories: tuple, model_of: C
         assert int(kept[:, :, start:end].sum()) == share * HEADS * LAYERS
         total += share
     assert total == config.kept(TOKENS) == round(0.3 * 55)
-    (r,) = engine.generate([question], SamplingConfig(12, seed=1, ignore_eos=True), context)
-    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    check_continuation(engine, context, question)
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
@@ -210,8 +186,8 @@ def test_thinking_is_no_part_of_a_text() -> None:
     assert after_thinking("a") == "a"
 
 
-def test_a_question_that_is_not_written_is_refused(stories: tuple) -> None:
-    engine, tokens, _, ask = stories
+def test_a_question_that_is_not_written_is_refused() -> None:
+    engine, tokens, _, ask = stories(5, 4)
     for prompts in (ContextPrompts(), ContextPrompts(questions=ask)):
         with pytest.raises(UserError, match="the model wrote no question about the context within 5 tokens") as caught:
             engine.study(tokens, PromptCacheConfig(queries=["question"], study_tokens=5), prompts)

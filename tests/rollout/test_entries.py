@@ -6,15 +6,14 @@ Replay is exact for any decision of a policy, so it would not detect a cache tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from dense_matched import DenseMatchedView
+from tiny import model_of, prompts_of
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.trace import EvictionTrace
@@ -29,9 +28,7 @@ class SpyConfig(EvictingConfig):
 
 
 class Spy(Policy):
-    """A policy that keeps pseudo-random entries, records its inputs, and marks each entry's memory
-    with its position.
-    """
+    """A policy that keeps pseudo-random entries, records inputs, and marks each entry's memory with its position."""
 
     entry_memory = {"mark": FRESH, "queries": 0.0}
     every_query = True
@@ -60,7 +57,7 @@ class Spy(Policy):
         return torch.sin(entries.positions * 37.0 + 11 * torch.arange(entries.keys.shape[1])[:, None])
 
 
-class Captures(DenseView):
+class Captures(DenseMatchedView):
     """The dense reference, extended to record each layer's queries, keys and values."""
 
     def __init__(self, trace: EvictionTrace) -> None:
@@ -75,9 +72,7 @@ class Captures(DenseView):
 
 
 def dense_qkv(model: PreTrainedModel, r: Rollout) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Return q [Hq, S, D], k and v [Hkv, S, D] of each layer for one sequence of S tokens under its trace, from the
-    dense reference.
-    """
+    """Return q [Hq, S, D], k and v [Hkv, S, D] of each layer for one sequence, from the dense reference."""
     view = Captures(r.trace)
     with torch.no_grad():
         model(input_ids=torch.tensor([r.prompt_ids + r.completion_ids]), attention_mask=NO_MASK, kv_view=view)
@@ -88,20 +83,10 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-4)
 
 
-@pytest.fixture
-def spy() -> Spy:
-    """Return a policy that records its inputs."""
-    return Spy()
-
-
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
-def test_a_policys_inputs_equal_the_dense_reference(
-    row: int, spy: Spy, model_of: Callable, prompts_of: Callable
-) -> None:
-    """In each compaction of one sequence of a batch, the policy receives the dense reference's keys, values and window
-    of queries, at the right positions. An entry's memory is as the policy left it; a new entry has fresh memory.
-    """
-    model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
+def test_a_policys_inputs_equal_the_dense_reference(row: int) -> None:
+    """Keys, values, window of queries and positions. An entry's memory is as the policy left it; a new one is fresh."""
+    model, prompts, spy = model_of("qwen3"), prompts_of("qwen3", LENGTHS), Spy()
     engine = make_engine("hf", model=model, policy=spy)
     r = engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))[row]
     qkv, prompt = dense_qkv(model, r), len(r.prompt_ids)
@@ -116,9 +101,8 @@ def test_a_policys_inputs_equal_the_dense_reference(
                 continue  # a row of another sequence
             checked += 1
             assert spy.schedule.due(prompt, seen)
-            assert held == (
-                seen if layer not in last_compaction and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD
-            )
+            whole = layer not in last_compaction and seen <= max(prompt, BUDGET + PERIOD)
+            assert held == (seen if whole else BUDGET + PERIOD)
             assert close(entries.values[i, :, :held], v[heads, positions])
             assert (positions.diff(dim=-1) > 0).all()
             assert int(positions[0, -1]) == seen - 1
@@ -136,11 +120,9 @@ def test_a_policys_inputs_equal_the_dense_reference(
     assert len(expected_times) >= 3
 
 
-def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """For a single sequence, `observe` gets each query of prompt and completion once, in order. The queries equal the
-    dense reference's.
-    """
-    model = model_of("qwen3")
+def test_every_query_is_observed_once() -> None:
+    """In order, for prompt and completion."""
+    model, spy = model_of("qwen3"), Spy()
     engine = make_engine("hf", model=model, policy=spy)
     (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))
     for layer, (q, _, _) in dense_qkv(model, r).items():

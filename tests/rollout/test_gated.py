@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from judging import gap, same, wrong_traces
+from judging import same, trainer_gap, wrong_traces
 from learned import with_scorers
+from tiny import model_of, prompts_of
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
-from sparse_rl.methods.dms.view import GatedView
+from sparse_rl.methods.kvpop.dms import GatedView
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import NEVER, EvictionTrace
-from trainer.grpo.panel import held_entries
+from trainer.grpo.metrics import held_entries
 
 LENGTHS = (1, 7, 20, 70)
 SCORERS: dict[str, Any] = {
@@ -31,7 +31,6 @@ SCORERS: dict[str, Any] = {
 
 
 def gated(scorer: str, **parameters: Any) -> Any:
-    """Return a DMS policy."""
     return make_policy("dms", **{"window": 5, "sinks": 2, "bias": 0.1, "scorer": SCORERS[scorer], **parameters})
 
 
@@ -39,33 +38,24 @@ def gated(scorer: str, **parameters: Any) -> Any:
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart"])
 @pytest.mark.few(4)
-def test_decoding_gates_equal_training_gates(
-    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
-) -> None:
-    """The recorded evictions equal those of the training view. They also equal the definition: a token with an open
-    gate is evicted when it leaves the window. The replay's gap is at most 1e-5. Control: under wrong traces it is at
-    least 100 times as large.
-    """
+def test_decoding_gates_equal_training_gates(family: str, scorer: str, prefill: str, tally: Callable) -> None:
+    """And the definition: a token with an open gate is evicted when it leaves the window. Control: wrong traces."""
     policy = gated(scorer, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     engine = make_engine("hf", model=model, policy=policy)
     rollouts = engine.generate(prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, n=2, ignore_eos=True))
-    true_gap = gap(replay_logprobs(model, rollouts), rollouts)
+    true_gap = trainer_gap(model, rollouts)
     assert true_gap <= 1e-5
     for name, with_wrong_trace in wrong_traces(rollouts).items():
-        wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
+        wrong_gap = trainer_gap(model, with_wrong_trace)
         assert wrong_gap >= max(100 * true_gap, 1e-3 if family == "quickstart" else 0.0), name
     counts = torch.stack([r.trace.kept_counts().float() for r in rollouts])
     assert counts.std(-1).max() > 1  # the kv heads differ
     for r in rollouts:
         tokens, prompt = [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)
+        prompts = torch.tensor([prompt]) if prefill == "dense" else None
+        view = Decided(model.cache_scorers, policy.config, torch.tensor([len(tokens)]), prompts=prompts)
         with torch.no_grad():
-            view = Decided(
-                model.cache_scorers,
-                policy.config,
-                torch.tensor([len(tokens)]),
-                prompts=torch.tensor([prompt]) if prefill == "dense" else None,
-            )
             model(input_ids=torch.tensor([tokens]), attention_mask=NO_MASK, kv_view=view, use_cache=False)
         ours = EvictionTrace.recorded(torch.cat([view.decided[i] for i in range(len(view.decided))])).evict_at
         assert torch.equal(ours, r.trace.evict_at)
@@ -74,10 +64,9 @@ def test_decoding_gates_equal_training_gates(
             for head in range(logits.shape[1]):
                 for token in range(len(tokens)):
                     evicted_at = max(token + policy.config.window, prompt if prefill == "dense" else 0)
-                    is_evicted = (
-                        token >= policy.config.sinks and float(logits[0, head, token]) > 0 and evicted_at <= last
-                    )
-                    assert int(r.trace.evict_at[layer, head, token]) == (evicted_at if is_evicted else NEVER)
+                    is_open = token >= policy.config.sinks and float(logits[0, head, token]) > 0
+                    expected = evicted_at if is_open and evicted_at <= last else NEVER
+                    assert int(r.trace.evict_at[layer, head, token]) == expected
         tally("dms", ours.numel(), gap=true_gap)
         assert float(torch.stack(list(view.retained.values())).mean()) == pytest.approx(r.trace.retention())
 
@@ -92,12 +81,8 @@ class Decided(GatedView):
         return result
 
 
-def test_rows_do_not_depend_on_the_batch_and_need_less_memory_than_a_full_cache(
-    model_of: Callable, prompts_of: Callable
-) -> None:
-    """Rows sampled alone equal the rows of a batch. The peak memory is below 0.8 of the full cache's, since it grows
-    with the longest head, not with the text.
-    """
+def test_rows_do_not_depend_on_the_batch_and_need_less_memory_than_a_full_cache() -> None:
+    """The peak is below 0.8 of the full cache's, as it grows with the longest head, not with the text."""
     policy = gated("mlp", bias=1.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(120, seed=1, n=2)
@@ -111,10 +96,8 @@ def test_rows_do_not_depend_on_the_batch_and_need_less_memory_than_a_full_cache(
     assert gates < 0.8 * full.peak_cache_bytes
 
 
-def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of: Callable) -> None:
-    """The reported number of entries equals the mean over kv heads of their peaks, counted in the trace query by query.
-    The longest head holds more than this mean.
-    """
+def test_held_entries_are_the_mean_over_kv_heads() -> None:
+    """Their peaks are counted in the trace query by query. The longest head holds more."""
     policy = gated("mlp", bias=1.0)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = make_engine("hf", model=model, policy=policy).generate(
@@ -127,7 +110,7 @@ def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of:
         assert peaks.max() > peaks.mean()
 
 
-def test_with_all_gates_closed_dms_equals_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
+def test_with_all_gates_closed_dms_equals_a_full_cache() -> None:
     policy = gated("mlp", bias=-100.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(40, seed=1, ignore_eos=True)
@@ -136,11 +119,9 @@ def test_with_all_gates_closed_dms_equals_a_full_cache(model_of: Callable, promp
     assert same(rollouts, make_engine("hf", model=model, policy="full").generate(prompts, sampling))
 
 
-def test_soft_gates_at_a_low_temperature_equal_hard_gates(model_of: Callable, prompts_of: Callable) -> None:
-    """Training uses soft gates with noise. Without noise and at a temperature near 0, the model's logits equal those
-    with hard gates. Control: at temperature 1 they differ. A layer that is computed again has the same noise, and
-    gradients reach every gate.
-    """
+def test_soft_gates_at_a_low_temperature_equal_hard_gates() -> None:
+    """Control: at temperature 1 they differ. A layer that is computed again has the same noise; gradients reach every
+    gate."""
     policy = gated("linear").config
     model = with_scorers(model_of("qwen3"), gated("linear"))
     ids, lengths, prompts = torch.tensor(prompts_of("qwen3", [40])), torch.tensor([40]), torch.tensor([9])
@@ -158,11 +139,9 @@ def test_soft_gates_at_a_low_temperature_equal_hard_gates(model_of: Callable, pr
     assert (logits(1e-4) - hard).abs().max() <= 1e-4 < (logits(1.0) - hard).abs().max()
     assert retained[1e-4] == pytest.approx(retained[None]) != pytest.approx(retained[1.0])
     view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=1.0)
-    first, recomputed = (
-        model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)
-    )
+    inputs = {"input_ids": ids, "attention_mask": NO_MASK, "kv_view": view, "use_cache": False}
     # a recomputed layer has the same noise, whatever the state of the random generator
-    assert torch.equal(first, recomputed)
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
     model.cache_scorers.requires_grad_(True)
     logits(1.0).square().sum().backward()
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
@@ -171,9 +150,7 @@ def test_soft_gates_at_a_low_temperature_equal_hard_gates(model_of: Callable, pr
 def slow_gates(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stays: torch.Tensor, window: int, prompts: list[int]
 ) -> torch.Tensor:
-    """Return attention whose logits are biased by log(1 - alpha) [B, Hkv, S], query by query: a token's gate counts
-    from `window` queries later, but not within a prompt.
-    """
+    """Return attention with logits biased by log(1 - alpha), query by query, from `window` queries after a token on."""
     out = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
     for row, prompt in enumerate(prompts):
@@ -187,9 +164,7 @@ def slow_gates(
 
 
 def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 4, 7 and 256 queries at a time (`CHUNK`), outputs and all gradients equal those of the loop over queries
-    (`slow_gates`), up to 1e-12. Control: a longer window gives other outputs.
-    """
+    """Outputs and all gradients, up to 1e-12. Control: a longer window gives other outputs."""
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
     *tensors, scores = (
@@ -202,19 +177,12 @@ def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.
     results = {}
     for name, window in (("plain", policy.window), ("control", policy.window + 1)):
         out = slow_gates(*tensors, stays, window, prompts)
-        results[name] = (
-            (out * weight).detach(),
-            *torch.autograd.grad((out * weight).sum(), (*tensors, scores), retain_graph=True),
-        )
+        gradients = torch.autograd.grad((out * weight).sum(), (*tensors, scores), retain_graph=True)
+        results[name] = ((out * weight).detach(), *gradients)
     for chunk in (4, 7, 256):
-        monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
-        view = GatedView(
-            [lambda *_: (scores, torch.zeros(2))],
-            policy,
-            torch.tensor(lengths),
-            prompts=torch.tensor(prompts),
-            temperature=0.7,
-        )
+        monkeypatch.setattr("sparse_rl.methods.kvpop.dms.CHUNK", chunk)
+        settings = {"prompts": torch.tensor(prompts), "temperature": 0.7}
+        view = GatedView([lambda *_: (scores, torch.zeros(2))], policy, torch.tensor(lengths), **settings)
         view._noise = {0: torch.zeros(2, 2, 21)}
         out = view.attend(0, *tensors, 0.3)
         ours = ((out * weight).detach(), *torch.autograd.grad((out * weight).sum(), (*tensors, scores)))
@@ -222,7 +190,7 @@ def test_soft_gates_computed_in_chunks_equal_the_plain_loop(monkeypatch: pytest.
             assert float((ours_part - plain).abs().max()) < 1e-12 < 1e-4 < float((ours_part - control).abs().max())
 
 
-def test_invalid_gated_policies_are_refused(model_of: Callable) -> None:
+def test_invalid_gated_policies_are_refused() -> None:
     with pytest.raises(UserError, match="scorer: a gate must decide as soon as its token arrives"):
         make_policy("dms", scorer="mlstm")
     with pytest.raises(UserError, match="the model has no scorers, which dms needs"):

@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from continued import engine_of
 from judging import gap
+from tiny import new_model, prompts_of
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import ContextCache, PromptCacheConfig
-from rollout.engine import LEAST_ROWS
+from rollout.engine import least_rows
 from rollout.hf import HFEngine
-from rollout.requests import NotFiniteLogprobError
+from rollout.sampling import NotFiniteLogprobError
 from sparse_rl.errors import UserError
 
 MODELS = ["quickstart", "stories260K", "qwen2", "qwen3", "llama"]
@@ -23,28 +24,14 @@ SETTINGS = [{"policy": "full"}, {"ratio": 0.3}, {"ratio": 0.3, "policy": "evict"
 LENGTHS = (1, 30, 9, 2, 13)
 
 
-@pytest.fixture
-def engine_of(model_of: Callable) -> Callable[..., HFEngine]:
-    """engine_of(model name, **options) -> an hf engine with a full cache."""
-    return lambda name, **options: make_engine("hf", model=model_of(name), policy="full", **options)
-
-
 @pytest.mark.parametrize(("piece", "max_batch"), [(8, 64), (1024, 2)])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.few(8)
 def test_log_probs_equal_those_of_simulate(
-    name: str,
-    settings: dict,
-    max_batch: int,
-    piece: int,
-    engine_of: Callable,
-    prompts_of: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, settings: dict, max_batch: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five sampled completions of different lengths follow prompts of different lengths. All sizes of batches and
-    pieces give the log-probs of `simulate`, up to 1e-5. Control: the other end of each completion has other log-probs.
-    """
+    """For all sizes of batches and pieces. Control: the other end of each completion has other log-probs."""
     engine, (tokens, *questions) = engine_of(name, max_batch=max_batch), prompts_of(name, [60, 1, 7, 4, 12, 7])
     context = engine.compact(tokens, PromptCacheConfig(first=2, **settings))
     sampled = engine.generate(questions, SamplingConfig(max(LENGTHS), seed=1, ignore_eos=True), context)
@@ -59,8 +46,8 @@ def test_log_probs_equal_those_of_simulate(
     assert gap(others, simulated) > 0.1
 
 
-def test_other_contexts_give_other_log_probs(engine_of: Callable, prompts_of: Callable) -> None:
-    """The log-probs of the full cache's answer change with the compaction, and nearly agree if all entries are kept."""
+def test_other_contexts_give_other_log_probs() -> None:
+    """They nearly agree if all entries are kept."""
     engine, (tokens, question) = engine_of("quickstart"), prompts_of("quickstart", [60, 7])
     configs = [PromptCacheConfig(policy="full"), PromptCacheConfig(ratio=1.0, policy="evict"), PromptCacheConfig()]
     full, kept, small = (engine.compact(tokens, config) for config in configs)
@@ -72,12 +59,8 @@ def test_other_contexts_give_other_log_probs(engine_of: Callable, prompts_of: Ca
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 64])
-def test_logits_need_no_more_memory_than_in_sampling(
-    max_batch: int, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most max_batch rows of logits, or LEAST_ROWS, are computed at a time, as in sampling. A forward pass reads at
-    most as many tokens as a piece has, or LEAST_ROWS per sequence.
-    """
+def test_logits_need_no_more_memory_than_in_sampling(max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most max_batch or 4 rows of logits at a time; a pass reads at most a piece, or 4 tokens per sequence."""
     engine, (tokens, *questions) = engine_of("qwen3", max_batch=max_batch), prompts_of("qwen3", [60, 5, 7, 3, 9])
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
     rows: list[int] = []
@@ -97,11 +80,11 @@ def test_logits_need_no_more_memory_than_in_sampling(
     monkeypatch.setattr(ContextCache, "piece", 16)
     engine.logprobs(questions, [[*range(3, 53)]] * 4, context)
     assert sum(rows) == 4 * 50
-    assert max(rows) <= max(LEAST_ROWS, max_batch)
+    assert max(rows) <= max(least_rows("cpu"), max_batch)
     assert max(read) <= 16
 
 
-def test_mistakes_are_refused(engine_of: Callable, prompts_of: Callable, new_model: Callable) -> None:
+def test_mistakes_are_refused() -> None:
     engine, (tokens, question) = engine_of("qwen3"), prompts_of("qwen3", [60, 5])
     context = engine.compact(tokens, PromptCacheConfig())
     for prompts, completions, message in (
@@ -118,10 +101,8 @@ def test_mistakes_are_refused(engine_of: Callable, prompts_of: Callable, new_mod
     assert engine.logprobs([], [], context) == []
 
 
-def test_a_log_prob_that_is_not_finite_is_an_error(new_model: Callable) -> None:
-    """Token 9 has a NaN embedding, which makes log-probs of its sequence NaN, and the error names the sequence. As the
-    last token of a completion it is never read.
-    """
+def test_a_log_prob_that_is_not_finite_is_an_error() -> None:
+    """The error names the sequence that reads the token with a NaN embedding; a last token is never read."""
     model = new_model("qwen3")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = math.nan

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from judging import gap, same, shifted, wrong_traces
+from judging import same, shifted, trainer_gap, wrong_traces
 from learned import SCORERS, Listening, learned_policy, save_learned, with_scorers, wrong_decisions
 from test_cache import Driver, entry_bytes
+from tiny import model_of, prompts_of
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.attention.oracle import oracle_recall
-from sparse_rl.attention.target import FutureTarget
 from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.methods.kvpop.config import TargetConfig
+from sparse_rl.methods.kvpop.target import FutureTarget, oracle_recall
 from sparse_rl.trace import NEVER, batch_traces
 
 BUDGET = 20
@@ -27,7 +26,6 @@ LENGTHS = (1, 7, 20, 21, 70)  # prompt lengths: one token, below the budget, the
 
 
 def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int = 40, **sampling: Any) -> list[Rollout]:
-    """Return rollouts of the hf engine that ignore the end of sequence."""
     config = SamplingConfig(max_tokens=tokens, seed=1, ignore_eos=True, **sampling)
     return make_engine("hf", model=model, policy=policy).generate(prompts, config)
 
@@ -36,33 +34,27 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
 @pytest.mark.few(6)
-def test_decoding_evicts_as_training_does(
-    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
-) -> None:
-    """The recorded evictions equal the running top-k of the scores that training computes (`wrong_decisions`). At most
-    1 % of the heads may differ, by ties. The replay's gap is at most 1e-5. Control: under wrong traces it is at least
-    100 times as large.
-    """
+def test_decoding_evicts_as_training_does(family: str, scorer: str, prefill: str, tally: Callable) -> None:
+    """As the running top-k of training's scores, except for ties in 1 % of the heads. Control: wrong traces."""
     policy = learned_policy(scorer, BUDGET, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     rollouts = rollouts_of(model, policy, prompts_of(family, LENGTHS), 30, n=2)
     wrong_choices, ties, heads = wrong_decisions(model, policy, rollouts)
     assert not wrong_choices
     assert ties <= heads / 100
-    true_gap = gap(replay_logprobs(model, rollouts), rollouts)
+    true_gap = trainer_gap(model, rollouts)
     tally("kvpop", sum(r.trace.evict_at.numel() for r in rollouts), ties, true_gap)
     assert true_gap <= 1e-5
     for name, with_wrong_trace in wrong_traces(rollouts).items():
         if name == "heads swapped" and scorer == "recency":
             continue
-        wrong_gap = gap(replay_logprobs(model, with_wrong_trace), rollouts)
+        wrong_gap = trainer_gap(model, with_wrong_trace)
         assert wrong_gap >= max(100 * true_gap, 0.0 if family == "qwen3" else 1e-3), name
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
-def test_every_decoded_query_sees_exactly_the_budget(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Each decoded query sees `BUDGET` entries, or all tokens if there are fewer. Cache memory is that of the
-    budget."""
+def test_every_decoded_query_sees_exactly_the_budget(scorer: str) -> None:
+    """Or all tokens, if there are fewer. Cache memory is that of the budget."""
     policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     engine = make_engine("hf", model=model, policy=policy)
@@ -74,10 +66,8 @@ def test_every_decoded_query_sees_exactly_the_budget(scorer: str, model_of: Call
     assert engine.peak_cache_bytes == len(rollouts) * BUDGET * entry_bytes(model)
 
 
-def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of: Callable) -> None:
-    """The scorers' state takes the memory of 6 entries (`state_entries`). Of a budget of 26, the cache therefore holds
-    20 entries.
-    """
+def test_state_entries_are_taken_from_the_budget() -> None:
+    """The scorers' state takes the memory of 6 entries, so of a budget of 26 the cache holds 20."""
     policy = learned_policy("delayed", BUDGET + 6, state_entries=6)
     model = with_scorers(model_of("qwen3"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("qwen3", [30]))
@@ -86,12 +76,8 @@ def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of:
 
 
 @pytest.mark.parametrize("decay_every", [1, 16])
-def test_decoding_applies_the_decay_as_training_does(
-    decay_every: int, model_of: Callable, prompts_of: Callable
-) -> None:
-    """The scores are so close that a decay of 0.001 per token decides evictions. Control: another step of the decay
-    (`decay_every`) gives other evictions.
-    """
+def test_decoding_applies_the_decay_as_training_does(decay_every: int) -> None:
+    """A decay of 0.001 per token decides. Control: another step of the decay gives other evictions."""
     policy = learned_policy({"name": "linear", "gamma": 0.9991}, BUDGET, decay_every=decay_every)
     model = with_scorers(model_of("qwen3"), policy, scale=0.003)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -101,10 +87,8 @@ def test_decoding_applies_the_decay_as_training_does(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_decoding_breaks_ties_as_training_does(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """Untrained scorers give all tokens the same score, so the 8 tokens in one step of the decay have equal ranks. The
-    evictions equal those of training, without a single tie that is decided otherwise.
-    """
+def test_decoding_breaks_ties_as_training_does(scorer: str) -> None:
+    """Untrained scorers rank the 8 tokens in one step of the decay equally; no tie is decided otherwise."""
     policy = learned_policy(scorer, BUDGET, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)
     wrong_choices, ties, heads = wrong_decisions(
@@ -116,10 +100,8 @@ def test_decoding_breaks_ties_as_training_does(scorer: str, model_of: Callable, 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 @pytest.mark.few(1)
-def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """A prompt is sampled three times, alone and in a batch whose rows end at different times. The samples are
-    equal.
-    """
+def test_rows_do_not_depend_on_the_batch(scorer: str) -> None:
+    """Three samples, alone and in a batch whose rows end at different times."""
     policy = learned_policy(scorer, BUDGET)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at different times
@@ -130,8 +112,7 @@ def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompt
         assert same(alone, together[3 * i : 3 * i + 3])
 
 
-def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) -> None:
-    """`simulate`, given the sampled completions, records the same evictions."""
+def test_simulation_equals_sampling() -> None:
     policy = learned_policy("delayed", BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -141,12 +122,8 @@ def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) ->
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
-    scorer: str, model_of: Callable, prompts_of: Callable
-) -> None:
-    """After every step, each row, layer and head holds the positions that the next query may see by the record. Row 2
-    is frozen from step 20 on, and its entries do not change.
-    """
+def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(scorer: str) -> None:
+    """After every step. Row 2 is frozen from step 20 on."""
     policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("qwen3"), policy)
     driver = Driver(model, policy.bound_to(model), prompts_of("qwen3", [33, 18, 2, 21]))
@@ -172,12 +149,8 @@ def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
     assert [cache.evict_at(2, 22).min() < NEVER]
 
 
-def test_a_saved_model_directory_is_sampled_with_its_own_policy(
-    tmp_path: Any, model_of: Callable, prompts_of: Callable
-) -> None:
-    """An engine of a saved model directory uses the policy and the scorers of the directory, and samples as the model
-    in memory does. Loading does not advance torch's random generator. With `policy="full"` nothing is evicted.
-    """
+def test_a_saved_model_directory_is_sampled_with_its_own_policy(tmp_path: Any) -> None:
+    """And its scorers, as the model in memory; no random number is drawn. With `policy="full"` nothing is evicted."""
     policy = learned_policy("delayed", BUDGET, prefill="masked")
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     save_learned(model, policy, tmp_path)
@@ -192,10 +165,8 @@ def test_a_saved_model_directory_is_sampled_with_its_own_policy(
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "recency"])
-def test_oracle_recall_equals_counting_query_by_query(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """An oracle keeps the tokens with the most future attention. Recall is the share of these tokens that the cache
-    keeps; here it is counted for each query. Control: a full cache has recall 1.
-    """
+def test_oracle_recall_equals_counting_query_by_query(scorer: str) -> None:
+    """The share of the tokens with the most future attention that the cache keeps. Control: a full cache has 1."""
     policy = learned_policy(scorer, BUDGET)
     model = with_scorers(model_of("quickstart"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
@@ -211,9 +182,8 @@ def test_oracle_recall_equals_counting_query_by_query(scorer: str, model_of: Cal
     model(input_ids=torch.tensor([tokens[:fed]]), attention_mask=NO_MASK, kv_view=heard, use_cache=False)
     never = torch.full((1, r.trace.kv_heads, fed), NEVER, dtype=torch.int32)
     for layer, (query, key, _) in heard.heard.items():
-        expected = FutureTarget(TargetConfig(normaliser="dense"))(
-            query, key, key.shape[-1] ** -0.5, config.window, torch.full((1, fed), fed), never
-        )[0]
+        target, ends = FutureTarget(TargetConfig(normaliser="dense")), torch.full((1, fed), fed)
+        expected = target(query, key, key.shape[-1] ** -0.5, config.window, ends, never)[0]
         for head in range(r.trace.kv_heads):
             priority = expected[head] - decay[layer, head] * torch.arange(fed)
             common = total = 0
@@ -225,7 +195,7 @@ def test_oracle_recall_equals_counting_query_by_query(scorer: str, model_of: Cal
             assert float(result[layer, head]) == pytest.approx(common / total, abs=1e-9)
 
 
-def test_load_weights_replaces_the_scorers_too(model_of: Callable, prompts_of: Callable) -> None:
+def test_load_weights_replaces_the_scorers_too() -> None:
     policy = learned_policy("mlp", BUDGET)
     first, second = (with_scorers(model_of("qwen3"), policy, seed) for seed in (0, 1))
     prompts = prompts_of("qwen3", LENGTHS)
@@ -236,7 +206,7 @@ def test_load_weights_replaces_the_scorers_too(model_of: Callable, prompts_of: C
     assert same(rollouts_of(first, policy, prompts), expected)
 
 
-def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
+def test_mismatched_scorers_are_refused() -> None:
     policy = learned_policy("mlp", BUDGET)
     with pytest.raises(UserError, match="the model has no scorers"):
         make_engine("hf", model=model_of("qwen3"), policy=policy)
@@ -248,10 +218,8 @@ def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, promp
         rollouts_of(model, policy, prompts_of("qwen3", [9]))
 
 
-def test_control_a_missing_last_eviction_gives_a_large_gap(model_of: Callable, prompts_of: Callable) -> None:
-    """A learned policy evicts once more before the last token is sampled. If the engine returned its record too early,
-    this eviction would be missing from the trace. The replay's gap would then be at least 1e-3.
-    """
+def test_control_a_missing_last_eviction_gives_a_large_gap() -> None:
+    """A learned policy evicts once more before the last token is sampled."""
     policy = learned_policy("mlp", BUDGET)
     model = with_scorers(model_of("quickstart"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("quickstart", [40, 50]))
@@ -259,5 +227,5 @@ def test_control_a_missing_last_eviction_gives_a_large_gap(model_of: Callable, p
         last = r.trace.evict_at == len(r.trace) - 2
         assert last.any(-1).all()
         r.trace.evict_at[last] = NEVER
-    assert gap(replay_logprobs(model, rollouts), rollouts) >= 1e-3
+    assert trainer_gap(model, rollouts) >= 1e-3
     assert shifted(rollouts[0].trace.evict_at, 0).dtype == torch.int32

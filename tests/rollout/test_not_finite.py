@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from judging import outcome
+from tiny import new_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout import Rollout, SamplingConfig, make_engine
-from rollout.evaluation.samples import sample_in_parts
-from rollout.requests import NotFiniteLogprobError
+from rollout import SamplingConfig, make_engine
+from rollout.measure.accuracy import sample_in_parts
+from rollout.sampling import NotFiniteLogprobError
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.commands.main import main
 from sparse_rl.errors import NotFiniteError
@@ -34,66 +35,42 @@ WEIGHTS = {  # name -> the weights in which one value is made non-finite
 
 
 def spoil(model: PreTrainedModel, weight: str, value: float = math.nan) -> PreTrainedModel:
-    """Make one weight of the model non-finite."""
     with torch.no_grad():
         WEIGHTS[weight](model)[2] = value
     return model
-
-
-def outcome(rollouts: list[Rollout]) -> list[Any]:
-    """Return tokens, log-probs and evictions, to be compared bit for bit."""
-    return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("spoilt_weight", WEIGHTS)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
 @pytest.mark.few(8)
-def test_a_weight_that_is_not_finite_is_an_error_in_the_first_step(
-    policy: Any, spoilt_weight: str, dtype: str, new_model: Callable
-) -> None:
-    """One weight (WEIGHTS) is made NaN or infinite. Under every sampling setting, the one-line error names prompt,
-    sample and step. Control: the same model samples before its weight is changed.
-    """
+def test_a_weight_that_is_not_finite_is_an_error_in_the_first_step(policy: Any, spoilt_weight: str, dtype: str) -> None:
+    """Under every sampling setting, the error names prompt, sample and step. Control: the model before."""
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
-    failing_prompt = (
-        1 if spoilt_weight == "embedding" else 0
-    )  # the embedding of one token spoils only the rows with this token
-    samplings = {
-        "sampled": SAMPLING,
-        "greedy": replace(SAMPLING, temperature=0),
-        "cut": replace(SAMPLING, top_k=5, top_p=0.9),
-    }
-    assert all(
-        math.isfinite(p)
-        for sampling in samplings.values()
-        for r in engine.generate(prompts, sampling)
-        for p in r.logprobs
-    )
+    failing_prompt = int(spoilt_weight == "embedding")  # it spoils only the rows with its token
+    samplings = SAMPLING, replace(SAMPLING, temperature=0), replace(SAMPLING, top_k=5, top_p=0.9)
+    for sampling in samplings:
+        assert all(math.isfinite(p) for r in engine.generate(prompts, sampling) for p in r.logprobs)
     for value in (math.nan, math.inf, -math.inf):
         spoil(model, spoilt_weight, value)
-        for sampling in samplings.values():
+        for sampling in samplings:
             with pytest.raises(NotFiniteLogprobError) as error:
                 engine.generate(prompts, replace(sampling, n=2))
             result = error.value
             # with an infinite weight, the sign of the activations decides which prompt, sample and step fails first
             if spoilt_weight == "embedding" or math.isnan(value):
                 assert (result.prompt, result.sample, result.step) == (failing_prompt, 0, 0)
-        with pytest.raises(
-            NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
-        ):
+        with pytest.raises(NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the compl"):
             engine.simulate(prompts, [[7, 8, 9]] * 4)
     assert "\n" not in str(result)
     assert dtype in str(result)
     assert ("overflows" in str(result)) == (dtype == "float16")
 
 
-def test_simulation_stops_at_the_token_after_a_nan_embedding(new_model: Callable) -> None:
-    """The token POISON has a NaN embedding. The log-prob of POISON itself is finite; the log-prob of the next token is
-    not, and the error names its prompt, sample and step. If POISON is the last token, there is no error.
-    """
+def test_simulation_stops_at_the_token_after_a_nan_embedding() -> None:
+    """The token's own log-prob is finite; the next one's is not. As the last token it is no error."""
     model = spoil(new_model("qwen3"), "embedding")
     engine = make_engine("hf", model=model, policy=make_policy("full"))
     completions = [[7, 8, 9, 10, 11], [7, 8, POISON, 10, 11], [7, 8, 9, 10, POISON]]
@@ -104,7 +81,7 @@ def test_simulation_stops_at_the_token_after_a_nan_embedding(new_model: Callable
     assert all(math.isfinite(p) for rollout in finite for p in rollout.logprobs)
 
 
-def test_an_overflow_in_float16_is_an_error(new_model: Callable) -> None:
+def test_an_overflow_in_float16_is_an_error() -> None:
     """The weights are finite in float16, but activations overflow. Control: in float32 the model samples."""
     model = new_model("qwen3")
     with torch.no_grad():
@@ -119,11 +96,8 @@ def test_an_overflow_in_float16_is_an_error(new_model: Callable) -> None:
         engine.generate(PROMPTS, SAMPLING)
 
 
-def test_log_probs_of_minus_infinity_are_no_error_at_tokens_that_are_not_sampled(new_model: Callable) -> None:
-    """Tokens outside of top-k and top-p have log-probs of -inf, as have tokens that the model itself rules out; both
-    are no error. A forced token outside of top-k has a log-prob of -inf and a finite model log-prob. Control:
-    simulating a token that the model rules out is an error.
-    """
+def test_log_probs_of_minus_infinity_are_no_error_at_tokens_that_are_not_sampled() -> None:
+    """Tokens outside of top-k, or that the model rules out. Control: simulating a token that the model rules out."""
     model = new_model("qwen3")
 
     class RulesOutTokens(torch.nn.Module):
@@ -149,10 +123,8 @@ def test_log_probs_of_minus_infinity_are_no_error_at_tokens_that_are_not_sampled
 
 
 @pytest.mark.parametrize("token", [0, POISON])
-def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_model: Callable) -> None:
-    """One token's embedding becomes NaN, also that of the padding token 0. Rollouts and replay of sequences without
-    this token do not change by a bit.
-    """
+def test_a_nan_padding_token_does_not_reach_other_sequences(token: int) -> None:
+    """Rollouts and replay do not change by a bit, also if the padding token 0 has a NaN embedding."""
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=make_policy("gkv", budget=8, window=2, period=2))
     completions = [[30, 31, 32, 33], [34, 35], [36, 37, 38, 39, 40, 41]]
@@ -164,7 +136,7 @@ def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_mode
     assert all(torch.equal(a, b) for a, b in zip(replay_logprobs(model, expected), replayed, strict=True))
 
 
-def test_an_evaluation_names_the_problem_that_failed(new_model: Callable) -> None:
+def test_an_evaluation_names_the_problem_that_failed() -> None:
     """The error names the number of the problem, not its position in the batch that is sampled together."""
     engine = make_engine("hf", model=spoil(new_model("qwen3"), "embedding"), policy=make_policy("full"), max_batch=2)
     prompts = [*PROMPTS, [5, POISON, 6], [7, 8]]
@@ -189,11 +161,6 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def one_line(capfd: pytest.CaptureFixture) -> str:
-    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl"))
-    return line
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", ["eval", "rollout", "perplexity"])
 def test_a_command_reports_a_log_prob_that_is_not_finite_in_one_line(
@@ -203,23 +170,17 @@ def test_a_command_reports_a_log_prob_that_is_not_finite_in_one_line(
     out = tmp_path / "out"
     common = {"model": str(spoilt), "dtype": dtype, "rollout": {"engine": "hf", "progress": False}}
     data = {"synthetic": {"task": "running_sum", "size": 3, "n": 3}}
-    recipe: dict[str, Any] = {
-        "kind": "eval",
-        "tasks": {"sums": data},
-        "max_completion_length": 8,
-        "output_dir": str(out),
-    }
+    recipe: dict[str, Any] = {"kind": "eval", "tasks": {"sums": data}, "max_completion_length": 8}
     recipe |= {"cache": STREAMING} if command == "eval" else {}
     if command == "perplexity":
         (tmp_path / "text.txt").write_text("Q" * 400)
-        recipe = {"kind": "perplexity", "text": str(tmp_path / "text.txt"), "prompt_tokens": 10, "output_dir": str(out)}
-        recipe |= {"completion_tokens": 10, "pieces": 2}
+        recipe = {"kind": "perplexity", "text": str(tmp_path / "text.txt"), "prompt_tokens": 10, "pieces": 2}
+        recipe |= {"completion_tokens": 10}
+    recipe |= {"output_dir": str(out)}
     (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, **common}))
     words = ["--out", str(out)] if command == "rollout" else []
     assert main([command, str(tmp_path / "recipe.yaml"), *words]) == 2
-    line = one_line(capfd)
-    assert line.startswith(
-        "sparse-rl: error: prompt 0, sample 0: the log-probability of token 0 of the completion is not"
-    )
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl"))
+    assert "error: prompt 0, sample 0: the log-probability of token 0 of the completion is not" in line
     assert not (out / "eval.json").exists()
     assert not (out / "perplexity.json").exists()

@@ -1,6 +1,4 @@
-"""The sampler sorts only a prefix of the tokens. It still equals its plain reference bit for bit: in tokens, and in
-log-probs before and after top-p and top-k.
-"""
+"""The sampler sorts only a prefix of the tokens, and equals its plain reference bit for bit."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ import torch
 
 import rollout.sampling
 from rollout import SamplingConfig
-from rollout.sampling import ranking, sample, truncate
-from rollout.sampling_reference import sample_reference, truncate_reference
+from rollout.sampling import ranking, sample, sample_reference, truncate, truncate_reference
 
 KINDS = ["random", "flat", "peaked", "tied", "coarse", "impossible", "all but one"]
 TOP_P = [1.0, 1e-30, 1e-6, 0.5, 0.9, 1 - 1e-12]
@@ -34,9 +31,7 @@ def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
-    """Return uniforms float64 [B]: the ends of the unit interval, and in other rows a border between two tokens or a
-    number next to it.
-    """
+    """Return uniforms float64 [B]: ends of the unit interval, borders between two tokens, or numbers next to them."""
     cdf = processed.double().exp().cumsum(-1)
     rows, size = cdf.shape
     token = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
@@ -82,9 +77,7 @@ def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def test_top_p_at_the_border_of_a_token_cuts_as_the_reference_does() -> None:
-    """`top_p` is set to the cumulative probability at which a token begins, so the last bit decides if the token is
-    kept. Control: with the next larger float, the result differs.
-    """
+    """The last bit decides if the token is kept. Control: the next larger float."""
     for top_k in range(2, 40):
         logprobs = logits_of("random", 1, 200, seed=top_k).log_softmax(-1)
         borders_of_row = borders(logprobs, top_k)
@@ -102,9 +95,7 @@ def test_top_p_at_the_border_of_a_token_cuts_as_the_reference_does() -> None:
 def test_the_ranking_is_that_of_a_stable_sort(
     kind: str, size: int, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among equal log-probs the earlier token ranks first, also between 0.0 and -0.0. The code for a CPU and the code
-    for a GPU are both tested, on a CPU.
-    """
+    """Also between 0.0 and -0.0. The code for a CPU and that for a GPU are both tested."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     logprobs = logits_of(kind, 5, size).log_softmax(-1)
     logprobs[0] = torch.where(torch.arange(size) % 2 == 0, 0.0, -0.0)
@@ -114,9 +105,7 @@ def test_the_ranking_is_that_of_a_stable_sort(
 
 
 def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If top-k or top-p can keep only one of several equal tokens, the earlier token is kept, as in the reference.
-    Control: a ranking that puts the later of two equal tokens first differs from the reference.
-    """
+    """Control: a ranking that puts the later of two equal tokens first."""
     logprobs = logits_of("tied", 4, 130).log_softmax(-1)
     assert torch.equal(truncate(logprobs, 0.9, 20), truncate_reference(logprobs, 0.9, 20))
 
@@ -129,9 +118,7 @@ def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
 def test_rows_sampled_in_parts_equal_rows_sampled_together(setting: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU samples large batches in parts (AT_ONCE numbers at a time). Any size of the parts gives the reference's
-    tokens, also with forced tokens in some rows.
-    """
+    """Also with forced tokens in some rows."""
     sampling, logits = SamplingConfig(1, **setting), logits_of("coarse", 7, 100)
     forced = torch.tensor([-1, 4, -1, -1, 99, -1, 0])
     uniform = torch.rand(7, dtype=torch.float64) if sampling.temperature else None
@@ -147,9 +134,7 @@ def test_rows_sampled_in_parts_equal_rows_sampled_together(setting: dict, monkey
     ids=str,
 )
 def test_sampling_does_not_wait_for_the_device(setting: dict) -> None:
-    """The sampler runs on meta tensors, which have no values, so an operation that would wait for a GPU fails here.
-    Control: reading a value fails.
-    """
+    """Meta tensors have no values. Control: reading a value fails."""
     logits = torch.empty(3, 200, device="meta")
     sampling = SamplingConfig(1, **setting)
     uniform = torch.empty(3, dtype=torch.float64, device="meta") if sampling.temperature else None

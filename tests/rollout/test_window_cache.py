@@ -5,20 +5,18 @@ forward passes, and sampling equals one plain forward pass over each text.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from judging import gap, same
-from transformers import PreTrainedModel
-from windowed import WINDOWS, plain_gap, windowed_model
+from judging import same, trainer_gap
+from tiny import policy_of, prompts_of
+from windowed import WINDOWS, model, plain_gap, windowed_model
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention.kernels.sdpa import sdpa
-from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.attention.windows import cache as windows
-from sparse_rl.attention.windows.cache import WindowCache
+from sparse_rl.attention import windows
+from sparse_rl.attention.windows import WindowCache
+from sparse_rl.kernels.exact import sdpa
 
 CPU = torch.device("cpu")
 KV_HEADS, GROUP, DIM, SCALING = 2, 2, 4, 0.7
@@ -42,7 +40,7 @@ class Rows:
         if len(self.texts) == 1 < len(counts):
             self.texts = [dict(self.texts[0]) for _ in counts]
         self.texts = self.texts or [{layer: [torch.zeros(KV_HEADS, 0, DIM)] * 2 for layer in (1, 2)} for _ in counts]
-        self.cache.begin(counts, CPU)
+        self.cache.begin_prefill(counts, CPU)
         for layer in (1, 2):
             query = torch.randn(len(counts), KV_HEADS * GROUP, width, DIM, generator=self.generator)
             pair = [torch.randn(len(counts), KV_HEADS, width, DIM, generator=self.generator) for _ in range(2)]
@@ -76,10 +74,7 @@ class Rows:
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 21, 400])
 @pytest.mark.few(7)
 def test_attention_equals_that_under_a_plain_mask(window: int, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths arrive in random pieces and token by token; rows rest, are removed, repeated, and
-    forked, and one row may be continued by several. Each token attends to the last `window` tokens of its row. Slots
-    are added 4 at a time.
-    """
+    """Rows arrive in random pieces and token by token, rest, are removed, repeated, forked and continued by several."""
     monkeypatch.setattr(windows, "GROW", 4)
     if groups == "small groups":  # queries of a piece attend one by one, or a few at a time
         monkeypatch.setattr(windows, "MOST_LOGITS", 200)
@@ -118,9 +113,7 @@ def test_control_other_windows_give_other_attention() -> None:
 
 @pytest.mark.parametrize("length", [3, 5, 6, 11])
 def test_a_fork_never_changes_the_cache_that_it_continues(length: int) -> None:
-    """A cache is continued three times, by one row, by several, and by one token. Its tensors do not change, and the
-    same continuation gives the same output twice, bit for bit.
-    """
+    """By one row, by several, or by one token; the same continuation gives the same output, bit for bit."""
     rows = Rows(5, 0)
     rows.feed([length], length)
     before = {layer: [x.clone() for x in pair] for layer, pair in rows.cache.layers.items()}
@@ -128,7 +121,7 @@ def test_a_fork_never_changes_the_cache_that_it_continues(length: int) -> None:
     def continued(forked: WindowCache, counts: list[int], width: int) -> torch.Tensor:
         outs, generator = [], torch.Generator().manual_seed(1)
         for number in (width, 1, 1, 1):
-            forked.begin([min(count, number) for count in counts], CPU)
+            forked.begin_prefill([min(count, number) for count in counts], CPU)
             shape = len(counts), KV_HEADS, number, DIM
             query = torch.randn(len(counts), KV_HEADS * GROUP, number, DIM, generator=generator)
             pair = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -156,14 +149,12 @@ def test_a_cache_has_no_more_slots_than_its_window(monkeypatch: pytest.MonkeyPat
     long.feed([33, 2], 33)
     assert long.cache.layers[1][0].shape[2] == 10
     # layers with windows of 10 and of 11 tokens, 2 rows; keys and values of 2 heads of 4 numbers of 4 bytes
-    assert long.cache.nbytes == (10 + 11) * 2 * 2 * KV_HEADS * DIM * 4
+    assert long.cache.allocated_bytes() == (10 + 11) * 2 * 2 * KV_HEADS * DIM * 4
 
 
 @pytest.mark.parametrize(("window", "most"), [(5, 4000), (200, 30000), (3, 1)])
 def test_groups_of_queries_bound_the_memory(window: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece of 300 tokens attends in groups of queries. No group has more than MOST_LOGITS logits, or it has one
-    query. No group has keys that none of its queries sees, except slots of the cache.
-    """
+    """At most MOST_LOGITS logits, or one query, and no key that none of its queries sees, except slots of the cache."""
     sizes: list[int] = []
 
     def counting(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
@@ -185,7 +176,7 @@ def test_keys_have_the_dtype_of_values() -> None:
     """Under autocast, RoPE leaves keys in float32, while values are in bfloat16."""
     cache = WindowCache([3])
     for width in (5, 4, 1):
-        cache.begin([width], CPU)
+        cache.begin_prefill([width], CPU)
         query, key, value = (torch.randn(1, heads, width, DIM) for heads in (4, 2, 2))
         assert cache.attend(0, query, key, value.bfloat16(), SCALING).dtype == torch.bfloat16
         assert [x.dtype for x in cache.layers[0]] == [torch.bfloat16] * 2
@@ -194,23 +185,13 @@ def test_keys_have_the_dtype_of_values() -> None:
 # ---- sampling -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(new_model: Callable) -> PreTrainedModel:
-    return windowed_model(new_model)
-
-
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
 @pytest.mark.parametrize("window", [1, 12, 300])
 @pytest.mark.few(3)
-def test_sampling_equals_one_plain_pass(
-    window: int, family: str, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts shorter and longer than the window are sampled in one batch; rows that have ended are removed. The
-    log-probs are those of a plain forward pass over each text, up to 1e-5. Controls: under a window of one token more
-    or less, or without windows, they differ by at least 0.1.
-    """
+def test_sampling_equals_one_plain_pass(window: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts shorter and longer than the window in one batch. Controls: a token more or less, or no window."""
     monkeypatch.setattr(windows, "GROW", 7)
-    model, prompts = windowed_model(new_model, family, sliding_window=window), prompts_of(family, LENGTHS)
+    model, prompts = windowed_model(family, sliding_window=window), prompts_of(family, LENGTHS)
     engine = make_engine("hf", model=model, policy="full")
     sampled = engine.generate(prompts, SamplingConfig(30, seed=1, ignore_eos=True))
     lengths = [4] * 6 + [19, 30]  # the last two rows remain, and move to the first places
@@ -224,18 +205,13 @@ def test_sampling_equals_one_plain_pass(
 
 @pytest.mark.parametrize("policy", ["full", "gkv", "streaming", "h2o"])
 @pytest.mark.few(1)
-def test_rows_do_not_depend_on_the_batch(
-    policy: str, model: PreTrainedModel, policy_of: Callable, prompts_of: Callable
-) -> None:
-    """A prompt that is sampled alone gives the tokens, the trace and the log-probs that it gives in a batch whose rows
-    end at different times. All rows of a batch are replayed with a gap of at most 1e-5.
-    """
-    engine = make_engine("hf", model=model, policy=policy_of(policy, budget=14, window=4, period=3, sinks=1))
+def test_rows_do_not_depend_on_the_batch(policy: str) -> None:
+    """Nor do traces and log-probs. All rows of a batch are replayed."""
+    engine = make_engine("hf", model=model(), policy=policy_of(policy, budget=14, window=4, period=3, sinks=1))
     prompts, sampling = prompts_of("gemma3_text", LENGTHS), SamplingConfig(40, seed=3, n=2)
     together = engine.generate(prompts, sampling)
     assert len({len(r.completion_ids) for r in together}) > 4
     for place, prompt in enumerate(prompts):
         assert same(engine.generate([prompt], sampling), together[2 * place : 2 * place + 2])
-    with torch.no_grad():
-        assert gap(replay_logprobs(model, together), together) <= 1e-5
+    assert trainer_gap(model(), together) <= 1e-5
     assert all(r.trace.windows == WINDOWS for r in together)

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
-from trainer_runs import GKV, SETTINGS, STOP, digits, problems, trained
+from learned import with_scorers
+from trainer_runs import GKV, SETTINGS, STOP, digits, problems, small, trained
+
+from sparse_rl.models.directory import save_policy, write_scorers
+from sparse_rl.models.load import load_model
+from sparse_rl.recipe import make_recipe
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @pytest.fixture(scope="session")
-def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def tiny(new_model, tmp_path_factory):
     """tiny(family="qwen3", **config) returns the directory of a tiny random model with a tokenizer."""
     from transformers import GenerationConfig
 
-    from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
+    from sparse_rl.data.synthetic import EOS_ID, PAD_ID, RunningSum
 
     folders: dict[str, str] = {}
 
@@ -37,7 +41,7 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
             model = new_model(family, initializer_range=0.2, **ids, **config)
             model.generation_config = GenerationConfig(eos_token_id=STOP, pad_token_id=PAD_ID)
             model.save_pretrained(folder)
-            build_tokenizer().save_pretrained(folder)
+            RunningSum.tokenizer().save_pretrained(folder)
             folders[key] = str(folder)
         return folders[key]
 
@@ -45,7 +49,30 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.fixture
-def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
+def learned(tiny, tmp_path):
+    """learned(policy, source=tiny()) returns a model directory like the output of a retrofit, with a tokenizer."""
+
+    def make(policy: Any, source: str | None = None) -> str:
+        folder = tmp_path / f"{policy.name}-{policy.config.scorer.name}"
+        if not folder.exists():
+            shutil.copytree(source or tiny(), folder)
+            write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
+            save_policy(folder, policy)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture
+def retrofit(tiny, tmp_path):
+    """retrofit(**keys) returns a recipe that retrofits the tiny model in a few steps."""
+    shared = small(tiny(), tmp_path / "run", kind="kvpop", packing=False, max_length=128, scorer_warmup_steps=1)
+    del shared["rollout"]
+    return lambda **keys: make_recipe({**shared, "gradient_checkpointing": False, **keys})
+
+
+@pytest.fixture
+def grpo(tiny, tmp_path):
     """grpo(**settings) returns an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
 
     Not passed to the trainer's configuration: family, model, reward, count, held_out, peft_config, trainer_class,
@@ -54,9 +81,8 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
-    from trainer.grpo.arguments import grpo_arguments
-    from trainer.grpo.config import SparseGRPOConfig
-    from trainer.grpo.trainer import SparseGRPOTrainer
+    from trainer.config import SparseGRPOConfig
+    from trainer.grpo.trainer import SparseGRPOTrainer, grpo_arguments
     from trainer.rundir import RunLog
 
     sparse_fields = {field.name for field in dataclasses.fields(SparseGRPOConfig)}
@@ -101,6 +127,6 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def metrics_of(grpo: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
+def metrics_of(grpo):
     """metrics_of(**settings) trains, and then returns the lines of metrics.jsonl that belong to a step."""
     return lambda *args, **settings: trained(grpo(*args, **settings))

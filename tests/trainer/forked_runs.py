@@ -74,9 +74,9 @@ def child(job: dict[str, Any]) -> int:
 
 
 def serve() -> None:
-    for kind in ("grpo", "sft", "distill", "kvpop"):
-        importlib.import_module(f"trainer.{kind}.trainer")
-    importlib.import_module("sparse_rl.commands.trainers")
+    for name in ("grpo.trainer", "sft", "distill", "retrofit"):
+        importlib.import_module(f"trainer.{name}")
+    importlib.import_module("sparse_rl.recipe.sampling")
 
     for line in sys.stdin:
         job, start = json.loads(line), time.perf_counter()

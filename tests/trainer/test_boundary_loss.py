@@ -76,10 +76,7 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
         {"balance_min": 0.9},
     ],
 )
-def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: bool) -> None:
-    """The loss, and its gradients for the scores and for gamma, equal those of `loop`, which computes one query, head
-    and row at a time in float64.
-    """
+def test_the_loss_and_its_gradients_equal_the_loop(options, n, ties):
     loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
     scores, target, log_decay = tensors(ties)
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, decay_every=n, lengths=LENGTHS)
@@ -89,10 +86,7 @@ def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: 
     assert (queries[0] >= 0).sum() == S - SINKS - WINDOW - K
     pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=n)
     gradients = []
-    for value in (
-        lambda s, g: loss(s, g, pairs, decay_every=n),
-        lambda s, g: loop(loss, s, target, g, n, queries),
-    ):
+    for value in (lambda s, g: loss(s, g, pairs, decay_every=n), lambda s, g: loop(loss, s, target, g, n, queries)):
         s, g = scores.clone().requires_grad_(), log_decay.clone().requires_grad_()
         computed = value(s, g)
         computed.backward()
@@ -104,10 +98,8 @@ def test_the_loss_and_its_gradients_equal_the_loop(options: dict, n: int, ties: 
 
 
 @pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
-def test_the_balance_has_mean_1_and_is_applied_before_the_margins(balance: dict) -> None:
-    """The balance gives kept and dropped pairs the same total weight, and all pairs a mean weight of 1. The weights by
-    the margin are applied after the balance, which therefore does not cancel them.
-    """
+def test_the_balance_has_mean_1_and_is_applied_before_the_margins(balance):
+    """The weights by the margin come after the balance, which therefore does not cancel them."""
     _, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
 
@@ -140,7 +132,7 @@ def test_the_balance_has_mean_1_and_is_applied_before_the_margins(balance: dict)
     assert uncertain == pytest.approx(floor + (1 - floor) / 2, abs=1e-3)
 
 
-def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
+def test_the_loss_falls_as_the_scores_approach_the_target():
     loss = BoundaryLoss(BoundaryConfig(queries=None))
     scores, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
@@ -150,10 +142,7 @@ def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
     assert values[0] > values[1] > values[2]
 
 
-def test_queries_are_drawn_uniformly_and_from_late_positions() -> None:
-    """With `late: 0.5`, one half of the queries is drawn uniformly. The other half is drawn with a probability that
-    grows linearly with the position. A row that is too short has no query (-1).
-    """
+def test_queries_are_drawn_uniformly_and_from_late_positions():
     torch.manual_seed(0)
     drawn = BoundaryLoss(BoundaryConfig(queries=4000, late=0.5)).draw(LENGTHS, 14, S)
     assert drawn.shape == (B, 4000)
@@ -169,8 +158,7 @@ def test_queries_are_drawn_uniformly_and_from_late_positions() -> None:
     )
 
 
-def test_without_pairs_the_loss_is_zero_and_not_nan() -> None:
-    """Rows of 9 tokens are too short for a pair of competing tokens. Loss and gradients are 0."""
+def test_without_pairs_the_loss_is_zero_and_not_nan():
     loss = BoundaryLoss(BoundaryConfig(queries=8))
     scores, target, log_decay = tensors()
     short = torch.tensor([9, 9, 9])

@@ -1,38 +1,32 @@
-"""Distillation: its loss and gradients equal a dense float64 reference, and its runs by recipe train and resume."""
+"""Distillation: its loss and gradients equal a dense float64 reference, and its runs by recipe train."""
 
 from __future__ import annotations
 
 import copy
 import json
-import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from trainer_runs import timeless
+from dense_matched import DenseView
+from trainer_runs import small
 
 from rollout import make_engine
 from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.console import training_line
-from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
-from sparse_rl.data import running_sum
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
-from sparse_rl.experts.view import RoutedView
+from sparse_rl.experts import RouterReplay
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
-from trainer.distill.config import DistillConfig
-from trainer.distill.trainer import DistillArguments, DistillTrainer
-from trainer.examples import Example
-from trainer.losses.config import DistillationLossConfig
-from trainer.losses.distillation import DistillationLoss
+from trainer.batch import Example
+from trainer.config import DistillationLossConfig, DistillConfig
+from trainer.distill import DistillArguments, DistillTrainer
+from trainer.losses import DistillationLoss
 
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
@@ -42,27 +36,22 @@ SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpoi
 
 def examples_of(recipe: Any) -> list[Any]:
     """Return the sequences that a recipe trains on."""
-    return taught_examples(prepare_training(recipe))[0]
+    return recipe.examples(recipe.prepare_training())[0]
 
 
 @pytest.fixture
-def rows() -> list[Example]:
+def rows():
     generator = torch.Generator().manual_seed(0)
     return [Example(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
 
 
 @pytest.fixture
-def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callable[..., DistillTrainer]:
+def distill(new_model, rows, tmp_path):
     """distill(student=None, families=("qwen3", "llama"), deeper={}, **settings) returns a trainer of a tiny student
     under evictions, with a deeper teacher. deeper : further settings of the teacher's configuration
     """
 
-    def make(
-        student: Any = None,
-        families: tuple[str, str] = ("qwen3", "llama"),
-        deeper: Mapping[str, Any] = MappingProxyType({}),
-        **settings: Any,
-    ) -> DistillTrainer:
+    def make(student=None, families=("qwen3", "llama"), deeper=MappingProxyType({}), **settings):
         student = student or new_model(families[0])
         teacher = new_model(families[1], seed=5, num_hidden_layers=3, hidden_size=48, **deeper)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
@@ -79,7 +68,7 @@ def dense_logits(model: Any, rollout: Example, trace: EvictionTrace) -> torch.Te
     ids = torch.tensor([rollout.prompt + rollout.completion])
     view: Any = DenseView(EvictionTrace(trace.evict_at))
     if "routed" in trace.further:
-        view = RoutedView(view, trace.further["routed"][:, None], "cpu")
+        view.routers = RouterReplay(trace.further["routed"][:, None], "cpu")
     out = adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
     return out[0, len(rollout.prompt) - 1 : -1]
 
@@ -131,15 +120,9 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
     ],
 )
 @pytest.mark.few(4)
-def test_loss_and_gradients_equal_the_dense_reference(
-    settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
-) -> None:
-    """`reference` computes the loss per token in float64, one sequence at a time under dense masks. Loss and gradients
-    equal the reference's within 1e-5, for padded and packed rows, with checkpointing, and under FlexAttention; for
-    models that divide their logits (Granite), for mixtures of experts, and for sliding windows.
-    """
+def test_loss_and_gradients_equal_the_dense_reference(settings, flex_trains, distill, rows):
     trainer = distill(**settings)
-    rollouts = trainer._prepared(rows)
+    rollouts = trainer._with_traces(rows)
     assert sum(r.trace.retention() < 1 for r in rollouts) >= 4
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, rollouts)
@@ -152,12 +135,12 @@ def test_loss_and_gradients_equal_the_dense_reference(
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_control_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
+def test_control_wrong_traces_and_temperatures_change_the_loss(distill, rows):
     """Control: the loss changes if evictions are one query late, and if nothing is evicted. It also differs from the
     loss that is not multiplied by the squared temperature.
     """
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
-    rollouts = trainer._prepared(rows)
+    rollouts = trainer._with_traces(rows)
     loss = float(trainer.compute_loss(trainer.model, rollouts))
     for change in (lambda e: torch.where(e < 2**30, e + 1, e), lambda e: torch.full_like(e, 2**30)):
         traces = [EvictionTrace(change(r.trace.evict_at), validate=False) for r in rollouts]
@@ -166,13 +149,11 @@ def test_control_wrong_traces_and_temperatures_change_the_loss(distill: Callable
     assert abs(loss / 4 - reference(trainer, rollouts)[0]) > 1e-2
 
 
-def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows: list[Example]) -> None:
-    """The loss sums of a sequence do not depend on the other sequences packed into the same row, and packing leaves
-    less padding."""
-    from trainer.batches import Batch
+def test_a_packed_row_does_not_depend_on_its_neighbours(distill, rows):
+    from trainer.batch import Batch
 
     trainer = distill(packing=True)
-    rollouts = trainer._prepared(rows)
+    rollouts = trainer._with_traces(rows)
     packed, padded = Batch.make(rollouts, torch.device("cpu"), True), Batch.make(rollouts, torch.device("cpu"))
     assert packed.ids.shape == (4, 34)
     assert padded.ids.shape == (5, 34)
@@ -185,43 +166,22 @@ def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows:
     assert torch.equal(packed.targets, torch.cat([batch.targets for batch in alone]))
 
 
-def test_the_top_k_loss_over_the_whole_vocabulary_equals_the_full_loss(distill: Callable, rows: list[Example]) -> None:
+def test_the_top_k_loss_over_the_whole_vocabulary_equals_the_full_loss(distill, rows):
     trainer = distill()
-    rollouts = trainer._prepared(rows)
+    rollouts = trainer._with_traces(rows)
     full_loss = float(trainer.compute_loss(trainer.model, rollouts))
     trainer.loss = DistillationLoss(DistillationLossConfig(top_k=64))
     assert float(trainer.compute_loss(trainer.model, rollouts)) == pytest.approx(full_loss, rel=1e-6)
 
 
-# ---- a run by recipe ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
+def recipe(tiny, tmp_path):
     """recipe(**keys) returns a recipe that distils a tiny teacher into the tiny model in a few steps."""
-
-    def make(**keys: Any) -> Any:
-        content = {
-            "kind": "distill",
-            "model": tiny(),
-            "teacher": tiny(num_hidden_layers=3),
-            "output_dir": str(tmp_path / "run"),
-            "dtype": "float32",
-            "seed": 3,
-            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 4}},
-            "cache": POLICY,
-            "rollout": {"engine": "hf"},
-            "learning_rate": 3e-3,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "max_completion_length": 64,
-            "gradient_checkpointing": False,
-            "save_steps": 0,
-        }
-        return make_recipe({**content, **keys})
-
-    return make
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 0}
+    own = {"teacher": tiny(num_hidden_layers=3), "cache": POLICY, "learning_rate": 3e-3, "max_completion_length": 64}
+    data = {"synthetic": {"task": "running_sum", "size": 24, "n": 4}}
+    shared = {**small(tiny(), tmp_path / "run", kind="distill", data=data, seed=3), **sizes, **own}
+    return lambda **keys: make_recipe({**shared, "gradient_checkpointing": False, **keys})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -245,11 +205,8 @@ def validation(every: int) -> dict[str, Any]:
     ids=["data", "refreshed", "on-policy", "lora"],
 )
 @pytest.mark.few(1)
-def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    small_recipe = recipe(
-        validation=validation(every=2),
-        **keys,
-    )
+def test_a_run_logs_its_losses_and_saves_the_model(keys, recipe, tmp_path):
+    small_recipe = recipe(validation=validation(every=2), **keys)
     final = train(small_recipe)
     steps = [line for line in lines(tmp_path / "run") if "loss" in line]
     validations = [line for line in lines(tmp_path / "run") if "eval_kl" in line]
@@ -271,14 +228,9 @@ def test_a_run_logs_its_losses_and_saves_the_model(keys: dict, recipe: Callable,
 
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.few(1)
-def test_evictions_come_from_the_starting_model_or_the_student(
-    every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `refresh_every: 0`, all evictions are simulated with the starting model. With `refresh_every: 2`, they are
-    simulated again every second step, with the current student.
-    """
+def test_evictions_come_from_the_starting_model_or_the_student(every, recipe, tmp_path, monkeypatch):
     calls: list[tuple[list[Example], Any]] = []
-    original = DistillTrainer._prepared
+    original = DistillTrainer._with_traces
 
     def keep(self: DistillTrainer, batch: Any) -> Any:
         before = copy.deepcopy(self.accelerator.unwrap_model(self.model))
@@ -286,7 +238,7 @@ def test_evictions_come_from_the_starting_model_or_the_student(
         calls.append((result, before))
         return result
 
-    monkeypatch.setattr(DistillTrainer, "_prepared", keep)
+    monkeypatch.setattr(DistillTrainer, "_with_traces", keep)
     data = {"synthetic": {"task": "running_sum", "size": 16, "n": 4}}
     small_recipe = recipe(data=data, refresh_every=every, learning_rate=0.05, save_steps=0)
     train(small_recipe)
@@ -305,58 +257,7 @@ def test_evictions_come_from_the_starting_model_or_the_student(
         assert all(equalities) is equal
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"packing": True, "teacher": None},
-        {"completions": "student", "max_completion_length": 12},
-        {"refresh_every": 2},
-    ],
-    ids=["data", "on-policy", "refreshed"],
-)
-@pytest.mark.few(1)
-def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
-    weights and its logged lines."""
-    shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
-    shared["validation"] = validation(every=3)  # the uninterrupted run also validates before its first step
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(recipe(output_dir=str(whole), **shared))
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "model")
-    shutil.rmtree(resumed / "checkpoint-6")
-    (resumed / "metrics.jsonl").write_text("")
-    train(recipe(output_dir=str(resumed), **shared), resume="newest")
-    left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    assert timeless(lines(resumed)) == [line for line in timeless(lines(whole)) if line["step"] > 4]
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"cache": {"policy": "gkv"}}, "cache"),
-        ({"divergence": "jsd", "jsd_beta": 1.0}, "jsd_beta"),
-        ({"kl_weight": 0}, "kl_weight"),
-        ({"renormalise": True}, "renormalise"),
-        ({"teacher_cache": "x"}, "teacher_cache"),
-        ({"teacher_cache": "x", "top_k": 8, "completions": "student"}, "teacher_cache"),
-        ({"keep": "boxed", "completions": "student"}, "keep"),
-        ({"refresh_every": 3, "save_steps": 4}, "refresh_every"),
-        ({"temperature": 0}, "temperature"),
-        ({"tempertaure": 1}, "temperature"),
-    ],
-)
-def test_an_invalid_recipe_is_refused_with_its_key(keys: dict, says: str, recipe: Callable) -> None:
-    with pytest.raises(UserError, match=says):
-        recipe(**keys)
-
-
-def test_overlong_rows_can_be_dropped(recipe: Callable) -> None:
-    """`overlong: drop` drops rows whose completion exceeds the limit. `keep: boxed` keeps all rows here, because all
-    synthetic answers are correct.
-    """
+def test_overlong_rows_can_be_dropped(recipe):
     from sparse_rl.models.load import load_tokenizer
 
     small_recipe = recipe()
@@ -371,10 +272,8 @@ def test_overlong_rows_can_be_dropped(recipe: Callable) -> None:
         examples_of(recipe(max_completion_length=1, overlong="drop"))
 
 
-def test_overlong_rows_are_truncated(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A truncated row is the longest beginning of its sequence that the limits allow, and the number of truncated rows
-    is logged. A row is dropped only if its prompt leaves no room, and no other sequence changes."""
-    lines = [row for n in (3, 6) for row in running_sum.rows("train", 12, 1, True, running_sum.RunningSum(n=n))]
+def test_overlong_rows_are_truncated(recipe, tmp_path, caplog):
+    lines = [row for n in (3, 6) for row in RunningSum(n=n).rows("train", 12, 1, True)]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     shared = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
     unlimited = recipe(**shared)
@@ -395,14 +294,9 @@ def test_overlong_rows_are_truncated(recipe: Callable, tmp_path: Path, caplog: p
         assert message in caplog.text
         assert len(cut) + dropped > 0
     train(recipe(**shared, max_completion_length=9))
-    with pytest.raises(UserError, match="overlong: applies only to the dataset's completions"):
-        recipe(completions="student", overlong="drop")
 
 
-def test_only_rows_with_correct_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
-    """The test falsifies the answers of every seventh row; `keep: boxed` drops these rows. There are 300 rows, more
-    than the reward scores in one call.
-    """
+def test_only_rows_with_correct_answers_are_kept(recipe, tmp_path):
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 
@@ -419,6 +313,6 @@ def test_only_rows_with_correct_answers_are_kept(recipe: Callable, tmp_path: Pat
     assert examples_of(only_right) == [row for row, is_right in zip(all_rows, correct, strict=True) if is_right]
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused(recipe, tiny):
     with pytest.raises(UserError, match=r"teacher: has a vocabulary of 80 tokens, but the student.s has 64"):
         train(recipe(teacher=tiny(vocab_size=80)))

@@ -4,18 +4,14 @@ in older checkpoints it translates into parameters of three dimensions; this is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
-from transformers import PreTrainedModel
 
-from sparse_rl.commands.checks import _adapters
 from sparse_rl.errors import UserError
 from sparse_rl.models.weights import meta_model
-from sparse_rl.recipe import make_recipe
-from trainer.arguments import adapters, check_adapters
+from trainer.arguments import adapters, check_adapters, describe_adapters
 from trainer.config import LoraConfig
 from trainer.memory import adapted_modules, lora_parameters
 
@@ -29,7 +25,7 @@ def names_of_adapters(model: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("family", [*EXPERTS, "qwen3", "phi3"])
-def test_all_linear_selects_the_same_modules_as_peft(new_model: Callable[..., PreTrainedModel], family: str) -> None:
+def test_all_linear_selects_the_same_modules_as_peft(new_model, family):
     """With experts, these are the attention's layers. Control: PEFT alone would adapt experts of most families."""
     lora, skeleton = LoraConfig(r=4), meta_model(new_model(family).config)
     ours = [name for name, _ in adapted_modules(skeleton, lora)]
@@ -60,33 +56,24 @@ def test_all_linear_selects_the_same_modules_as_peft(new_model: Callable[..., Pr
         ("glm4_moe", ["down_proj"], "down_proj"),
     ],
 )
-def test_names_of_routers_and_experts_are_refused(
-    new_model: Callable[..., PreTrainedModel], family: str, targets: Any, named: str
-) -> None:
-    """A recipe is refused when it is checked, and PEFT's own configuration when a trainer is made."""
+def test_names_of_routers_and_experts_are_refused(new_model, family, targets, named):
     model = new_model(family)
     message = rf"target_modules: PEFT would adapt routers or experts \({named}\), which is not supported; name layers"
     with pytest.raises(UserError, match="lora." + message) as caught:
-        _adapters(meta_model(model.config), LoraConfig(target_modules=targets))
+        describe_adapters(LoraConfig(target_modules=targets), meta_model(model.config))
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="peft_config." + message):
         check_adapters(model, peft.LoraConfig(target_modules=targets))
-    with pytest.raises(UserError, match="is not a linear or embedding layer"):
-        _adapters(meta_model(model.config), LoraConfig(target_modules=["experts"]))
     for kept in (["q_proj"], ".*self_attn.q_proj"):  # the control
-        described = _adapters(meta_model(model.config), LoraConfig(target_modules=kept))
+        described = describe_adapters(LoraConfig(target_modules=kept), meta_model(model.config))
         assert f" in {model.config.num_hidden_layers} layers" in described
         check_adapters(model, peft.LoraConfig(target_modules=kept))
 
 
-def test_target_parameters_are_refused(new_model: Callable[..., PreTrainedModel]) -> None:
-    """Recipes have no such key; in Python it is refused before a model is loaded, and for a model that has them."""
+def test_target_parameters_are_refused(new_model):
     given = peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
     for model in ("nowhere", new_model("qwen3_moe")):
         with pytest.raises(UserError, match=r"would adapt routers or experts \(mlp.experts.gate_up_proj\)"):
             check_adapters(model, given)
     with pytest.raises(UserError, match="would adapt routers or experts"):
         check_adapters(peft.get_peft_model(new_model("qwen3_moe"), given))
-    recipe = {"kind": "grpo", "model": "m", "output_dir": "o", "rewards": ["boxed"], "data": {"path": "d.jsonl"}}
-    with pytest.raises(UserError, match="target_parameters"):
-        make_recipe({**recipe, "lora": {"target_parameters": ["mlp.experts.gate_up_proj"]}})

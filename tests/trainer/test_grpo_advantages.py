@@ -11,7 +11,8 @@ import torch
 from trainer_runs import digits, trained
 
 from sparse_rl.attention.logprobs import replay_logprobs
-from trainer.grpo.trainer import RewardError, SparseGRPOTrainer
+from sparse_rl.errors import UserError
+from trainer.grpo.trainer import SparseGRPOTrainer
 
 
 class Watched(SparseGRPOTrainer):
@@ -24,7 +25,7 @@ class Watched(SparseGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
         self.advantages = out["advantages"].clone()
-        self.rollouts = self.rows.rollouts
+        self.rollouts = self.batch.rollouts
         self.truncated = torch.tensor([r.finish_reason == "length" for r in self.rollouts])
         return out
 
@@ -78,12 +79,8 @@ def half_uniform(constant: float) -> Callable[..., list[float]]:
 
 @pytest.mark.parametrize("zeroed", [True, False])
 @pytest.mark.few(1)
-def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_zero(
-    zeroed: bool, grpo: Callable
-) -> None:
-    """The rewards of truncated outputs still count in the mean and standard deviation of their group. Without the
-    option, truncated outputs have ordinary advantages.
-    """
+def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_zero(zeroed, grpo):
+    """Their rewards still count in the mean and standard deviation of their group."""
     trainer = grpo(trainer_class=Watched, max_steps=1, zero_truncated_advantages=zeroed)
     trained(trainer)
     expected = normalised(trainer.rewards[:, 0], 4)
@@ -99,12 +96,7 @@ def test_zero_truncated_advantages_sets_the_advantages_of_truncated_outputs_to_z
 # In float32 the mean of six values 0.9 is not 0.9.
 @pytest.mark.parametrize(("constant", "accumulation"), [(0.0, 1), (0.9, 1), (1.0, 2)])
 @pytest.mark.few(1)
-def test_drop_leaves_groups_without_variance_out_of_the_gradient(
-    constant: float, accumulation: int, grpo: Callable
-) -> None:
-    """In a group without variance all rewards are equal. Under `drop` the gradient equals the mean over the rows of all
-    other groups. Under `keep` it equals the mean over all rows.
-    """
+def test_drop_leaves_groups_without_variance_out_of_the_gradient(constant, accumulation, grpo):
     settings = {"per_device_train_batch_size": 12 // accumulation, "gradient_accumulation_steps": accumulation}
     for choice in ("drop", "keep"):
         trainer = grpo(
@@ -127,16 +119,13 @@ def test_drop_leaves_groups_without_variance_out_of_the_gradient(
         assert max(float((a - b).norm() / b.norm()) for a, b in zip(trainer.gradients, other, strict=True)) > 0.3
 
 
-def test_without_any_variance_the_gradient_is_zero(metrics_of: Callable) -> None:
-    """If no group has variance, the gradient is 0, and no division by 0 takes place."""
+def test_without_any_variance_the_gradient_is_zero(metrics_of):
     (line,) = metrics_of(reward=lambda completions, **_: [1.0] * len(completions), uniform_groups="drop", max_steps=1)
     assert line["grad_norm"] == 0
     assert line["frac_reward_zero_std"] == 1
 
 
-def test_a_reward_of_none_is_left_out_of_the_group(grpo: Callable) -> None:
-    """A completion with reward None is left out of the group's mean, and has advantage 0 instead of a penalty."""
-
+def test_a_reward_of_none_is_left_out_of_the_group(grpo):
     def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [r if i % 4 else None for i, r in enumerate(digits(completions))]
 
@@ -153,20 +142,18 @@ def test_a_reward_of_none_is_left_out_of_the_group(grpo: Callable) -> None:
     assert line["reward"] == pytest.approx(float(rewards[:, 1:].mean()), rel=1e-5)
 
 
-def test_rewards_that_are_all_none_give_no_gradient(metrics_of: Callable) -> None:
+def test_rewards_that_are_all_none_give_no_gradient(metrics_of):
     (line,) = metrics_of(reward=lambda completions, **_: [None] * len(completions), max_steps=1)
     assert line["grad_norm"] == 0
 
 
-def test_a_reward_that_raises_ends_the_run_with_one_line(grpo: Callable) -> None:
-    """A reward that raises ends the run with an error of one line, which names the reward and the failure."""
-
+def test_a_reward_that_raises_ends_the_run_with_one_line(grpo):
     def picky(completions: list[str], **_: Any) -> list[float]:
         raise ValueError("no such column:\nanswer")
 
     trainer = grpo(reward=[digits, picky])
-    with pytest.raises(RewardError, match=r"picky.*ValueError") as caught:
+    with pytest.raises(UserError, match=r"picky.*ValueError") as caught:
         trainer.train()
     assert "\n" not in str(caught.value)
-    with pytest.raises(RewardError, match="returned 1 rewards, but 8"):
+    with pytest.raises(UserError, match="returned 1 rewards, but 8"):
         grpo(reward=lambda completions, **_: [1.0]).train()

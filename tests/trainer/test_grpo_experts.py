@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from eager import largest_difference
 from judging import gap, wrong_routes
 from learned import learned_policy, with_scorers
-from trainer_runs import KillAt, Killed, timeless, trained
+from trainer_runs import trained
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.methods.kvpop.config import BoundaryConfig
-from sparse_rl.models.head import head_of
-from trainer.batches import Batch, trace_of
-from trainer.examples import Example
-from trainer.scored.loss import ScorerLoss, decisions_agree
+from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
+from sparse_rl.methods.kvpop.view import decisions_agree
+from sparse_rl.models.load import head_of
+from trainer.batch import Batch, Example, trace_of
+from trainer.losses import ScorerLoss
 
 NOISE = 1e-5
 EXPERTS = 8
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def losses(monkeypatch):
     """Return the balancing loss of every forward pass that computes one, by a loop over its tokens and experts."""
     values: list[float] = []
 
@@ -46,9 +41,9 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert float(ours.detach()) == pytest.approx(loss, rel=1e-5)
         return ours
 
-    from sparse_rl.experts.routing import balancing_loss as plain
+    from sparse_rl.experts import balancing_loss as plain
 
-    monkeypatch.setattr("trainer.grpo.forward.balancing_loss", counted)
+    monkeypatch.setattr("trainer.grpo.trainer.balancing_loss", counted)
     return values
 
 
@@ -62,12 +57,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ids=["plain", "checkpointed, two steps per generation", "fitted"],
 )
 @pytest.mark.few(1)
-def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(
-    settings: dict, grpo: Callable, losses: list[float]
-) -> None:
-    """In each step the gap is at most 1e-5, and `aux_loss` is the balancing loss of the experts that were taken. So it
-    is with full attention in training, where the routers choose themselves, and the gap is large.
-    """
+def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(settings, grpo, losses):
     lines = trained(grpo(family="qwen3_moe", max_steps=2, router_aux_loss_coef=0.01, **settings))
     assert max(line["replay/gap_max"] for line in lines if "replay/gap_max" in line) <= NOISE
     assert [line["aux_loss"] for line in lines] == pytest.approx(losses[: len(lines)], rel=1e-4)
@@ -80,9 +70,7 @@ def test_the_gap_is_at_most_1e_5_and_the_balancing_loss_is_added(
 
 
 @pytest.mark.slow
-def test_the_balancing_loss_has_gradients(grpo: Callable) -> None:
-    """The weight of the balancing loss changes the trained routers. A weight of 0 switches the loss off."""
-
+def test_the_balancing_loss_has_gradients(grpo):
     def routers(coefficient: float) -> torch.Tensor:
         trainer = grpo(f"c{coefficient}", family="qwen3_moe", max_steps=1, router_aux_loss_coef=coefficient)
         assert all(("aux_loss" in line) is (coefficient > 0) for line in trained(trainer))
@@ -93,35 +81,8 @@ def test_the_balancing_loss_has_gradients(grpo: Callable) -> None:
     assert not torch.equal(little, much)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_run(grpo: Callable) -> None:
-    """A run that is killed in mid-buffer and resumed has the metrics and weights of an uninterrupted run, bit for bit;
-    the experts of the buffered completions are in the checkpoint.
-    """
-    settings: dict[str, Any] = {
-        **{"family": "qwen3_moe", "max_steps": 4, "save_strategy": "steps", "save_steps": 3},
-        **{"per_device_train_batch_size": 4, "steps_per_generation": 2, "router_aux_loss_coef": 0.01},
-    }
-    whole = grpo("whole", **settings)
-    expected = trained(whole)
-    with pytest.raises(Killed):
-        grpo("stopped", callbacks=(KillAt(3),), **settings).train()
-    second = grpo("stopped", **settings)
-    checkpoint = Path(second.args.output_dir) / "checkpoint-3"
-    buffer = torch.load(checkpoint / "progress_0.pt", weights_only=True)["buffer"]
-    assert all("routed" in trace for batch in buffer for trace in batch["traces"])
-    second.train(resume_from_checkpoint=str(checkpoint))
-    assert timeless(second.state.log_history)[:-1] == timeless(whole.state.log_history)[:-1]
-    assert len(expected) == 4
-    weights = whole.model.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in second.model.state_dict().items())
-
-
-def test_scorers_learn_under_the_recorded_experts(new_model: Callable, prompts_of: Callable) -> None:
-    """While scorers learn, the forward pass takes the recorded experts: under experts that are not the routers' own, it
-    has the log-probs of a replay, and the gap to the sampler is at least 0.1 (control). Under the sampler's experts the
-    scorers decide as the sampler did.
-    """
+def test_scorers_learn_under_the_recorded_experts(new_model, prompts_of):
+    """Under wrong experts the log-probs are those of a replay."""
     policy = learned_policy("mlp", 12, window=4)
     model = with_scorers(new_model("qwen3_moe"), policy)
     engine = make_engine("hf", model=model, policy=policy)

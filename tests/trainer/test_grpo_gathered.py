@@ -16,19 +16,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from trainer.grpo import measures
-from trainer.grpo.measures import Measures
-from trainer.grpo.panel import over_processes
-from trainer.grpo.rows import Learned
-from trainer.grpo.trainer import SparseGRPOTrainer
+from trainer.grpo import metrics as own_metrics
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, over_processes
 
 PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, "match/bias_max": 2.0, "a": 1.0}]
 
 
-def test_metrics_are_combined_over_the_processes_that_have_them() -> None:
-    """A metric is averaged over the processes that have a value for it, and a maximum is taken over them. A process
-    without a compaction has no value. A NaN of any process stays NaN.
-    """
+def test_metrics_are_combined_over_the_processes_that_have_them():
+    """A process without a compaction has no value; a NaN of any process stays NaN."""
     assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
     assert over_processes([PANELS[1]]) == {}
     assert over_processes(PANELS[:1]) == PANELS[0]
@@ -43,30 +38,31 @@ def of_process(rank: int, port: int, folder: str) -> None:
     from accelerate import Accelerator
 
     accelerator, metrics = Accelerator(cpu=True), defaultdict(list)
-    learned = Learned(torch.tensor([1.0 + rank, 3.0 + rank]), {0: (torch.tensor(4.0 * rank), torch.tensor(6.0))})
+    auxiliary = AuxiliaryLosses(
+        torch.tensor([1.0 + rank, 3.0 + rank]), {0: (torch.tensor(4.0 * rank), torch.tensor(6.0))}
+    )
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(
             device=accelerator.device, gather=accelerator.gather, autocast=nullcontext, unwrap_model=lambda model: model
         ),
-        args=SimpleNamespace(scorers=SimpleNamespace(weight=2.0)),
+        args=SimpleNamespace(scorers=True),
         model=torch.nn.Linear(1, 1),
         engine=SimpleNamespace(policy=None),
-        current_gradient_accumulation_steps=1,
         mode="train",
         _metrics={"train": metrics},
     )
-    trainer.measures = Measures(trainer)
-    loss = SparseGRPOTrainer._own_loss(trainer, learned)
-    assert float(loss) == 2.0 * (2 + rank)  # the loss of this process: gradients are averaged when they are reduced
-    measures.base_of = measures.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
-    trainer.measures.policy(cast(Any, None))
+    trainer.own_metrics = GRPOMetrics(trainer)
+    trainer.own_metrics.record_auxiliary(auxiliary)
+    own_metrics.base_of = cast(Any, lambda model: model)
+    trainer.engine.policy = SimpleNamespace(metrics=lambda *_: {"cache/decisions_agree": 1.0 - rank})
+    trainer.own_metrics.record_policy(cast(Any, None))
     if rank == 0:
         Path(folder, "metrics.json").write_text(json.dumps(metrics))
     accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_two_processes_log_values_of_both(tmp_path: Path) -> None:
+def test_two_processes_log_values_of_both(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,10 +1,6 @@
 """LoRA: only the adapter learns, the invariant holds, and the final model is base plus adapter."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,22 +14,26 @@ from sparse_rl.commands.train import train
 from sparse_rl.recipe import make_recipe
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_only_the_adapter_learns(family: str, grpo: Callable) -> None:
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [("qwen3", False), ("qwen3", True), pytest.param("gemma3_text", False, marks=pytest.mark.slow)],
+)
+def test_only_the_adapter_learns(family, own, grpo, tiny):
+    """Also if the engine has its own weights, which are merged with the adapter at every step."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = grpo(family=family, peft_config=lora, gradient_checkpointing=True, learning_rate=1e-2, max_steps=3)
+    engine = {"model": tiny(), "own_weights": tiny()} if own else {"gradient_checkpointing": True}
+    trainer = grpo(family=family, peft_config=lora, learning_rate=1e-2, max_steps=3, **engine)
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     lines = trained(trainer)
     assert max(line["replay/gap_max"] for line in lines) <= 1e-5
+    assert max(line.get("sync/probe_gap", 0) for line in lines) <= 1e-5
     assert all(line["grad_norm"] > 0 for line in lines)
     changed = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before[name])}
     adapter = {name for name in before if "lora_" in name}
     assert changed == adapter != set()
 
 
-def test_the_recipe_exports_a_merged_model(tiny: Callable, tmp_path: Path) -> None:
-    """The exported model, OUTPUT/model, equals base + (alpha / r) B A bit for bit, where B and A are the adapter's two
-    factors, and contains the cache policy."""
+def test_the_recipe_exports_a_merged_model(tiny, tmp_path):
     recipe = make_recipe(
         {
             "kind": "grpo",

@@ -1,14 +1,10 @@
 """Every step logs its panels of metrics, and validation does not change the training."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trainer_runs import timeless
+from trainer_runs import timeless, trained
 
 from sparse_rl.metrics import read_metrics
 from trainer.rundir import CompletionLog
@@ -30,7 +26,7 @@ VALIDATED = {
 
 @pytest.mark.parametrize("settings", [{}, {"importance_correction": "token_truncate", "logging_steps": 2}])
 @pytest.mark.few(1)
-def test_every_step_logs_every_panel(settings: dict, metrics_of: Callable) -> None:
+def test_every_step_logs_every_panel(settings, metrics_of):
     lines = metrics_of(max_steps=4, **settings)
     assert [line["step"] for line in lines] == list(
         range(settings.get("logging_steps", 1), 5, settings.get("logging_steps", 1))
@@ -49,43 +45,27 @@ def test_every_step_logs_every_panel(settings: dict, metrics_of: Callable) -> No
         assert (line["time/logprobs"] > 0) is bool(settings)
 
 
-def test_the_full_policy_holds_the_bytes_of_a_full_cache(metrics_of: Callable) -> None:
-    """Under the policy `full` the cache holds the bytes of a full cache, a multiple of the bytes of one token."""
-    (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
-    assert line["cache/bytes_held"] == line["cache/bytes_full"]
-    assert line["cache/retention"] == 1
-    assert line["cache/bytes_full"] % (2 * 2 * 2 * 8 * 4) == 0  # K and V x layers x kv heads x head dim x 4 bytes
-
-
 @pytest.mark.parametrize(
-    "schedule",
-    [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}],
-    ids=["plain", "buffered"],
+    "schedule", [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}], ids=["plain", "buffered"]
 )
 @pytest.mark.few(1)
-def test_validation_does_not_change_training(schedule: dict, grpo: Callable, metrics_of: Callable) -> None:
-    plain = metrics_of("plain", max_steps=4, **schedule)
-    validated = metrics_of("validated", max_steps=4, **schedule, **VALIDATED)
-    assert timeless(validated) == timeless(plain)
-    control = metrics_of("control", max_steps=4, **schedule, seed=8)
-    assert timeless(control) != timeless(plain)
-
-
-def test_validation_logs_its_metrics_at_each_step(grpo: Callable) -> None:
-    trainer = grpo(max_steps=2, **VALIDATED)
-    trainer.train()
+def test_validation_logs_its_metrics_and_does_not_change_training(schedule, grpo, metrics_of):
+    count = 4 if schedule else 2
+    plain = metrics_of("plain", max_steps=count, **schedule)
+    trainer = grpo("validated", max_steps=count, **schedule, **VALIDATED)
+    assert timeless(trained(trainer)) == timeless(plain)
+    assert timeless(metrics_of("control", max_steps=count, **schedule, seed=8)) != timeless(plain)
     lines = [line for line in read_metrics(trainer.args.output_dir) if "eval_reward" in line]
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == list(range(1, count + 1))
     for line in lines:
         assert {"eval_reward", "eval_rewards/digits/mean", "eval_entropy", "eval_cache/retention"} <= line.keys()
         assert line["eval_entropy"] > 0
         assert line["eval_replay/gap_max"] <= 1e-5
         assert not any(name.startswith(("replay/", "time/")) for name in line)
-    assert lines[0]["eval_entropy"] != lines[1]["eval_entropy"]
+    assert lines[0]["eval_entropy"] != lines[-1]["eval_entropy"]
 
 
-def test_a_reward_of_none_is_null_in_the_completions(tmp_path: Path) -> None:
-    """A reward of None is written as null in the log of completions. TRL stores it as NaN, which JSON does not have."""
+def test_a_reward_of_none_is_null_in_the_completions(tmp_path):
     log = CompletionLog(tmp_path)
     columns = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}
     log.trainer = SimpleNamespace(_logs={**columns, "rewards": {"right": [1.0, 0.0], "some": [float("nan"), 0.25]}})

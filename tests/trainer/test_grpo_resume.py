@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +11,30 @@ from trainer_runs import KillAt, Killed, steps, timeless
 
 from sparse_rl.metrics import read_metrics
 
+HALVES = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+TWICE = {**HALVES, "num_iterations": 2}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+OLD = {"importance_correction": "token_truncate"}
+LATER = {"max_steps": 6, "logging_steps": 3, "count": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"save": 2},
-    "old log-probs": {"save": 2, "importance_correction": "token_truncate"},
-    "checkpointing, accumulation": {
-        "save": 2,
-        "gradient_checkpointing": True,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-    },
-    "in mid-buffer": {
-        "save": 1,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-    },
-    "in the second half of a buffer": {
-        "save": 3,
-        "per_device_train_batch_size": 4,
-        "num_iterations": 2,
-        "steps_per_generation": 2,
-    },
+    "old log-probs": {"save": 2, **OLD},
+    "checkpointing": {"save": 2, "gradient_checkpointing": True, "per_device_train_batch_size": 4, **ACCUMULATED},
+    "in mid-buffer": {"save": 1, "per_device_train_batch_size": 2, "steps_per_generation": 4, **ACCUMULATED},
+    "in the second half of a buffer": {"save": 3, **TWICE},
     "in a later epoch": {"save": 3, "count": 4},
     "in mid-buffer of a later epoch": {"save": 3, "count": 4, "num_iterations": 2, "max_steps": 6},
     "with validation": {"save": 2, "held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
     "with a reference model": {"save": 2, "beta": 0.1},
     "with a reference model that follows": {"save": 3, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
-    "beside sliding windows, in mid-buffer": {
-        "save": 3,
-        "family": "gemma3_text",
-        "per_device_train_batch_size": 4,
-        "num_iterations": 2,
-        "steps_per_generation": 2,
-    },
+    "beside sliding windows, in mid-buffer": {"save": 3, "family": "gemma3_text", **TWICE},
     "after the step of the checkpoint": {"save": 2, "stop": 3},
-    "between two logs, in mid-buffer": {
-        "save": 5,
-        "max_steps": 6,
-        "logging_steps": 3,
-        "per_device_train_batch_size": 4,
-        "num_iterations": 2,
-        "steps_per_generation": 2,
-        "importance_correction": "token_truncate",
-        "count": 2,
-    },
+    "between two logs, in mid-buffer": {"save": 5, **LATER, **TWICE, **OLD},
+    "with experts, in mid-buffer": {"save": 3, "family": "qwen3_moe", "router_aux_loss_coef": 0.01, **HALVES},
+    "with an engine of its own": {"save": 2, "own": True},
     "at its end": {"save": 4},
 }
+FAST = ("in the second half of a buffer", "at its end")
 
 
 def all_logs(trainer: Any) -> list[dict[str, Any]]:
@@ -72,27 +49,13 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
 
-SLOW = (
-    "plain",
-    "in a later epoch",
-    "old log-probs",
-    "checkpointing, accumulation",
-    "in mid-buffer of a later epoch",
-    "in mid-buffer",
-    "with a reference model",
-    "with a reference model that follows",
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
-@pytest.mark.few(2)
-def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) -> None:
-    """A resumed run has the metrics of every step and the final weights of an uninterrupted run, and logs no step
-    twice.
-    """
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_a_resumed_run_equals_an_uninterrupted_run(case, grpo, tiny):
     settings = {"max_steps": 4, "save_strategy": "steps", **CASES[case]}
     save = settings.pop("save")
     stop = settings.pop("stop", save)
+    if settings.pop("own", False):  # it starts from the initial weights again
+        settings |= {"model": tiny(), "own_weights": tiny()}
     settings["save_steps"] = save
     logged = range(settings.get("logging_steps", 1), settings["max_steps"] + 1, settings.get("logging_steps", 1))
 
@@ -115,10 +78,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) ->
 
 
 @pytest.mark.slow
-def test_control_a_run_resumed_without_a_part_of_its_state_differs(grpo: Callable) -> None:
-    """Each part of the saved state (`replacements`) is replaced by an empty value in turn. The resumed run then differs
-    from an uninterrupted run. A checkpoint without the state file is refused.
-    """
+def test_control_a_run_resumed_without_a_part_of_its_state_differs(grpo):
     settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
     settings["save_steps"] = settings.pop("save")
     whole = grpo("whole", **settings)

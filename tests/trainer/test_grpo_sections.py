@@ -11,8 +11,8 @@ import pytest
 import torch
 from trainer_runs import KillAt, Killed
 
-from sparse_rl.attention.views import factory
-from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.attention import views as factory
+from sparse_rl.attention.views import ReplayView
 from sparse_rl.trace import EvictionTrace, TraceError
 
 MID_BUFFER = {
@@ -26,7 +26,7 @@ MID_BUFFER = {
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+def forwards(monkeypatch):
     """Install a view that accepts two artificial sections and ignores them. Return the batches of all forward
     passes.
     """
@@ -54,12 +54,7 @@ def visiting(trainer: Any, add: Callable) -> Any:
     return trainer
 
 
-def test_a_resumed_run_replays_every_section(
-    grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
-) -> None:
-    """The forward passes of a resumed run get, bit for bit, the same sections as the forward passes of an uninterrupted
-    run after the checkpoint.
-    """
+def test_a_resumed_run_replays_every_section(grpo, with_visits, forwards):
     visiting(grpo("whole", **MID_BUFFER), with_visits).train()
     whole = forwards.copy()
     forwards.clear()
@@ -84,14 +79,12 @@ def test_a_resumed_run_replays_every_section(
         assert all(torch.equal(sections[name], expected_sections[name]) for name in sections)
 
 
-def test_a_section_that_no_view_replays_stops_the_run(grpo: Callable, with_visits: Callable) -> None:
+def test_a_section_that_no_view_replays_stops_the_run(grpo, with_visits):
     with pytest.raises(TraceError, match=r"^no view replays traces with the sections .*, visits, gains") as caught:
         visiting(grpo(max_steps=1), with_visits).train()
     assert "\n" not in str(caught.value)
 
 
-def test_full_attention_replays_no_section(
-    grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
-) -> None:
+def test_full_attention_replays_no_section(grpo, with_visits, forwards):
     visiting(grpo(max_steps=1, train_attention="full"), with_visits).train()
     assert not forwards, "full attention uses the view that replays evict_at alone"

@@ -19,20 +19,15 @@ from transformers import AutoModelForCausalLM
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.commands.train import train
-from sparse_rl.models.head import head_of
-from sparse_rl.models.load import load_model
+from sparse_rl.models.load import head_of, load_model
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import NEVER, EvictionTrace
-from trainer.batches import Batch
-from trainer.examples import Example
-from trainer.grpo.panel import ReplayGapError
+from trainer.batch import Batch, Example
+from trainer.grpo.metrics import ReplayGapError
 
 NOISE = 1e-5
 FAMILIES = ("gemma3_text", "olmo3")
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-BUFFERED = {"gradient_checkpointing": True, "per_device_train_batch_size": 4, "steps_per_generation": 2}
-VALIDATED = {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-FITTED = {"policy": {"policy": "am", "budget": 8, "window": 3, "period": 4}}
 
 
 def without_windows(rollout: Rollout) -> Rollout:
@@ -44,7 +39,7 @@ def without_windows(rollout: Rollout) -> Rollout:
 
 
 @pytest.fixture
-def sampled(new_model: Callable, prompts_of: Callable) -> tuple[Any, list[Rollout]]:
+def sampled(new_model, prompts_of):
     """Return a Gemma 3 of 4 layers, of which 0 and 2 have a window of 12 tokens, and sequences that it samples."""
     model = new_model("gemma3_text", **FOUR)
     prompts = prompts_of("gemma3_text", (4, 11, 28))
@@ -53,35 +48,7 @@ def sampled(new_model: Callable, prompts_of: Callable) -> tuple[Any, list[Rollou
     )
 
 
-# ---- grpo -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("gemma3_text", VALIDATED),
-        ("gemma3_text", FITTED),
-        pytest.param("gemma3_text", {"beta": 0.1}, marks=pytest.mark.slow),
-        ("olmo3", BUFFERED),
-    ],
-    ids=["gemma3, validated", "gemma3, fitted", "gemma3, with a reference model", "olmo3, checkpointed, buffered"],
-)
-@pytest.mark.few(2)
-def test_the_gap_is_at_most_1e_5(family: str, settings: dict, grpo: Callable) -> None:
-    """In each step, and in validation, the gap is at most 1e-5, and evictions are active in the global layers."""
-    trainer = grpo(family=family, max_steps=2, **settings)
-    lines = trained(trainer)
-    assert len(lines) == 2
-    assert max(line["replay/gap_max"] for line in lines if "replay/gap_max" in line) <= NOISE
-    assert all(line["cache/retention"] < 0.95 for line in lines if "cache/retention" in line)
-    validations = [line for line in trainer.state.log_history if "eval_replay/gap_max" in line]
-    assert len(validations) == (2 if settings is VALIDATED else 0)
-    assert all(line["eval_replay/gap_max"] <= NOISE for line in validations)
-    assert all(("match/mass" in line) is (settings is FITTED) for line in lines)
-
-
-def test_control_without_windows_the_guard_stops_the_run(grpo: Callable, sampled: tuple[Any, list[Rollout]]) -> None:
-    """If the trainer does not replay the windows, the gap is at least 0.1, and the guard stops the run."""
+def test_control_without_windows_the_guard_stops_the_run(grpo, sampled):
     model, rollouts = sampled
     assert gap(replay_logprobs(model, rollouts), rollouts) <= NOISE
     assert gap(replay_logprobs(model, [without_windows(r) for r in rollouts]), rollouts) >= 0.1
@@ -93,10 +60,7 @@ def test_control_without_windows_the_guard_stops_the_run(grpo: Callable, sampled
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_attention_in_training_keeps_the_windows(family: str, grpo: Callable) -> None:
-    """Under `train_attention: full`, the trainer's log-probs are those of transformers' eager attention. Those of the
-    sampler, whose policy evicts, differ by more than 1e-3.
-    """
+def test_full_attention_in_training_keeps_the_windows(family, grpo):
     trainer = grpo(family=family, train_attention="full", importance_correction="none")
     rows = trainer._prepare_inputs([trainer.train_dataset[i // 4] for i in range(8)])
     trainer.current_gradient_accumulation_steps = 1
@@ -104,7 +68,7 @@ def test_full_attention_in_training_keeps_the_windows(family: str, grpo: Callabl
     trainer._compute_loss(trainer.model, rows)
     eager = eager_copy(load_model(trainer.model.name_or_path))
     ours, theirs, sampler = [], [], []
-    for i, logprobs in enumerate(trainer.rows.logprobs):
+    for i, logprobs in enumerate(trainer.batch.logprobs):
         prompt, completion = (rows[f"{name}_ids"][i][rows[f"{name}_mask"][i] > 0] for name in ("prompt", "completion"))
         with torch.no_grad():
             logits = eager(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
@@ -119,12 +83,7 @@ def test_full_attention_in_training_keeps_the_windows(family: str, grpo: Callabl
 @pytest.mark.parametrize(
     "packing", [pytest.param(False, id="padded", marks=pytest.mark.slow), pytest.param(True, id="packed")]
 )
-def test_every_kernel_gives_the_same_gradients(
-    packing: bool, flex_trains: list[bool], sampled: tuple[Any, list[Rollout]]
-) -> None:
-    """The hidden states and gradients of a replay do not depend on the attention kernel, nor on gradient checkpointing,
-    for padded and packed rows. Control: without the windows the gradients differ.
-    """
+def test_every_kernel_gives_the_same_gradients(packing, flex_trains, sampled):
     model, rollouts = sampled
     model.train()
 
@@ -151,10 +110,7 @@ def test_every_kernel_gives_the_same_gradients(
     assert distance(gradients("gather", change=without_windows)) > 0.01
 
 
-def test_full_rows_equal_eager_attention(sampled: tuple[Any, list[Rollout]]) -> None:
-    """Rows with a full cache, such as those of a teacher, have the log-probs of transformers' eager attention, whether
-    they are packed or padded.
-    """
+def test_full_rows_equal_eager_attention(sampled):
     model, rollouts = sampled
     theirs = [plain_logprobs(eager_copy(model), r) for r in rollouts]
     for packing in (False, True):
@@ -166,7 +122,7 @@ def test_full_rows_equal_eager_attention(sampled: tuple[Any, list[Rollout]]) -> 
         assert largest_difference([ours[id(r.trace)] for r in rollouts], theirs) <= NOISE
 
 
-def test_metrics_count_the_global_layers_alone(grpo: Callable, tiny: Callable) -> None:
+def test_metrics_count_the_global_layers_alone(grpo, tiny):
     """Retention and bytes are those of the two global layers of four, counted here from the traces token by token."""
     trainer = grpo(family="gemma3_text", model=tiny("gemma3_text", **FOUR), max_steps=1)
     generate, rollouts = trainer.engine.generate, []
@@ -193,12 +149,7 @@ def test_metrics_count_the_global_layers_alone(grpo: Callable, tiny: Callable) -
 
 
 @pytest.mark.slow
-def test_a_trained_adapter_is_merged_and_the_model_loads_in_transformers(
-    tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GRPO with LoRA on all linear layers has a gap of at most 1e-5. The exported model has its policy and its windows:
-    plain transformers computes the log-probs of the engine with a full cache. The card proposes no server.
-    """
+def test_a_trained_adapter_is_merged_and_the_model_loads_in_transformers(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     keys = small(tiny("gemma3_text", **FOUR), tmp_path / "run", cache=GKV, lora={"r": 4}, learning_rate=1e-2)
     folder = train(make_recipe({**keys, **SAMPLED["grpo"]}))

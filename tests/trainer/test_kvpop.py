@@ -7,24 +7,19 @@ import copy
 import dataclasses
 import json
 import logging
-import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dense_matched import DenseView
 from safetensors.torch import load_file
-from trainer_runs import timeless
 from transformers import AutoModelForCausalLM
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
-from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.attention.windows.view import WindowedView
-from sparse_rl.commands.checks import prepare_training
-from sparse_rl.commands.examples import taught_examples
+from sparse_rl.attention.views import map_of_model
 from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.config import BoundaryConfig
@@ -33,14 +28,12 @@ from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy
 from sparse_rl.models.load import load_model
-from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import make_recipe
+from sparse_rl.policies.make import make_policy
 from sparse_rl.trace import EvictionTrace
-from trainer.examples import Example
-from trainer.kvpop.config import KVpopConfig
-from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer, _warm_cosine
-from trainer.losses.config import DistillationLossConfig
-from trainer.scored.loss import ScorerLoss
+from trainer.batch import Example
+from trainer.config import DistillationLossConfig, KVpopConfig
+from trainer.losses import ScorerLoss
+from trainer.retrofit import KVpopArguments, KVpopTrainer, _warm_cosine
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
@@ -54,7 +47,7 @@ def rows() -> list[Example]:
 
 
 @pytest.fixture
-def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
+def kvpop(new_model, tmp_path):
     """kvpop(scorer, windows=False, **settings) returns a trainer of a tiny student whose scorers are far from their
     initial values. windows : True gives layers 0 and 2 of the student a sliding window
     """
@@ -77,9 +70,7 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
     return make
 
 
-def reference(
-    trainer: KVpopTrainer, examples: Sequence[Example] | None = None
-) -> tuple[float, dict[str, torch.Tensor], float]:
+def reference(trainer, examples=None):
     """Compute the distillation loss KL + CE in float64, one sequence at a time under dense masks of the eviction
     decisions. Return the loss, its gradients, and the share of completion tokens with the largest logit.
     """
@@ -91,9 +82,9 @@ def reference(
         policy = trainer.policy.config
         prompts = torch.tensor([len(row.prompt)]) if policy.prefill == "dense" else None
         view = LearnedView(model.cache_scorers, policy, torch.tensor([ids.shape[1]]), prompts=prompts)
-        beside = WindowedView.unrecorded(view, model.config, torch.tensor([ids.shape[1]]), ids.shape[1], "cpu")
+        whole = map_of_model(view, model.config, torch.tensor([ids.shape[1]]), ids.shape[1])
         with torch.no_grad():
-            adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=beside, use_cache=False)
+            adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=whole, use_cache=False)
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
         trace = EvictionTrace.recorded(decided).beside_windows(windows_of(model.config))
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
@@ -126,13 +117,8 @@ def reference(
     ],
     ids=str,
 )
-@pytest.mark.few(6)
-def test_loss_and_gradients_equal_the_dense_reference(
-    scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable
-) -> None:
-    """The loss and its gradients equal the dense float64 reference's: the model's gradients come from KL and CE alone,
-    and the gradients of the scorers from the boundary loss alone. So it is beside sliding windows.
-    """
+@pytest.mark.few(4)
+def test_loss_and_gradients_equal_the_dense_reference(scorer, settings, flex_trains, kvpop):
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
     trainer = kvpop(scorer, loss=DistillationLossConfig(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
@@ -140,7 +126,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     model = trainer.model.train()
     if settings:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    rollouts = trainer._prepared(rows())
+    rollouts = trainer._with_traces(rows())
     loss, *sums, count = trainer._losses(model, rollouts)
     (loss / count).backward()
     boundary = sums[trainer.summed.index("boundary")] / count
@@ -174,10 +160,8 @@ def test_loss_and_gradients_equal_the_dense_reference(
     assert all(value.abs().max() > 0 for value in boundary_gradients.values())
 
 
-def test_validation_measures_the_token_accuracy_under_the_mask(kvpop: Callable) -> None:
-    """The completions are those that the model itself prefers with a full cache. Under the evictions the accuracy is
-    that of the dense reference. Control: under a budget that evicts nothing, it is 1.
-    """
+def test_validation_measures_the_token_accuracy_under_the_mask(kvpop):
+    """Completions are those that the model prefers with a full cache. Control: if nothing is evicted, it is 1."""
     trainer = kvpop("mlp")
     for row in (examples := rows()):
         ids = list(row.prompt)
@@ -193,10 +177,8 @@ def test_validation_measures_the_token_accuracy_under_the_mask(kvpop: Callable) 
     assert trainer.evaluate()["eval_token_accuracy"] == 1
 
 
-def test_model_and_scorers_have_separate_learning_rates(kvpop: Callable) -> None:
-    """The model's learning rate is constant. The scorers' rate rises for 100 steps to 1e-3, then falls as a cosine to
-    8e-5. Weight decay applies to matrices, but not to the scorers' `alpha` or to norms.
-    """
+def test_model_and_scorers_have_separate_learning_rates(kvpop):
+    """The scorers' rate rises for 100 steps to 1e-3, then falls as a cosine to 8e-5."""
     trainer = kvpop("mlstm", learning_rate=1e-4, lr_scheduler_type="constant", weight_decay=0.1, warmup_steps=0)
     trainer.create_optimizer()
     trainer.create_scheduler(400)
@@ -224,44 +206,19 @@ def test_model_and_scorers_have_separate_learning_rates(kvpop: Callable) -> None
     assert names["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_frozen_model_trains_only_its_scorers(kvpop: Callable) -> None:
+def test_a_frozen_model_trains_only_its_scorers(kvpop):
     trainer = kvpop("mlp", train_base=False)
-    loss, *_ = trainer._losses(trainer.model.train(), trainer._prepared(rows()))
+    loss, *_ = trainer._losses(trainer.model.train(), trainer._with_traces(rows()))
     loss.backward()
     for name, weight in trainer.model.named_parameters():
         assert (weight.grad is not None) == ("cache_scorers" in name), name
 
 
-# ---- by recipe -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
-    def make(**keys: Any) -> Any:
-        content = {
-            "kind": "kvpop",
-            "model": tiny(),
-            "teacher": tiny(num_hidden_layers=3),
-            "output_dir": str(tmp_path / "run"),
-            "dtype": "float32",
-            "seed": 3,
-            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
-            "cache": CACHE,
-            "packing": False,
-            "max_length": 128,
-            "learning_rate": 1e-3,
-            "scorer_learning_rate": 1e-2,
-            "scorer_warmup_steps": 1,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "gradient_checkpointing": False,
-            "boundary": {"queries": 16},
-            "save_steps": 0,
-        }
-        return make_recipe({**content, **keys})
-
-    return make
+def recipe(retrofit, tiny):
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 0}
+    own = {"teacher": tiny(num_hidden_layers=3), "boundary": {"queries": 16}, "scorer_learning_rate": 1e-2}
+    return lambda **keys: retrofit(**{**sizes, **own, "cache": CACHE, "seed": 3, **keys})
 
 
 def validation(every: int) -> dict[str, Any]:
@@ -281,9 +238,7 @@ def validation(every: int) -> dict[str, Any]:
     ids=["mlp", "packed", "mlstm", "streaming+", "masked prefill", "frozen"],
 )
 @pytest.mark.few(2)
-def test_a_run_logs_its_losses_and_saves_a_loadable_model(
-    keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable
-) -> None:
+def test_a_run_logs_its_losses_and_saves_a_loadable_model(keys, recipe, tmp_path, tiny):
     small_recipe = recipe(validation=validation(every=2), **keys)
     final = train(small_recipe)
     lines = read_metrics(tmp_path / "run")
@@ -319,42 +274,9 @@ def test_a_run_logs_its_losses_and_saves_a_loadable_model(
     assert (rollout.trace.kept_counts() == small_recipe.cache.budget).all()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{}, {"cache": {**CACHE, "scorer": "mlstm"}, "packing": True, "max_length": 90, "gradient_checkpointing": True}],
-    ids=["mlp", "mlstm"],
-)
-@pytest.mark.few(1)
-def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """A run resumed in the second epoch, between two logged steps, equals an uninterrupted run bit for bit: in its
-    weights, its scorers and its logged lines.
-    """
-    shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
-    shared["validation"] = validation(every=3)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(recipe(output_dir=str(whole), **shared))
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "model")
-    shutil.rmtree(resumed / "checkpoint-6")
-    (resumed / "metrics.jsonl").write_text("")
-    train(recipe(output_dir=str(resumed), **shared), resume="newest")
-    for file in ("model.safetensors", "cache_scorer.safetensors"):
-        left, right, early = (
-            load_file(folder / file) for folder in (whole / "model", resumed / "model", whole / "checkpoint-4")
-        )
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[name], right[name]) for name in left)
-        assert any(not torch.equal(left[name], early[name]) for name in left)  # the control
-    assert timeless(read_metrics(resumed)) == [line for line in timeless(read_metrics(whole)) if line["step"] > 4]
-
-
 @pytest.mark.slow
-def test_existing_scorers_are_trained_further(
-    recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A retrofit of a model that has scorers starts from these scorers, with a warning. Here the learning rates are
-    near 0, so the scorers do not change. A recipe with another kind of scorer is refused.
-    """
+def test_existing_scorers_are_trained_further(recipe, tmp_path, caplog):
+    """The learning rates are near 0, so the scorers do not change."""
     first = train(recipe(output_dir=str(tmp_path / "first")))
     with caplog.at_level(logging.WARNING):
         train(recipe(output_dir=str(tmp_path / "second"), model=str(first), max_steps=1, scorer_learning_rate=1e-9,
@@ -367,14 +289,11 @@ def test_existing_scorers_are_trained_further(
         train(recipe(output_dir=str(tmp_path / "third"), model=str(first), cache={**CACHE, "scorer": "linear"}))
 
 
-def test_texts_become_single_or_packed_rows(recipe: Callable) -> None:
-    """Without packing each text is one row. With packing, texts of at most 80 tokens are joined in order and cut into
-    rows of exactly 80 tokens; longer texts are dropped.
-    """
+def test_texts_become_single_or_packed_rows(recipe):
     from sparse_rl.models.load import load_tokenizer
 
     def examples(one_recipe: Any) -> list[Any]:
-        return taught_examples(prepare_training(one_recipe))[0]
+        return one_recipe.examples(one_recipe.prepare_training())[0]
 
     unpacked, packed = recipe(), recipe(packing=True, max_length=80)
     tokenizer, alone = load_tokenizer(unpacked.model), examples(unpacked)
@@ -390,39 +309,14 @@ def test_texts_become_single_or_packed_rows(recipe: Callable) -> None:
         examples(recipe(max_length=5))
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
-        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache.scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
-        ({"cache": {**CACHE, "budget": 6}}, "cache.budget: 6 must exceed window 4 + sinks 2"),
-        ({"lora": {"r": 4}}, "lora: kind kvpop trains the whole model"),
-        ({"boundary": {"late": 2}}, "boundary.late: "),
-        ({"target": {"floor": 0}}, "target.floor: "),
-        ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
-        ({"train_base": False, "cache": {**CACHE, "scorer": "recency"}}, "train_base: the scorer recency has no"),
-        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: depends on a metric"),
-        ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
-    ],
-)
-def test_invalid_recipes_are_refused(keys: dict, says: str, recipe: Callable) -> None:
-    with pytest.raises(UserError) as error:
-        recipe(**keys)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_budget_that_is_never_reached_gives_a_warning(recipe: Callable) -> None:
+def test_a_budget_that_is_never_reached_gives_a_warning(recipe):
     assert not recipe().warnings
     (warnings,) = recipe(cache={**CACHE, "budget": 400}).warnings
     assert "rows of at most 128 tokens never exceed the budget" in warnings
 
 
 @pytest.mark.slow
-def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Path) -> None:
-    """Two runs with seed 3 start from the same scorers; a run with seed 4 starts from others. torch's own seed does not
-    matter.
-    """
+def test_the_seed_determines_the_initial_scorers(recipe, tmp_path):
     results = []
     for seed in (3, 3, 4):
         torch.manual_seed(torch.seed() % 2**32)  # another process would have another seed
@@ -448,7 +342,7 @@ def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Pat
     ],
 )
 @pytest.mark.few(1)
-def test_a_damaged_model_directory_is_refused(harm: Callable, says: str, recipe: Callable, tmp_path: Path) -> None:
+def test_a_damaged_model_directory_is_refused(harm, says, recipe, tmp_path):
     final = train(recipe(max_steps=1))
     assert isinstance(saved_policy(final), KVpop)
     harm(final)
@@ -458,24 +352,17 @@ def test_a_damaged_model_directory_is_refused(harm: Callable, says: str, recipe:
     assert "\n" not in str(error.value)
 
 
-def test_the_optimizer_of_the_recipe_is_used(recipe: Callable) -> None:
-    """The optimizer named in the recipe trains, with one learning rate for the model and one for the scorers.
-    Optimizers that make their own parameter groups are refused."""
-    from sparse_rl.commands.trainers import kvpop as make_trainer
-
+def test_the_optimizer_of_the_recipe_is_used(recipe):
     for name, kind in (("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")):
         small_recipe = recipe(optim=name, output_dir=recipe().output_dir + name, attention_kernel="sdpa")
         Path(small_recipe.output_dir).mkdir()
-        optimizer = make_trainer(prepare_training(small_recipe), Path(small_recipe.output_dir)).create_optimizer()
+        run, folder = small_recipe.prepare_training(), Path(small_recipe.output_dir)
+        optimizer = run.recipe.make_trainer(run, folder).create_optimizer()
         assert type(optimizer).__name__ == kind
         assert {(group["scorer"], group["lr"]) for group in optimizer.param_groups} == {(False, 1e-3), (True, 1e-2)}
-    for name in ("lomo", "galore_adamw_8bit_layerwise"):
-        with pytest.raises(UserError, match="optim: groups parameters itself"):
-            recipe(optim=name)
 
 
-def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest.CaptureFixture) -> None:
-    """A run that diverges ends with status 2 and one line that names the step and the settings to change."""
+def test_scores_that_are_not_finite_stop_the_run(recipe, capfd):
     from sparse_rl.commands.main import main
 
     small_recipe = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)

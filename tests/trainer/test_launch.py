@@ -1,7 +1,6 @@
-"""The number of processes per machine is checked, and a launched process leaves its group."""
+"""The number of processes per machine, the end of a process group, and the dtype in which gradients are added up."""
 
-from __future__ import annotations
-
+import importlib
 import os
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 from torch import distributed
 
+from trainer.arguments import deepspeed_config
 from trainer.config import LaunchConfig
 from trainer.launch import crowded, leave_group
 
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
-def test_more_processes_than_places_are_reported(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with more processes than GPUs or CPU cores gets a message with both numbers. Each machine is checked for
-    its own share of the processes."""
+def test_more_processes_than_places_are_reported(cards, places, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)  # this process may use the three cores below
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)
@@ -31,7 +29,7 @@ def test_more_processes_than_places_are_reported(cards: int, places: str, monkey
     )
 
 
-def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_leaves_its_group(tmp_path, monkeypatch):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         leave_group()
@@ -43,3 +41,32 @@ def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_deepspeed_reads_float32_for_gradients_unless_the_weights_dtype_is_asked_for(stage, offload):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for words, reduced, added in [({}, torch.float32, "fp32"), ({"gradient_dtype": "weights"}, None, None)]:
+        config = deepspeed_config(LaunchConfig(zero_stage=stage, offload=offload, **words))
+        numbers = {name: 1 for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
+        of_bfloat16 = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "gradient_accumulation_steps": 1}
+        read = DeepSpeedConfig({**config, **numbers, **of_bfloat16, "gradient_clipping": 1.0})
+        assert read.communication_data_type is reduced
+        assert read.grad_accum_dtype == added
+
+
+@pytest.mark.slow
+def test_gradients_of_two_processes_lose_nothing_in_float32(monkeypatch):
+    """After 16 micro-batches; in the weights' bfloat16 the gradient is far from the exact mean."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    rows = importlib.import_module("benchmarks.gradient_dtype").rows()
+    errors = {(row["stage"], row["gradient_dtype"]): row["error"] for row in rows}
+    assert sorted({stage for stage, _ in errors}) == [1, 2, 3]
+    for stage in (1, 2, 3):
+        assert errors[stage, "float32"] < 1e-6
+        assert errors[stage, "weights"] > 1e-3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,23 @@ import torch
 from judging import gap
 from learned import learned_policy, with_scorers, wrong_decisions
 from safetensors.torch import load_file
-from trainer_runs import SAMPLED, check_resumed, small
+from trainer_runs import SAMPLED, small
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.attention.oracle import oracle_recall
 from sparse_rl.commands.train import train
-from sparse_rl.methods.kvpop.config import BoundaryConfig
+from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
+from sparse_rl.methods.kvpop.target import oracle_recall
+from sparse_rl.methods.kvpop.view import decisions_agree
 from sparse_rl.metrics import read_metrics
-from sparse_rl.models.head import head_of
-from sparse_rl.models.load import load_model
+from sparse_rl.models.load import head_of, load_model
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.recipe import make_recipe
-from trainer.batches import Batch, trace_of
-from trainer.examples import Example
-from trainer.grpo.panel import held_entries
-from trainer.kvpop.config import KVpopConfig
-from trainer.kvpop.gates import GateTrainer
-from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
-from trainer.scored.loss import ScorerLoss, decisions_agree
+from trainer.batch import Batch, Example, trace_of
+from trainer.config import KVpopConfig
+from trainer.grpo.metrics import held_entries
+from trainer.losses import ScorerLoss
+from trainer.retrofit import GateTrainer, KVpopArguments, KVpopTrainer
 
 NOISE = 1e-5
 FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -43,11 +39,10 @@ POLICIES = {
     "kvpop, mLSTM": learned_policy("delayed", 12, window=4),
     "dms": make_policy(DMS),
 }
-LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 
 @pytest.fixture
-def sampled(new_model: Callable, prompts_of: Callable) -> Callable[[Policy], tuple[Any, list[Rollout]]]:
+def sampled(new_model, prompts_of):
     """sampled(policy) returns a model of 4 layers, of which layers 0 and 2 have a window of 12 tokens, with scorers,
     and sequences that it samples.
     """
@@ -62,7 +57,7 @@ def sampled(new_model: Callable, prompts_of: Callable) -> Callable[[Policy], tup
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path) -> Callable[..., KVpopTrainer]:
+def trainer_of(tmp_path):
     """trainer_of(model, policy, examples) returns the trainer of a retrofit, whose teacher is the model itself."""
 
     def make(model: Any, policy: Any, examples: list[Example]) -> KVpopTrainer:
@@ -83,12 +78,8 @@ def logprobs_under(model: Any, view: Any, batch: Batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_retrofit_trains_under_the_cache_of_the_sampler(
-    policy: Any, sampled: Callable, trainer_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In evaluation, the view of a retrofit decides as the sampler did, so that it has the sampler's log-probs; there
-    is a scorer for each of the two global layers. Control: without the windows the gap is at least 0.1.
-    """
+def test_a_retrofit_trains_under_the_cache_of_the_sampler(policy, sampled, trainer_of, monkeypatch):
+    """Control: without the windows the gap is at least 0.1."""
     model, rollouts = sampled(policy)
     assert len(model.cache_scorers) == 2
     assert all((r.trace.policy_part().kept_counts() < len(r.trace) - 1).any() for r in rollouts)
@@ -96,14 +87,12 @@ def test_a_retrofit_trains_under_the_cache_of_the_sampler(
     trainer, batch = trainer_of(model, policy, examples), Batch.make(examples, torch.device("cpu"))
     model.eval()
     assert gap(logprobs_under(model, trainer._view(model, batch), batch), rollouts) <= NOISE
-    monkeypatch.setattr("sparse_rl.attention.windows.view.windows_of", lambda _: [99, 0, 99, 0])
+    monkeypatch.setattr("sparse_rl.attention.views.windows_of", lambda _: [99, 0, 99, 0])
     assert gap(logprobs_under(model, trainer._view(model, batch), batch), rollouts) >= 0.1
 
 
-def test_scorers_learn_beside_the_recorded_windows(sampled: Callable) -> None:
-    """While scorers learn in GRPO, the forward pass has the log-probs of the sampler, and the scorer of each global
-    layer gets gradients. Scorers decide as the sampler did; scorers of the other global layer do not (control).
-    """
+def test_scorers_learn_beside_the_recorded_windows(sampled):
+    """Control: scorers of the other global layer do not decide as the sampler did."""
     policy = POLICIES["kvpop, MLP"]
     model, rollouts = sampled(policy)
     model.cache_scorers.requires_grad_(True)
@@ -114,8 +103,8 @@ def test_scorers_learn_beside_the_recorded_windows(sampled: Callable) -> None:
     measured, learning = (loss.view(model, *batch.sizes(), width, kernel="gather", traces=traces) for _ in range(2))
     assert gap(logprobs_under(model, measured, batch), rollouts) <= NOISE
     batch.hidden_under(model, learning)
-    assert sorted(learning.losses) == [0, 1]
-    torch.stack(list(learning.losses.values())).mean().backward()
+    assert sorted(learning.of_policy.losses) == [0, 1]
+    torch.stack(list(learning.of_policy.losses.values())).mean().backward()
     assert all(weight.grad.abs().max() > 0 for weight in model.cache_scorers.parameters())
     assert decisions_agree(model, policy.config, rollouts) >= 0.999
     assert not wrong_decisions(model, policy, rollouts)[0]
@@ -123,10 +112,7 @@ def test_scorers_learn_beside_the_recorded_windows(sampled: Callable) -> None:
     assert decisions_agree(model, policy.config, rollouts) < 0.9
 
 
-def test_peaks_of_varying_counts_are_those_of_the_global_layers(sampled: Callable) -> None:
-    """Under dms, whose counts vary, the peak is the mean over the heads of the global layers, counted here for each
-    query.
-    """
+def test_peaks_of_varying_counts_are_those_of_the_global_layers(sampled):
     policy = POLICIES["dms"]
     _, rollouts = sampled(policy)
     expected = []
@@ -138,10 +124,7 @@ def test_peaks_of_varying_counts_are_those_of_the_global_layers(sampled: Callabl
     assert held_entries(rollouts, policy) == expected
 
 
-def test_oracle_recall_is_that_of_the_global_layers(sampled: Callable) -> None:
-    """The recall has a row for each global layer. It is 1 for a full cache, and below 1 under this policy. The oracle's
-    forward pass has the windows: the recall differs without them (control).
-    """
+def test_oracle_recall_is_that_of_the_global_layers(sampled):
     policy = POLICIES["kvpop, MLP"]
     model, rollouts = sampled(policy)
     trace, tokens = rollouts[2].trace, [*rollouts[2].prompt_ids, *rollouts[2].completion_ids]
@@ -154,22 +137,6 @@ def test_oracle_recall_is_that_of_the_global_layers(sampled: Callable) -> None:
     assert not torch.equal(oracle_recall(model, tokens, 28, trace, policy.config), recall)
 
 
-# ---- by recipe ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def retrofit(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
-    """retrofit(**keys) returns a recipe that retrofits a tiny Gemma 3 of 4 layers in a few steps."""
-
-    def make(**keys: Any) -> Any:
-        content = small(tiny("gemma3_text", **FOUR), tmp_path / "run", kind="kvpop", cache=KVPOP, packing=False)
-        further = {"max_length": 128, "scorer_learning_rate": 0.05, "scorer_warmup_steps": 1, "top_k": None}
-        del content["rollout"]
-        return make_recipe({**content, **further, "gradient_checkpointing": True, **keys})
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "packing"),
@@ -177,14 +144,13 @@ def retrofit(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     ids=["kvpop", "kvpop, mLSTM, packed", "dms"],
 )
 def test_a_retrofitted_model_is_saved_sampled_and_trained_further(
-    cache: dict, packing: bool, retrofit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The retrofitted model's directory has two scorers, for the global layers; it samples with evictions, and its
-    replay has a gap of at most 1e-5, also in GRPO with frozen scorers.
-    """
+    cache, packing, retrofit, tiny, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     held_out = {"synthetic": {"task": "running_sum", "size": 8, "split": "evaluation"}}
-    final = train(retrofit(cache=cache, packing=packing, validation={"data": held_out, "every": 3}))
+    keys = {"model": tiny("gemma3_text", **FOUR), "scorer_learning_rate": 0.05, "top_k": None}
+    validated = {"gradient_checkpointing": True, "validation": {"data": held_out, "every": 3}}
+    final = train(retrofit(cache=cache, packing=packing, **keys, **validated))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(lines) == 3
     assert all(0 < line["cache/retention"] < 1 for line in lines)
@@ -201,30 +167,3 @@ def test_a_retrofitted_model_is_saved_sampled_and_trained_further(
     (line,) = [line for line in read_metrics(tmp_path / "rl") if "loss" in line]
     assert line["replay/gap_max"] <= NOISE
     assert cache is DMS or line["cache/decisions_agree"] >= 0.999
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", [KVPOP, DMS], ids=["kvpop", "dms"])
-def test_a_resumed_retrofit_equals_an_uninterrupted_one(cache: dict, retrofit: Callable, tmp_path: Path) -> None:
-    check_resumed(retrofit, tmp_path, cache=cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_learning_scorers_resume_exactly(
-    kind: str, retrofit: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GRPO and distillation of a retrofitted model whose scorers learn resume bit for bit. The gap is at most 1e-5."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    start = str(train(retrofit(output_dir=str(tmp_path / "start"), max_steps=1)))
-    shared = small(start, tmp_path, cache=KVPOP, scorers=LEARN, gradient_checkpointing=True)
-
-    def make(**keys: Any) -> Any:
-        return make_recipe({**shared, **SAMPLED[kind], **keys})
-
-    final = check_resumed(make, tmp_path)
-    before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (start, final))
-    assert all((before[name] != after[name]).any() for name in before)
-    lines = [line for line in read_metrics(tmp_path / "whole") if "loss" in line]
-    assert all(line["boundary_loss"] > 0 for line in lines)
-    assert kind == "distill" or all(line["replay/gap_max"] <= NOISE for line in lines)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.losses.config import DistillationLossConfig
-from trainer.losses.distillation import DistillationLoss, TopK
+from trainer.config import DistillationLossConfig
+from trainer.losses import DistillationLoss, TopK
 
 POSITIONS, VOCAB, WIDTH = 23, 40, 12
 KINDS = ("forward", "reverse", "jsd")
 
 
 @pytest.fixture
-def case() -> dict[str, torch.Tensor]:
+def case():
     generator = torch.Generator().manual_seed(0)
     return {
         "hidden": torch.randn(POSITIONS, WIDTH, generator=generator),
@@ -27,9 +27,7 @@ def case() -> dict[str, torch.Tensor]:
     }
 
 
-def reference(
-    case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
-) -> tuple[torch.Tensor, ...]:
+def reference(case, loss, top_k):
     """Compute the summed loss and its gradients for `hidden` and `weight` by the formulas, in float64, in a loop over
     positions."""
     hidden = case["hidden"].double().requires_grad_()
@@ -59,14 +57,10 @@ def reference(
         cross = -logits.log_softmax(-1)[case["targets"][n]]
         total = total + loss.kl_weight * loss.temperature**2 * divergence + loss.ce_weight * cross
     total.backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
     return total.detach(), hidden.grad, weight.grad
 
 
-def computed(
-    case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
-) -> tuple[torch.Tensor, ...]:
+def computed(case, loss, top_k):
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
 
     def teacher(part: slice) -> torch.Tensor | TopK:
@@ -75,20 +69,13 @@ def computed(
 
     total, *_ = DistillationLoss(loss)(hidden, lambda h: h @ weight.T, teacher, case["targets"])
     total.backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
     return total.detach(), hidden.grad, weight.grad
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 8, VOCAB])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 @pytest.mark.parametrize("divergence", KINDS)
-def test_loss_and_gradients_equal_the_formulas(
-    divergence: str, temperature: float, top_k: int | None, case: dict
-) -> None:
-    """`reference` follows the formulas in float64, in a loop over positions. The loss and its gradients, computed in
-    chunks of 7, equal the reference within 1e-5.
-    """
+def test_loss_and_gradients_equal_the_formulas(divergence, temperature, top_k, case):
     loss = DistillationLossConfig(
         temperature=temperature, divergence=divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7
     )
@@ -97,15 +84,14 @@ def test_loss_and_gradients_equal_the_formulas(
 
 
 @pytest.mark.parametrize("divergence", KINDS)
-def test_a_renormalised_top_k_equals_the_formulas(divergence: str, case: dict) -> None:
-    """With `renormalise`, both distributions are restricted to the teacher's 8 likeliest tokens and renormalised."""
+def test_a_renormalised_top_k_equals_the_formulas(divergence, case):
     loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
     for part, expected in zip(computed(case, loss, 8), reference(case, loss, 8), strict=True):
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
-def test_losses_do_not_depend_on_the_chunk_size(chunk: int, case: dict) -> None:
+def test_losses_do_not_depend_on_the_chunk_size(chunk, case):
     whole = computed(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
     for part, expected in zip(
         computed(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True
@@ -113,10 +99,8 @@ def test_losses_do_not_depend_on_the_chunk_size(chunk: int, case: dict) -> None:
         torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_coarser_top_k_never_increases_the_loss(case: dict) -> None:
-    """Top-k merges all other tokens into one outcome. The divergence of the merged distributions is a lower bound of
-    the full divergence, and approaches it as k grows.
-    """
+def test_a_coarser_top_k_never_increases_the_loss(case):
+    """The divergence of the merged distributions is a lower bound, which approaches the full one as k grows."""
     values = [float(computed(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
     whole = float(computed(case, DistillationLossConfig(), None)[0])
     assert values == sorted(values)
@@ -125,11 +109,8 @@ def test_a_coarser_top_k_never_increases_the_loss(case: dict) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_number_of_right_tokens_equals_a_plain_count(chunk: int, case: dict) -> None:
-    """A target counts if its logit is the largest, or the first of the largest ones. Six targets are chosen by hand so
-    that they have the largest logit; one shares it with a later token, and one with an earlier token. So 7 count. No
-    gradient reaches the count, and the backward pass does not repeat it.
-    """
+def test_the_number_of_right_tokens_equals_a_plain_count(chunk, case):
+    """Six targets have the largest logit alone; one shares it with a later token: 7 count."""
     weight, hidden = (case[name].mul(8).round() for name in ("weight", "hidden"))  # so that logits are exact
     weight[VOCAB - 1] = weight[0]
     hidden[6] = hidden[7] = 8 * weight[0]
@@ -163,7 +144,7 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_teacher_equal_to_the_student_has_zero_loss(case: dict) -> None:
+def test_a_teacher_equal_to_the_student_has_zero_loss(case):
     same = {**case, "teacher": case["hidden"] @ case["weight"].T}
     for divergence in KINDS:
         loss, hidden, weight = computed(same, DistillationLossConfig(temperature=2.0, divergence=divergence), None)
@@ -172,7 +153,7 @@ def test_a_teacher_equal_to_the_student_has_zero_loss(case: dict) -> None:
         assert float(weight.abs().max()) < 1e-5
 
 
-def test_the_loss_of_a_certain_teacher_is_finite(case: dict) -> None:
+def test_the_loss_of_a_certain_teacher_is_finite(case):
     sure = torch.full((POSITIONS, VOCAB), -1e4)
     sure[:, 0] = 1e4
     for top_k in (None, 4):
@@ -197,10 +178,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("top_k", [None, 16])
-def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) -> None:
-    """The forward and backward passes of the loss create no tensor larger than the logits of one chunk, and autograd
-    keeps no logits. Control: with one chunk for all positions, the full logits are
-    created."""
+def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k):
+    """Control: with one chunk for all positions, the full logits are created."""
     vocab, positions = 5000, 512
 
     def measure(chunk: int) -> tuple[int, int]:
@@ -222,7 +201,6 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
                 config = DistillationLossConfig(chunk=chunk, ce_weight=0.1)
                 loss = DistillationLoss(config)(hidden, lambda h: h @ weight.T, teacher, targets)[0]
             loss.backward()
-        assert hidden.grad is not None
         return largest.elements, max(kept)
 
     for chunk in (16, 64):

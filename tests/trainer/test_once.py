@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
-from sparse_rl.data.running_sum import rows
-from trainer.launch import launched
-from trainer.once import FOLDER, once, once_on_disk, remembered
+from sparse_rl.data.synthetic import RunningSum
+from trainer.launch import FOLDER, launched, once, once_on_disk, remembered
 
-ROOT = Path(__file__).parents[2]
 WATCH = """
 import json, os, sys
 from transformers import PreTrainedTokenizerBase
@@ -63,11 +60,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def counted_run(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
+def counted_run(tiny, tmp_path):
     """counted_run(kind, processes, *words) runs `sparse-rl train` and returns (count of each tokenised text, number of
     hashed files, stderr)."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
-    dataset = rows("train", 16, 1, True)
+    dataset = RunningSum().rows("train", 16, 1, True)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset))
 
     def run(kind: str, processes: int, *words: str, zero: int = 0) -> tuple[Counter, int, str]:
@@ -80,11 +77,8 @@ def counted_run(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, 
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
         notes = tmp_path / "notes.jsonl"
         notes.unlink(missing_ok=True)
-        drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {key: value for key, value in os.environ.items() if key not in drop}
-        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", "NOTES": str(notes)}
-        command = [sys.executable, "-m", "sparse_rl.cli", "train", "recipe.yaml", *words]
-        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        words = ("-m", "sparse_rl.cli", "train", "recipe.yaml", *words)
+        process = python(*words, cwd=tmp_path, path=[tmp_path], NOTES=str(notes))
         assert process.returncode == 0, process.stderr[-3000:]
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
         test_text = "text"  # each process tokenises this text to test the tokenizer
@@ -97,9 +91,7 @@ def counted_run(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
-def test_two_processes_do_shared_work_once(kind: str, zero: int, counted_run: Callable) -> None:
-    """With two processes, texts are tokenised as often as with one process, resumed checkpoints are hashed once, and
-    dropped rows are logged once."""
+def test_two_processes_do_shared_work_once(kind, zero, counted_run):
     alone, hashed_alone, _ = counted_run(kind, 1, zero=zero)
     together, hashed_together, stderr = counted_run(kind, 2, zero=zero)
     assert together == alone
@@ -111,8 +103,7 @@ def test_two_processes_do_shared_work_once(kind: str, zero: int, counted_run: Ca
     assert hashed == 1
 
 
-def test_processes_share_results_through_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes use the launcher's results and compute missing ones themselves. No file remains after the launcher."""
+def test_processes_share_results_through_the_launcher(monkeypatch):
     import datasets
 
     calls: list[str] = []

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from learned import learned_policy, with_scorers
+from learned import learned_policy
+from processes import python
 from safetensors.torch import load_file
 from trainer_runs import GRPO_KEYS, Bomb, craft, timeless
 
 from sparse_rl.metrics import read_metrics
-from sparse_rl.models.directory import save_policy, write_scorers
-from sparse_rl.models.load import load_model
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 FULL_DISK = """
 import os, resource
 from trainer_runs import digits as plain
@@ -62,34 +56,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "boundary": {"queries": 8},
         "scorer_warmup_steps": 2,
     },
-    "grpo": {
-        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
-        **GRPO_KEYS,
-    },
+    "grpo": {"cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4}, **GRPO_KEYS},
 }
 
 
 @pytest.fixture
-def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+def command(tiny, tmp_path):
     """command(kind, output, *words, processes=1, model=None, **environment) runs `sparse-rl train` with 4 steps an
     epoch.
     """
 
-    def run(
-        kind: str, output: str, *words: str, processes: int = 1, model: str | None = None, **environment: str
-    ) -> subprocess.CompletedProcess:
+    def run(kind, output, *words, processes=1, model=None, **environment):
         size = {"grpo": 2, "sft": 16, "distill": 16, "kvpop": 24}[kind] * processes
         data = {"synthetic": {"task": "running_sum", "size": size, "n": 3}}
         recipe = {"kind": kind, "model": model or tiny("qwen3"), "output_dir": output, "data": data, **COMMON}
         (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, **KINDS[kind], "launch": {"processes": processes}}))
-        drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {k: v for k, v in os.environ.items() if k not in drop}
-        path = f"{ROOT}:{Path(__file__).parent}:{tmp_path}"
-        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **environment}
         words = ("-m", "sparse_rl.cli", "train", "recipe.yaml", *words)
-        return subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
-        )
+        return python(*words, cwd=tmp_path, path=[Path(__file__).parent, tmp_path], **environment)
 
     return run
 
@@ -105,9 +88,7 @@ def end(folder: Path) -> tuple:
     return weights, mean, logged, read_metrics(folder, "completions.jsonl")
 
 
-def check_resume(
-    command: Callable, tmp_path: Path, kind: str, *words: str, stops: tuple[int, ...] = (7,), **options: Any
-) -> None:
+def check_resume(command, tmp_path, kind, *words, stops=(7,), **options):
     process = command(kind, "whole", *words, **options)
     assert process.returncode == 0, process.stderr[-3000:]
     expected = end(tmp_path / "whole")
@@ -123,9 +104,7 @@ def check_resume(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stage", "processes"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
-def test_resume_is_exact_under_every_zero_stage(
-    kind: str, stage: int, processes: int, command: Callable, tmp_path: Path
-) -> None:
+def test_resume_is_exact_under_every_zero_stage(kind, stage, processes, command, tmp_path):
     stops = (3, 4, 7) if stage == 0 else (7,)  # mid-buffer; end of the first epoch; mid-buffer in the second
     check_resume(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
     if (stage, processes, kind) == (2, 2, "sft"):  # a changed recipe is refused, and the error names the keys
@@ -137,17 +116,18 @@ def test_resume_is_exact_under_every_zero_stage(
         assert "launch.zero_stage was 2 and is now 3" in under_zero_3.stderr
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resume_is_exact_if_bfloat16_gradients_are_added_up_in_float32(stage, command, tmp_path):
+    words = (f"launch.zero_stage={stage}", "dtype=bfloat16", "gradient_accumulation_steps=2", "max_steps=8")
+    check_resume(command, tmp_path, "sft", *words, stops=(3,), processes=2)
+
+
 @pytest.mark.parametrize("learn", [False, True])
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_resume_is_exact_under_a_learned_policy(
-    stage: int, kind: str, learn: bool, command: Callable, tiny: Callable, tmp_path: Path
-) -> None:
-    """On two processes, a resumed run is exact, frozen scorers keep their weights bit for bit, and replay is exact."""
-    policy, folder = learned_policy("delayed", 16, window=4), tmp_path / "learned"
-    shutil.copytree(tiny("qwen3"), folder)
-    write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
-    save_policy(folder, policy)
+def test_resume_is_exact_under_a_learned_policy(stage, kind, learn, command, learned, tmp_path):
+    policy = learned_policy("delayed", 16, window=4)
+    folder = Path(learned(policy))
     words = [f"cache={json.dumps(policy.config.as_block())}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
     words += ["scorers={weight: 1.0, learning_rate: 1e-3, boundary: {queries: 8}}"] if learn else []
@@ -166,8 +146,7 @@ def test_resume_is_exact_under_a_learned_policy(
 
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_resume_is_exact_under_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
-    """On two processes, each process replays its own compactions, with gradients, and a resumed run is exact."""
+def test_resume_is_exact_under_attention_matching(stage, kind, command, tmp_path):
     words = ["cache={policy: am, budget: 16, sinks: 1, window: 4, period: 8}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
     check_resume(command, tmp_path, kind, *words, processes=2)
@@ -179,13 +158,13 @@ def test_resume_is_exact_under_attention_matching(stage: int, kind: str, command
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kvpop"])
-def test_resume_is_exact_with_lora(kind: str, command: Callable, tmp_path: Path) -> None:
+def test_resume_is_exact_with_lora(kind, command, tmp_path):
     check_resume(command, tmp_path, kind, "lora={r: 4}")
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
-def test_resume_is_exact_with_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path: Path) -> None:
+def test_resume_is_exact_with_the_vllm_engine(kind, command, tiny, tmp_path):
     pytest.importorskip("vllm")
     model = tiny("qwen3", head_dim=32)
     words = ["rollout.engine=vllm", "rollout.kv_cache_gb=0.1", "data.max_prompt_tokens=40"]
@@ -194,10 +173,7 @@ def test_resume_is_exact_with_the_vllm_engine(kind: str, command: Callable, tiny
 
 
 @pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
-def test_a_full_disk_of_one_rank_ends_the_run(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
-    """If the disk is full for one rank, the run ends with an error of one line, the other rank does not hang, and the
-    run can resume from the earlier checkpoint.
-    """
+def test_a_full_disk_of_one_rank_ends_the_run(stage, full, command, tmp_path):
     (tmp_path / "full_disk.py").write_text(FULL_DISK)
     words = (f"launch.zero_stage={stage}", "rewards=[full_disk:digits]")
     process = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
@@ -212,10 +188,8 @@ def test_a_full_disk_of_one_rank_ends_the_run(stage: int, full: str, command: Ca
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_no_code_in_a_deepspeed_checkpoint_runs(stage: int, command: Callable, tmp_path: Path) -> None:
-    """A checkpoint file that contains code is refused with an error of one line, although DeepSpeed reads its files
-    with weights_only=False.
-    """
+def test_no_code_in_a_deepspeed_checkpoint_runs(stage, command, tmp_path):
+    """DeepSpeed reads its files with weights_only=False."""
     words = (f"launch.zero_stage={stage}", "max_steps=2")
     process = command("sft", "whole", *words)
     assert process.returncode == 0, process.stderr[-3000:]

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,23 +20,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl.commands.resume import checkpoint_to_resume
 from sparse_rl.errors import LONGEST, UserError
-from sparse_rl.metrics import read_metrics
-from sparse_rl.recipe import make_recipe
+from sparse_rl.metrics import METRICS_FILE, read_metrics
+from sparse_rl.recipe import Recipe, make_recipe, resume
 from trainer.checkpoint import (
     _checksum,
     checkpoints,
     damage,
+    failure,
     file_digests,
     keep_last,
+    locked,
     publish,
     read_manifest,
+    refuse_running,
+    refuse_used,
+    set_aside_later,
+    versions,
     write_manifest,
 )
-from trainer.lock import locked, refuse_running
-from trainer.resume import refuse_used, versions
 from trainer.rundir import RunLog, check_world
+
+PARTS = (
+    *("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"),
+    *("progress_0.pt", "progress_1.pt"),
+)
 
 
 def recipe_of(folder: Path, *overrides: str, **keys):
@@ -50,7 +59,7 @@ def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
     """Write a complete checkpoint of two processes, as if by a run of the recipe `of`, and return its path."""
     partial, place = folder / "_partial" / f"checkpoint-{step}", folder / f"checkpoint-{step}"
     (partial / f"global_step{step}").mkdir(parents=True)
-    for name in ("trainer_state.json", "progress_0.pt", "progress_1.pt", f"global_step{step}/rank_1.pt"):
+    for name in (*PARTS, f"global_step{step}/rank_1.pt"):
         (partial / name).write_bytes(f"{name} of step {step}".encode())
     recipe = of or recipe_of(folder)
     launch = {"processes": recipe.launch.processes, "zero_stage": recipe.launch.zero_stage}
@@ -60,10 +69,11 @@ def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
     return place
 
 
-def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path: Path) -> None:
-    """A new run may start in a directory that has only metrics. It is refused in a directory with a checkpoint or a
-    final model.
-    """
+def checkpoint_to_resume(recipe: Recipe, place: str) -> Path:
+    return resume.checkpoint_to_resume(recipe.resolved(), place)
+
+
+def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path):
     recipe = recipe_of(tmp_path)
     refuse_used(recipe.output_dir)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")  # killed before its first checkpoint
@@ -75,13 +85,12 @@ def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path: Path) -> N
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match=r"output_dir.*holds the model of an earlier run; choose another"):
         refuse_used(recipe.output_dir)
-    with pytest.raises(UserError, match=r"--resume.*is finished and has no complete checkpoint"):
+    with pytest.raises(UserError, match=r"--resume.*holds no complete checkpoint.*its run is finished"):
         checkpoint_to_resume(recipe, "newest")
 
 
 @pytest.mark.parametrize("kind", [None, "truncated", "flipped", "rank", "manifest", "torn manifest"])
-def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_path: Path) -> None:
-    """After any kill or disk failure, a run resumes from a complete checkpoint or starts again in its directory."""
+def test_resume_and_a_fresh_start_are_never_both_refused(kind, tmp_path):
     recipe = recipe_of(tmp_path)
     (tmp_path / "_partial" / "checkpoint-9").mkdir(parents=True)
     if kind is not None:
@@ -95,7 +104,7 @@ def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_p
         refuse_used(recipe.output_dir)
 
 
-def test_a_fresh_run_removes_the_metrics_of_the_run_before(tmp_path: Path) -> None:
+def test_a_fresh_run_removes_the_metrics_of_the_run_before(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
     for resumed, kept in ((1, [0, 1]), (0, [])):
         state = SimpleNamespace(is_world_process_zero=True, global_step=resumed)
@@ -105,23 +114,20 @@ def test_a_fresh_run_removes_the_metrics_of_the_run_before(tmp_path: Path) -> No
 
 HOLDER = """
 import sys
-from trainer.lock import locked
+from trainer.checkpoint import locked
 with locked(sys.argv[1]):
     print("locked", flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) -> None:
-    """A run directory is locked until its process ends. A killed process releases the lock too, even if a child process
-    still runs.
-    """
+def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path):
+    """A killed process releases the lock too, even if a child process still runs."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     forks = HOLDER.replace('print("', 'import os, time; os.fork() or time.sleep(5)\n    print("')
     for script in (HOLDER, forks):
         command[2] = script
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "locked\n"
             message = (
                 rf"output_dir: .*run is in use by a run: process {holder.pid} on {re.escape(socket.gethostname())}; "
@@ -139,13 +145,13 @@ def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) ->
                 pass
 
 
-def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     with locked(str(tmp_path)):
-        assert "has no locks (No locks available): do not start a second run there" in caplog.text
+        assert "has no file locks (No locks available): do not start a second run there" in caplog.text
 
 
 def flip(file: Path) -> None:
@@ -172,63 +178,12 @@ def alter(folder: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def crafted(folder: Path, content: object) -> None:
+def crafted(folder: Path, content: dict) -> None:
     """Write a manifest with the given content and the matching checksum."""
-    if isinstance(content, dict):
-        content = {**content, "checksum": _checksum(content)}
-    (folder / "manifest.json").write_text(json.dumps(content))
+    (folder / "manifest.json").write_text(json.dumps({**content, "checksum": _checksum(content)}))
 
 
-def check_crafted_manifest(data: st.DataObject, folder: Path) -> None:
-    """Check that a manifest with a correct checksum, but with a changed or missing part, is either accepted or refused
-    with an error of one line.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    recipe = recipe_of(folder)
-    before, last = checkpoint(folder, 8), checkpoint(folder, 9)
-    whole = read_manifest(last)
-    inside = data.draw(st.sampled_from([whole, whole["files"], whole["files"]["progress_0.pt"], whole["versions"]]))
-    key = data.draw(st.sampled_from([*inside, "new", "x" * 5000, "a\0b", "../..", "/"]))
-    inside.pop(key, None)
-    if data.draw(st.booleans()):
-        inside[key] = data.draw(JSON)
-    crafted(last, data.draw(st.sampled_from([whole, whole, whole, [whole], "text", None])))
-    try:
-        assert checkpoint_to_resume(recipe, "newest") in (before, last)
-        assert checkpoint_to_resume(recipe, str(last)) == last
-    except UserError as error:
-        assert "\n" not in str(error), error
-        assert len(str(error)) < LONGEST, error
-
-
-@settings(derandomize=True, max_examples=40, deadline=10_000, database=None)
-@given(data=st.data())
-def test_a_crafted_manifest_is_accepted_or_refused_in_one_line(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "crafted")
-
-
-@pytest.mark.slow
-@settings(max_examples=1000, deadline=10_000, database=None)
-@given(data=st.data())
-def test_a_thousand_crafted_manifests_are_accepted_or_refused_in_one_line(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    check_crafted_manifest(data, tmp_path_factory.getbasetemp() / "thousand")
-
-
-def test_the_error_for_another_recipe_is_one_short_line(tmp_path: Path) -> None:
-    """The error for a checkpoint of another recipe is one line, which names the first 20 keys that differ and the
-    number of further such keys.
-    """
+def test_the_error_for_another_recipe_is_one_short_line(tmp_path):
     recipe, place = recipe_of(tmp_path), checkpoint(tmp_path, 9)
     crafted(place, {**read_manifest(place), "recipe": {}})
     with pytest.raises(UserError) as error:
@@ -240,19 +195,14 @@ def test_the_error_for_another_recipe_is_one_short_line(tmp_path: Path) -> None:
     assert "\n" not in output
 
 
-def test_a_manifest_that_is_deep_or_not_text_is_damaged(tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_text_is_damaged(tmp_path):
     place = checkpoint(tmp_path, 9)
     for text in ("[" * 100_000, "[" * 900 + "]" * 900, "9" * 5000, "\udcff"):
         (place / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         assert damage(place) == "manifest.json is truncated or altered"
-    deep: dict = {}
-    for _ in range(400):
-        deep = {"a": deep}
-    crafted(place, {**read_manifest(checkpoint(tmp_path, 8)), "recipe": deep})
-    assert damage(place) == "manifest.json is nested more than 20 levels deep"
 
 
-def test_a_checkpoint_with_an_unlisted_file_that_a_library_loads_is_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_unlisted_file_that_a_library_loads_is_damaged(tmp_path):
     place = checkpoint(tmp_path, 9)
     (place / "notes.txt").write_text("a user's own")
     assert damage(place) is None
@@ -261,7 +211,7 @@ def test_a_checkpoint_with_an_unlisted_file_that_a_library_loads_is_damaged(tmp_
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_checkpoint_before_is_used(kind, tmp_path, caplog) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_checkpoint_before_is_used(kind, tmp_path, caplog):
     recipe = recipe_of(tmp_path)
     before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
@@ -280,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_the_checkpoint_before_is_used(kind, t
     refuse_used(recipe.output_dir)
 
 
-def test_resuming_with_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_with_another_number_of_processes_is_refused(tmp_path, monkeypatch):
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
     message = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
@@ -298,7 +248,7 @@ def test_resuming_with_another_number_of_processes_is_refused(tmp_path: Path, mo
     assert checkpoint_to_resume(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
 
-def test_the_error_for_a_changed_recipe_names_every_difference(tmp_path: Path) -> None:
+def test_the_error_for_a_changed_recipe_names_every_difference(tmp_path):
     checkpoint(tmp_path, 3)
     changed = recipe_of(
         tmp_path, "learning_rate=2e-6", "launch.zero_stage=3", "cache.budget=16", "cache.sinks=2", "logging_steps=7"
@@ -311,8 +261,7 @@ def test_the_error_for_a_changed_recipe_names_every_difference(tmp_path: Path) -
     )
 
 
-def test_an_explicit_default_is_no_difference(tmp_path: Path) -> None:
-    """A recipe that writes out the default value of a key equals a recipe without the key."""
+def test_an_explicit_default_is_no_difference(tmp_path):
     place = checkpoint(tmp_path, 3)
     assert checkpoint_to_resume(recipe_of(tmp_path, "cache.sinks=4", "cache.period=1"), "newest") == place
 
@@ -328,23 +277,20 @@ def test_an_explicit_default_is_no_difference(tmp_path: Path) -> None:
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
-def test_some_keys_may_change_on_resume(word: str, warns: bool, tmp_path: Path, caplog) -> None:
-    """These keys change what is learned by rounding at most. `warns` is True for a key that changes rounding."""
+def test_some_keys_may_change_on_resume(word, warns, tmp_path, caplog):
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
 
 
-def test_attention_kernel_auto_may_change_to_the_chosen_kernel(tmp_path: Path, caplog) -> None:
-    """A run can resume if its checkpoint names the chosen attention kernel while the recipe, read before the processes
-    start, still says `auto`.
-    """
+def test_attention_kernel_auto_may_change_to_the_chosen_kernel(tmp_path, caplog):
+    """The recipe, read before the processes start, still says `auto`."""
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention_kernel=sdpa"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
 
 
-def test_max_steps_may_change_if_the_learning_rate_does_not_depend_on_it(tmp_path: Path) -> None:
+def test_max_steps_may_change_if_the_learning_rate_does_not_depend_on_it(tmp_path):
     for scheduler, warmup, free in (
         *[("constant", 0, True), ("constant_with_warmup", 4, True), ("constant_with_warmup", 0.1, False)],
         *[("linear", 0, False), ("cosine", 4, False)],
@@ -361,10 +307,66 @@ def test_max_steps_may_change_if_the_learning_rate_does_not_depend_on_it(tmp_pat
         checkpoint_to_resume(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
-def test_resuming_from_another_runs_checkpoint_needs_a_new_directory(tmp_path: Path) -> None:
-    """A run that resumes from the checkpoint of another run is refused in a directory that has checkpoints of its own.
-    It is accepted in a new directory, and in the directory of the other run.
-    """
+@pytest.mark.parametrize("moves", [{20: 40}, {20: 30, 30: 20}, {10: 99, 30: 1}, {10: 30, 20: 10, 30: 20}, {}])
+def test_the_step_of_a_checkpoint_is_in_its_manifest(moves, tmp_path):
+    names = {step: moves.get(step, step) for step in (10, 20, 30)}
+    for step, name in names.items():
+        checkpoint(tmp_path, step).rename(tmp_path / f"made-{name}")
+    for name in names.values():
+        (tmp_path / f"made-{name}").rename(tmp_path / f"checkpoint-{name}")
+    assert checkpoint_to_resume(recipe_of(tmp_path), "newest").name == f"checkpoint-{names[30]}"
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{names[step]}" for step in (10, 20, 30)]
+    keep_last(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{names[step]}" for step in (20, 30)]
+    assert [path.name for path in set_aside_later(tmp_path, 20)] == [f"later-checkpoint-{names[30]}"]
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_its_manifest(tmp_path):
+    checkpoint(tmp_path / "a", 3)
+    checkpoint(tmp_path / "b", 9, recipe_of(tmp_path / "b", "seed=5"))
+    shutil.copytree(tmp_path / "b/checkpoint-9", tmp_path / "a/checkpoint-4")
+    with pytest.raises(UserError, match="checkpoint-4 was written with another recipe: seed was 5 and is now 42"):
+        checkpoint_to_resume(recipe_of(tmp_path / "a"), "newest")
+    own = str(tmp_path / "a/checkpoint-3")
+    assert str(checkpoint_to_resume(recipe_of(tmp_path / "a"), own)) == own
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_checkpoint_that_lacks_a_part_is_not_complete(part, tmp_path):
+    """transformers would resume without its optimizer, for example, in silence. The control has all parts."""
+    two = recipe_of(tmp_path, launch={"processes": 1 if part == "rng_state.pth" else 2})
+    place = checkpoint(tmp_path, 3, two)
+    assert damage(place) is None
+    (place / part).unlink()
+    about = {name: value for name, value in read_manifest(place).items() if name not in ("format_version", "files")}
+    (place / "manifest.json").unlink()
+    write_manifest(place, file_digests(place), **about)
+    assert damage(place) == f"{part} was never written"
+
+
+def test_a_full_disk_is_found_by_writing(tmp_path, monkeypatch):
+    """A library's error names no cause, and may contain any text. A disk is full if nothing more can be written."""
+
+    def full(error: Exception) -> bool:
+        return "the disk is full" in str(failure("it", tmp_path, error))
+
+    for text in ("PytorchStreamWriter failed writing file", "No space left on device (os error 28)"):
+        assert not full(RuntimeError(text))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", refusing(errno.EDQUOT))
+            assert full(RuntimeError(text))
+    assert full(OSError(errno.ENOSPC, "no room, until a library removed its file"))
+    assert not full(OSError(errno.EACCES, "not permitted"))
+
+
+def refusing(code: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+def test_resuming_from_another_runs_checkpoint_needs_a_new_directory(tmp_path):
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
     with pytest.raises(UserError, match=r"output_dir: .*here holds an earlier run"):
@@ -373,10 +375,8 @@ def test_resuming_from_another_runs_checkpoint_needs_a_new_directory(tmp_path: P
     assert checkpoint_to_resume(recipe_of(tmp_path / "there"), str(place)) == place
 
 
-def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
-    """A checkpoint saved between two refreshes is refused for a longer run, which needs the weights of the last
-    refresh. Such checkpoints exist because transformers always saves at the end of a run.
-    """
+def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path):
+    """Such checkpoints exist because transformers always saves at the end of a run."""
     mapping = {"kind": "distill", "model": "m", "output_dir": str(tmp_path), "data": {"path": "a.jsonl"}}
     mapping |= {"cache": {"policy": "streaming", "budget": 8}, "refresh_every": 4, "save_steps": 4}
     short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))
@@ -387,13 +387,13 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     assert checkpoint_to_resume(short, "newest") == places[1]  # only the final model is missing
 
 
-def test_other_versions_give_a_warning(tmp_path: Path, caplog) -> None:
+def test_other_versions_give_a_warning(tmp_path, caplog):
     place = checkpoint(tmp_path, 3, versions={**versions(), "torch": "1.0"})
     assert checkpoint_to_resume(recipe_of(tmp_path), "newest") == place
     assert re.search(r"torch was 1\.0 and is .*may differ in rounding", caplog.text)
 
 
-def test_keep_last_counts_complete_checkpoints(tmp_path: Path) -> None:
+def test_keep_last_counts_complete_checkpoints(tmp_path):
     written = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
     (written[2] / "progress_0.pt").unlink()
     keep_last(tmp_path, 2, best=str(written[0]))
@@ -405,21 +405,21 @@ def test_keep_last_counts_complete_checkpoints(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == written[1:]
 
 
-def test_a_truncated_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+LINES = [{"step": step, "reward": step / 2, "note": "größer"} for step in range(3)]
+JUNK = (b"\xff\xfe\x00", b"{", b"5", b"[]", b"null", b"{}", b'{"step": "1"}', b'{"step": true}', b'{"step": NaN}')
+DEEP = (b"[" * 20_000, b'{"step": ' + b"7" * 5000 + b"}", b'{"step": 18446744073709551616}', b'{"a": "\xe9"}')
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"lora": {"r": 4}, "launch": {"zero_stage": 3}}, "LoRA under ZeRO-3"),
-        ({"uniform_groups": "drop", "loss_type": "dapo"}, "drop needs beta 0"),
-        ({"uniform_groups": "drop", "beta": 0.1}, "drop needs beta 0"),
-        ({"validation": {"data": {"path": "b.jsonl", "thinking": False}}}, "must equal data.thinking"),
-    ],
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    st.lists(st.sampled_from((*JUNK, *DEEP)) | st.binary(max_size=20), max_size=4), st.randoms(use_true_random=False)
 )
-def test_contradictory_settings_are_refused_in_the_recipe(tmp_path: Path, more: dict, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        recipe_of(tmp_path, **more)
-    recipe_of(tmp_path, uniform_groups="drop", lora={"r": 4}, launch={"zero_stage": 2})  # the control
+def test_damaged_lines_of_metrics_are_skipped(junk, random):
+    """hypothesis mixes damaged lines, and random bytes, with three valid lines. A folder without the file has none."""
+    junk = [line.replace(b"\n", b"") for line in junk]
+    mixed = [*junk, *(json.dumps(line).encode() for line in LINES)]
+    random.shuffle(mixed)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / METRICS_FILE).write_bytes(b"\n".join(mixed))
+        assert sorted(read_metrics(folder), key=lambda line: line["step"]) == LINES
+        assert read_metrics(Path(folder) / "nowhere") == []

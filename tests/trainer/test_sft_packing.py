@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,16 @@ from eager import eager_copy
 from transformers import AutoModelForCausalLM
 
 from sparse_rl.attention.interface import adopt
-from sparse_rl.commands.trainers import training_arguments
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.running_sum import EOS_ID
+from sparse_rl.data.synthetic import EOS_ID
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.recipe import make_recipe
 from trainer.arguments import model_options
-from trainer.sft.trainer import make_trainer
+from trainer.sft import make_trainer
 
 
 @pytest.fixture
-def packed(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def packed(tiny, tmp_path):
     """packed(strategy, family="qwen3") returns the model and the first batch of its trainer."""
 
     def make(strategy: str, family: str = "qwen3") -> tuple[Any, dict[str, Any]]:
@@ -36,7 +33,7 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Any, dict[str,
         recipe: Any = make_recipe(content)
         tokenizer = load_tokenizer(recipe.model)
         data = load_data(recipe.data, tokenizer, require=("prompt", "completion"))
-        options = {"model_init_kwargs": model_options("float32"), **training_arguments(recipe)}
+        options = {"model_init_kwargs": model_options("float32"), **recipe.training_arguments()}
         trainer = make_trainer(recipe.model, recipe.sft, options, tokenizer, data, None, [])
         return trainer.model.eval(), next(iter(trainer.get_train_dataloader()))
 
@@ -45,11 +42,8 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Any, dict[str,
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo3"])
 @pytest.mark.parametrize("adopted", [False, True], ids=["", "our attention"])
-def test_documents_do_not_see_each_other(packed: Callable, family: str, adopted: bool) -> None:
-    """In a packed row (`bfd`) each document has the logits that it has alone, in transformers' eager attention: sliding
-    windows are kept, too. So it is also after the model was switched to our attention, as `stop_at_accuracy` does.
-    Control: without the positions that separate the documents, the logits differ.
-    """
+def test_documents_do_not_see_each_other(packed, family, adopted):
+    """Also after the model was switched to our attention, as `stop_at_accuracy` does."""
     model, batch = packed("bfd", family)
     config, weights = copy.deepcopy(model.config), model.state_dict()
     eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # a copy keeps the forward
@@ -73,10 +67,7 @@ def test_documents_do_not_see_each_other(packed: Callable, family: str, adopted:
     assert float((whole - together).abs().max()) > 1e-2  # the control
 
 
-def test_wrapped_documents_see_each_other(packed: Callable) -> None:
-    """With `packing_strategy: wrapped` a row is one causal sequence of several documents: it has no positions that
-    separate them, and its mask is 1 up to the padding.
-    """
+def test_wrapped_documents_see_each_other(packed):
     _, batch = packed("wrapped")
     assert batch["input_ids"].shape == (2, 160)
     assert "position_ids" not in batch
@@ -86,10 +77,7 @@ def test_wrapped_documents_see_each_other(packed: Callable) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
-def test_padded_rows_keep_their_sliding_windows(family: str, new_model: Callable) -> None:
-    """Under our attention, rows that are padded on the right have the logits of transformers' eager attention for each
-    row alone. Control: the longest row differs if all layers see all tokens.
-    """
+def test_padded_rows_keep_their_sliding_windows(family, new_model):
     model = new_model(family)
     eager, ids = eager_copy(model), torch.randint(3, 64, (3, 40), generator=torch.Generator().manual_seed(0))
     lengths = (40, 9, 23)

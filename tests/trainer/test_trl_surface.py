@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import deepspeed.ops
 import pytest
@@ -41,17 +40,10 @@ METHODS = {
             f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}"
         ),
     },
-    RepeatSampler: {
-        "__init__": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
-        "__iter__": "",
-    },
+    RepeatSampler: {"__init__": "data_source mini_repeat_count batch_size repeat_count shuffle seed", "__iter__": ""},
     transformers.Trainer: {
-        "_get_dataloader": "dataset description batch_size sampler_fn is_training dataloader_key",
-        "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
-        "_determine_best_metric": "metrics trial",
         "_get_output_dir": "trial",
         "_save_checkpoint": "model trial",
-        "init_hf_repo": "token",
         "create_model_card": (
             "language license tags model_name finetuned_from tasks dataset_tags dataset dataset_args"
         ),
@@ -87,12 +79,12 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("owner", METHODS)
-def test_methods_have_the_expected_parameters(owner: type) -> None:
+def test_methods_have_the_expected_parameters(owner):
     for name, parameters in METHODS[owner].items():
         assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *parameters.split()], name
 
 
-def test_functions_have_the_expected_parameters_and_bodies() -> None:
+def test_functions_have_the_expected_parameters_and_bodies():
     for function, parameters in FUNCTIONS.items():
         assert list(inspect.signature(function).parameters) == parameters.split(), function
     assert {"log_probs", "entropy"} <= {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
@@ -104,15 +96,14 @@ def test_functions_have_the_expected_parameters_and_bodies() -> None:
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_objects_get_the_attributes_that_we_use(owner: type) -> None:
+def test_objects_get_the_attributes_that_we_use(owner):
     source = inspect.getsource(owner)
     for name in ATTRIBUTES[owner].split():
         assert re.search(rf"self\.{name}\b.*=", source), name
 
 
-def test_only_expected_functions_read_use_vllm() -> None:
-    """In TRL, only the importance correction and code that we never reach read `use_vllm`, which we set after
-    construction."""
+def test_only_expected_functions_read_use_vllm():
+    """We set it after construction."""
     readers = {
         name
         for name, function in vars(GRPOTrainer).items()
@@ -128,8 +119,7 @@ def test_only_expected_functions_read_use_vllm() -> None:
     }
 
 
-def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo: Callable[..., Any]) -> None:
-    """Our sampler gives the rows in TRL's order in the first epoch, and in another order in the next epoch."""
+def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo):
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)
     sampler, trl_sampler = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
@@ -141,7 +131,7 @@ def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo: Callable[..., Any
     assert sorted(sampler) == sorted(order)
 
 
-def test_the_table_lists_every_name() -> None:
+def test_the_table_lists_every_name():
     """The table of docs/internals.md lists exactly the members of TRL and transformers that are checked here."""
     checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}

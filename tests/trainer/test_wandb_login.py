@@ -17,7 +17,7 @@ KEY = "0123456789" * 4
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """Provide a home directory and a working directory without any login."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["WANDB_DIR", "WANDB_MODE", "NETRC"]:
         monkeypatch.setenv(name, "")  # monkeypatch then restores the variable at the end
@@ -44,7 +44,6 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 USER, WORKSPACE = ".config/wandb/settings", "wandb/settings"
 
 
-@pytest.mark.parametrize("netrc", [".netrc", "_netrc", "elsewhere"])
 @pytest.mark.parametrize(
     ("variable", "settings", "saved"),
     [
@@ -56,27 +55,18 @@ USER, WORKSPACE = ".config/wandb/settings", "wandb/settings"
     ],
     ids=["its own server", "named", "of the user", "of the workspace", "named and saved"],
 )
-@pytest.mark.few(6)
-def test_only_a_login_to_the_configured_server_counts(
-    netrc: str, variable: str | None, settings: str | None, saved: str | None,
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """A login made by `wandb login` counts if it is for the configured server; the run is then online. With a login to
-    another server only, the run is offline, and one line says so.
-    """
+def test_only_a_login_to_the_configured_server_counts(variable, settings, saved, home, monkeypatch, caplog, capfd):
     if variable is not None:
         monkeypatch.setenv("WANDB_BASE_URL", variable)
     if settings is not None:
         save(home / settings, f"base_url = {saved}")
-    if netrc == "elsewhere":
-        monkeypatch.setenv("NETRC", str(home / netrc))
     server = variable or saved or wandb.Settings().base_url
-    log_in(home / netrc, str(server))
-    assert wandb_offline_without_key(home)
+    log_in(home / ".netrc", str(server))
+    wandb_offline_without_key(home)
     assert "WANDB_MODE" not in os.environ
     assert not messages(caplog)
-    log_in(home / netrc, "http://other.example")
-    assert wandb_offline_without_key(home)
+    log_in(home / ".netrc", "http://other.example")
+    wandb_offline_without_key(home)
     assert os.environ["WANDB_MODE"] == "offline"
     (line,) = messages(caplog)
     assert line.startswith(f"nobody is logged in to Weights & Biases at {server}: this run is logged offline. ")
@@ -96,11 +86,9 @@ def test_only_a_login_to_the_configured_server_counts(
         ("WANDB_IDENTITY_TOKEN_FILE", "", "offline"),
     ],
 )
-def test_an_environment_variable_decides_if_the_run_is_offline(
-    name: str, value: str, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
+def test_an_environment_variable_decides_if_the_run_is_offline(name, value, mode, home, monkeypatch, caplog):
     monkeypatch.setenv(name, value)
-    assert wandb_offline_without_key(home)
+    wandb_offline_without_key(home)
     assert os.environ.get("WANDB_MODE") == mode
     assert len(messages(caplog)) == (mode == "offline")
     assert os.environ["WANDB_DIR"] == str(home)
@@ -108,78 +96,42 @@ def test_an_environment_variable_decides_if_the_run_is_offline(
 
 @pytest.mark.parametrize("line", [f"api_key = {KEY}", "mode = disabled", "mode = offline"])
 @pytest.mark.parametrize("settings", [USER, WORKSPACE])
-def test_settings_of_wandb_are_respected(settings: str, line: str, home: Path, caplog) -> None:
+def test_settings_of_wandb_are_respected(settings, line, home, caplog):
     save(home / settings, line)
-    assert wandb_offline_without_key(home)
+    wandb_offline_without_key(home)
     assert "WANDB_MODE" not in os.environ
     assert not messages(caplog)
 
 
-def test_the_key_is_not_checked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the login uses no network: it looks up neither the validity of the key nor the key's owner."""
+def test_the_key_is_not_checked_over_the_network(home, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", url)
         log_in(home / ".netrc", url)
-        assert wandb_offline_without_key(home)
+        wandb_offline_without_key(home)
         assert "WANDB_MODE" not in os.environ
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
-def test_a_run_that_starts_after_the_check_is_offline(home: Path, caplog) -> None:
-    """A W&B run that starts after the check uses the new mode, even if W&B has read its settings before. A W&B run that
-    is already active does not change.
-    """
+def test_a_run_that_starts_after_the_check_is_offline(home, caplog):
     wandb_offline_without_key(home)
     with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:
         assert run.offline
         assert Path(run.dir).is_relative_to(home / "wandb")
         del os.environ["WANDB_MODE"]
-        assert wandb_offline_without_key(home)
+        wandb_offline_without_key(home)
         assert wandb.run is run
         assert "WANDB_MODE" not in os.environ
     wandb.teardown()
     assert len(messages(caplog)) == 1
 
 
-@pytest.mark.parametrize(
-    ("lines", "starts"),
-    [
-        (["base_url = https://a%b.example"], False),
-        (["base_url = https://\xff.example"], False),
-        (["base_url = https://a.example", "base_url = https://b.example"], True),
-        (["base_url = a.example"], True),
-    ],
-    ids=["percent", "not UTF-8", "twice", "no scheme"],
-)
-def test_malformed_settings_do_not_stop_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
-    """With malformed W&B settings, training continues. If W&B can start with them, the run is logged offline; otherwise
-    it is not logged. A message of one line names the case.
-    """
-    save(home / USER, *lines)
-    assert wandb_offline_without_key(home) == starts
-    assert ("this run is logged offline" if starts else "this run is not logged to") in messages(caplog)[0]
-    assert len(messages(caplog)) == 1
-    assert "\n" not in messages(caplog)[0]
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "a.example", ""])
-def test_malformed_server_urls_do_not_stop_training(
-    url: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", url)
-    assert not wandb_offline_without_key(home)
-    assert len(messages(caplog)) == 1
-    assert "\n" not in messages(caplog)[0]
-
-
-def test_without_a_home_directory_the_run_is_not_logged(home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    def no_home(path: Path) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "expanduser", no_home)
-    assert not wandb_offline_without_key(home)
-    reason = "Could not determine home directory."
-    assert messages(caplog) == [f"this run is not logged to Weights & Biases, which cannot start: {reason}"]
+@pytest.mark.parametrize("line", ["base_url = a.example", "base_url = https://b.example\nbase_url = https://c.example"])
+def test_malformed_settings_do_not_stop_training(line, home, caplog):
+    save(home / USER, line)
+    wandb_offline_without_key(home)
+    (message,) = messages(caplog)
+    assert "this run is logged offline" in message
+    assert "\n" not in message

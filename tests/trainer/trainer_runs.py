@@ -69,9 +69,9 @@ def problems(count: int) -> Any:
     """Return running-sum problems whose prompts have ragged lengths (8 to 18 tokens)."""
     from datasets import Dataset
 
-    from sparse_rl.data.running_sum import RunningSum, rows
+    from sparse_rl.data.synthetic import RunningSum
 
-    by_length = [rows("train", count, seed=n, task=RunningSum(n=n)) for n in (3, 5, 8)]
+    by_length = [RunningSum(n=n).rows("train", count, seed=n) for n in (3, 5, 8)]
     return Dataset.from_list([by_length[i % 3][i // 3] for i in range(count)])
 
 
@@ -117,8 +117,9 @@ SAMPLED: dict[str, dict[str, Any]] = {  # kinds that train on sampled completion
 }
 
 
-def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Path:
-    """Check that a run resumed from checkpoint-2 has the weights and logs of an uninterrupted run.
+def check_resumed(make: Callable[..., Any], folder: Path, at: int = 2, **settings: Any) -> Path:
+    """Check that a run resumed from checkpoint-`at` has the weights and logs of an uninterrupted run. Control: the
+    weights of the checkpoint differ.
 
     make : (keys of a recipe) -> the recipe. Returns the model directory of the uninterrupted run.
     """
@@ -129,15 +130,20 @@ def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Pa
     whole, resumed = folder / "whole", folder / "resumed"
     final = Path(train(make(output_dir=str(whole), **shared)))
     shutil.copytree(whole, resumed)
-    for removed in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / removed)
+    for place in (resumed / "model", *resumed.glob("checkpoint-*")):
+        if place.name == "model" or int(place.name.removeprefix("checkpoint-")) > at:
+            shutil.rmtree(place)
     train(make(output_dir=str(resumed), **shared), resume="newest")
     files = sorted(file.name for file in final.glob("*.safetensors"))
     assert files == sorted(file.name for file in (resumed / "model").glob("*.safetensors"))
+    changed: set[str] = set()
     for file in files:
         left, right = (load_file(place / "model" / file) for place in (whole, resumed))
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
+        early = {} if "lora" in settings else load_file(whole / f"checkpoint-{at}" / file)
+        changed |= {name for name in left if name not in early or not torch.equal(left[name], early[name])}
+    assert changed  # the control
     assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
     return final
 

@@ -7,25 +7,19 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from judging import gap
-from ties import Decisions, check_same, sample_alone
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tiny import directory_of
 
-from rollout import Rollout, SamplingConfig, make_engine
-from rollout.engine import Engine
-from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.policies import Policy
+from rollout import make_engine
 
-SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
+OPENED: list[int] = []  # an entry for each engine that this process has had, except those in separate processes
+HELD: list[tuple[Any, Any]] = []  # the open engine, and the arguments of one that is shared
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,15 +31,19 @@ def vllm_is_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_are_set_aside() -> None:
+def imports_are_set_aside() -> Iterator[None]:
     """Exclude imported modules from garbage collection: vLLM collects six times per engine, each time 0.3 s or more."""
     gc.collect()
     gc.freeze()
+    yield
+    close()
 
 
 @pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
+def environment(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set variables with which a tiny engine starts quickly, and restore the environment that vLLM changes."""
+    if "open_engine" not in request.fixturenames:
+        close()
     fast = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, fast):
         yield
@@ -53,11 +51,7 @@ def environment() -> Iterator[None]:
 
 @contextmanager
 def quickly(engines_before: int) -> Iterator[None]:
-    """Skip the work at the start and the end of an engine that is needed only once in a process.
-
-    After the first engine, the objects of imported modules stay excluded from garbage collection. The search of every
-    module for vLLM's kernels, which takes 0.4 s, is skipped too.
-    """
+    """Skip work at an engine's start and end that a process needs once: freezing garbage, finding vLLM's kernels."""
     if engines_before == 1:
         gc.collect()
         gc.freeze()
@@ -67,115 +61,41 @@ def quickly(engines_before: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def directory_of(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """directory_of(family, seed=0, **config) -> the directory of a tiny model. Tests must not change its files."""
-
-    @cache
-    def make(family: str, seed: int = 0, **config: Any) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        new_model(family, seed=seed, **{**SIZES, **config}).save_pretrained(folder)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def loaded() -> Callable[[Path], PreTrainedModel]:
-    """loaded(folder) -> the model in that directory, in float32, for replays."""
-    return cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
-
-
-@pytest.fixture(scope="session")
-def opened() -> list[int]:
-    """Return a list with one entry for each engine that this process has had, except engines in separate processes."""
-    return []
+def close() -> None:
+    while HELD:
+        engine = HELD.pop()[1]
+        with quickly(len(OPENED)):
+            engine.close()
+        if not engine.separate:
+            OPENED.append(1)
 
 
 @pytest.fixture
-def open_engine(directory_of: Callable[..., Path], opened: list[int]) -> Iterator[Callable[..., Any]]:
-    """open_engine(policy, model="qwen2", **options) -> a vllm engine. Each call closes the previous engine; the last
-    engine is closed when the test ends.
-    """
-    engines: list[Engine] = []
+def open_engine() -> Iterator[Callable[..., Any]]:
+    """open_engine(policy, model="qwen2", shared=False, **options) -> a vllm engine, open until the next call or the
+    test's end. A `shared` engine stays open for the next tests of the module that ask for the same."""
 
-    def close() -> None:
-        while engines:
-            engine: Any = engines.pop()
-            with quickly(len(opened)):
-                engine.close()
-            if not engine.separate:
-                opened.append(1)
-
-    def make(policy: Any, model: str | Path = "qwen2", **options: Any) -> Engine:
-        close()
-        folder = model if isinstance(model, Path) else directory_of(model)
-        defaults = {"kv_cache_gb": 0.03, "max_batch": 16, "max_model_len": 1024}
-        with quickly(len(opened)):
-            engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
-        return engines[-1]
+    def make(policy: Any, model: str | Path = "qwen2", shared: bool = False, **options: Any) -> Any:
+        wanted = (str(policy), model, str(options)) if shared else None
+        if not HELD or wanted is None or HELD[0][0] != wanted:
+            close()
+            folder = model if isinstance(model, Path) else directory_of(model)
+            defaults = {"kv_cache_gb": 0.03, "max_batch": 16, "max_model_len": 1024}
+            with quickly(len(OPENED)):
+                engine = make_engine("vllm", model=folder, policy=policy, **{**defaults, **options})
+            HELD.append((wanted, engine))
+        return HELD[0][1]
 
     yield make
-    close()
-
-
-@pytest.fixture(scope="session")
-def random_prompts() -> Callable[..., list[list[int]]]:
-    """random_prompts(lengths, seed=0) -> prompts of random tokens."""
-
-    def make(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in lengths]
-
-    return make
+    if HELD and HELD[0][0] is None:
+        close()
 
 
 @pytest.fixture
-def replay_gap(directory_of: Callable[..., Path], loaded: Callable) -> Callable[..., float]:
-    """replay_gap(rollouts, model="qwen2", temperature=1.0) -> max |replayed log-prob - engine's log-prob| under the
-    rollouts' traces.
-    """
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Collect the command lines that `serve` would execute."""
+    from rollout.vllm import serve
 
-    def measure(rollouts: Sequence[Rollout], model: str | Path = "qwen2", temperature: float = 1.0) -> float:
-        folder = model if isinstance(model, Path) else directory_of(model)
-        with torch.no_grad():
-            return gap(replay_logprobs(loaded(folder), rollouts, temperature, batch_size=1), rollouts)
-
-    return measure
-
-
-@pytest.fixture
-def agrees_with_hf(
-    directory_of: Callable[..., Path],
-    loaded: Callable,
-    replay_gap: Callable[..., float],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable,
-) -> Callable[..., None]:
-    """agrees_with_hf(policy, prompts, sampling, {name: rollouts}, model="qwen2") checks that the rollouts equal those
-    of the hf engine.
-
-    Tokens and evictions must be equal except for ties, and the replay gap must be within 1e-5.
-    """
-
-    def check(
-        policy: Policy,
-        prompts: list[list[int]],
-        sampling: SamplingConfig,
-        sampled: dict[str, list[Rollout]],
-        model: str | Path = "qwen2",
-    ) -> None:
-        reference = loaded(model if isinstance(model, Path) else directory_of(model))
-        expected = make_engine("hf", model=reference, policy=policy).generate(prompts, sampling)
-
-        def alone(i: int) -> tuple[Rollout, Decisions]:
-            return sample_alone(monkeypatch, reference, policy, prompts[i], sampling)
-
-        for label, rollouts in sampled.items():
-            record_property(f"{label}: ties", check_same(expected, rollouts, alone, sampling.temperature, label))
-            assert [r.prompt_ids for r in rollouts] == [r.prompt_ids for r in expected]
-            largest_gap = replay_gap(rollouts, model, sampling.temperature)
-            record_property(f"{label}: gap", largest_gap)
-            assert largest_gap <= 1e-5, label
-
-    return check
+    command_lines: list[list[str]] = []
+    monkeypatch.setattr(serve, "_become", command_lines.append)
+    return command_lines

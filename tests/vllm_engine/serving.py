@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -17,10 +18,35 @@ from typing import Any
 import httpx
 import psutil
 from openai import OpenAI
+from tiny import HEADS_OF_32, new_model
 
+from sparse_rl.commands.console import Session, guarded
+from sparse_rl.commands.main import parse
+from sparse_rl.data.synthetic import EOS_ID, RunningSum
 from sparse_rl.temporary import FOLDER
 
 START = 240  # seconds; a start takes half a minute alone, and minutes while other tests run
+
+
+def served_directory(folder: Path, template: str | None = None, poison: int | None = None) -> Path:
+    """Write a tiny model and its tokenizer, with a chat template, or with a NaN embedding for a token that greedy
+    sampling never chooses."""
+    model, tokenizer = new_model("qwen3", **HEADS_OF_32, eos_token_id=EOS_ID), RunningSum.tokenizer()
+    if poison is not None:
+        model.model.embed_tokens.weight.data[poison], model.lm_head.weight.data[poison] = math.nan, 0.0
+    model.save_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(*words: Any) -> int:
+    """Return the exit status of `sparse-rl serve`."""
+    try:
+        options = parse(["serve", *map(str, words)])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return guarded(lambda: options.run(options, Session()), Session())
 
 
 def free_port() -> int:
@@ -92,7 +118,6 @@ class Server:
         return {**result, "blocks": int(match[1])}
 
     def idle(self) -> None:
-        """Wait until the server runs no request and holds no block."""
         until = time.monotonic() + 60
         while (metrics := self.metrics())["num_requests_running"] or metrics["kv_cache_usage_perc"]:
             assert time.monotonic() < until, metrics

@@ -1,34 +1,27 @@
-"""A server refuses unsupported settings at its start, and unsupported requests of clients.
-
-The tests run vLLM's own code; only one of them starts an engine. test_serve.py has the tests over HTTP with an engine.
-"""
+"""A server refuses unsupported settings at its start, and unsupported requests of clients, in vLLM's own code."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from tiny import directory_of, policy_of
 
 from rollout.vllm import serve
 from rollout.vllm.compat.arguments import KEY, engine_arguments
 from sparse_rl.policies import make_policy
 
 POLICY = {"policy": "gkv", "budget": 64, "window": 8, "period": 16}
-SLIDES = json.dumps({"layer_types": ["sliding_attention"] * 2, "sliding_window": 16})
-WINDOW = json.dumps({"layer_types": None, "sliding_window": 16})
 
 
 @pytest.fixture
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the members of vLLM that a server replaces in its process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -37,10 +30,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         AsyncEngineArgs: "create_engine_config",
         AsyncLLM: "generate pause_generation reset_prefix_cache sleep",
         BeamSearchOnlineMixin: "beam_search",
-        GenerateBaseServing: "_raise_if_error",
         InputProcessor: "_validate_model_input _validate_params",
         OutputProcessor: "add_request",
-        SamplingParams: "_validate_structured_outputs",
     }.items():
         for name in names.split():
             monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -49,31 +40,25 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize(
-    ("policy", "dtype", "further", "says"),
+    ("policy", "further", "says"),
     [
-        ("full", "float32", [], None),
-        ("full", "float32", ["--hf-overrides", SLIDES], "has sliding-window layers"),
-        ("full", "float32", ["--hf-overrides", WINDOW], "makes every layer ignore older tokens"),
-        ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not support attention to later tokens"),
-        ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # refused by vLLM's own kernel
-        (POLICY, "bfloat16", ["--hf-overrides", SLIDES], "has sliding-window layers"),
-        (POLICY, "float32", [], None),
-        (POLICY, "float32", ["--enable-trace-replay"], "trace replay requires Model Runner V2"),
-        (POLICY, "float32", ["--no-scheduler-reserve-full-isl"], "without --scheduler-reserve-full-isl"),
+        ("full", [], None),
+        (POLICY, ["--enable-prefix-caching"], "with prefix caching; set --no-enable-prefix-caching"),
+        (POLICY, [], None),
+        (POLICY, ["--enable-trace-replay"], "trace replay requires Model Runner V2"),
+        (POLICY, ["--no-scheduler-reserve-full-isl"], "without --scheduler-reserve-full-isl"),
     ],
 )
 def test_unservable_configurations_are_refused_before_a_process_starts(
-    policy: Any, dtype: str, further: list[str], says: str | None, directory_of: Callable
+    policy: Any, further: list[str], says: str | None
 ) -> None:
-    """A configuration that cannot be served is refused before a process starts, for values from any source.
-    Command-line options are checked earlier, by name.
-    """
+    """Values may come from any source; command-line options are checked earlier, by name."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rollout.vllm.compat import server
 
-    fields = {"model": str(directory_of("llama")), "dtype": dtype, "allowed_hosts": [], "allowed_origins": []}
-    words = serve.command_line(**fields, **engine_arguments(make_policy(policy), dtype=dtype))
+    fields = {"model": str(directory_of("llama")), "dtype": "float32", "allowed_hosts": [], "allowed_origins": []}
+    words = serve.command_line(**fields, **engine_arguments(make_policy(policy), dtype="float32"))
     arguments = server.read_arguments([*words, *further], [])
     server.check_before_it_starts()
     with nullcontext() if says is None else pytest.raises(ValueError, match=says):
@@ -84,9 +69,9 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
 @pytest.mark.parametrize(
     ("request_line", "says"),
     [
-        ("/pause?mode=keep", "mode=keep with clear_cache: if the cache evicts, running requests cannot be"),
-        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests: if the cache evicts"),
-        ("/sleep?mode=keep", "mode=keep: if the cache evicts"),
+        ("/pause?mode=keep", "pause_generation: if the cache evicts, running requests cannot be"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_prefix_cache: if the cache evicts"),
+        ("/sleep?mode=keep", "sleep: if the cache evicts"),
         ("/pause?mode=abort", None),
         ("/pause?mode=keep&clear_cache=false", None),
         ("/reset_prefix_cache", None),
@@ -96,13 +81,12 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
 def test_routes_that_would_prefill_running_requests_are_refused(
     request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some development routes make vLLM prefill running requests again, which an evicting cache does not allow. They
-    get status 400. No engine is connected, so a request that passes our check fails with status 500.
-    """
+    """Development routes that would prefill running requests again get status 400. No engine is connected, so a request
+    that passes our check fails with status 500."""
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.vllm.compat import clients, server
+    from rollout.vllm.compat import server
 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     words = serve.command_line(model="m", host="127.0.0.1", port=8000, allowed_hosts=[], allowed_origins=[])
@@ -110,23 +94,20 @@ def test_routes_that_would_prefill_running_requests_are_refused(
     app.state.engine_client = object.__new__(AsyncLLM)
     client = TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
     assert client.post(request_line).status_code == 500  # vLLM alone does not refuse this request
-    clients.refuse_what_goes_round_the_policy()
+    server.refuse_what_goes_round_the_policy()
     response = client.post(request_line)
-    assert (response.status_code == 400 and says in response.text) if says else response.status_code == 500, (
-        response.text
-    )
+    assert response.status_code == (400 if says else 500), response.text
+    assert (says or "") in response.text
 
 
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
-def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, open_engine: Callable) -> None:
-    """Under gkv, an input session (`resumable`) is refused. Under every policy, a client may not send the field by
-    which our engine passes settings to its workers.
-    """
+def test_unsafe_fields_of_clients_are_refused(name: str, open_engine: Callable) -> None:
+    """gkv refuses an input session; every policy, the field by which our engine passes settings to its workers."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from rollout.vllm.compat import clients
+    from rollout.vllm.compat import server
 
     engine = open_engine(policy_of(name, budget=64, window=8, period=16))
     prompt: Any = {"prompt_token_ids": [5, 6, 7]}
@@ -137,15 +118,9 @@ def test_unsafe_fields_of_clients_are_refused(name: str, policy_of: Callable, op
 
     with nullcontext() if name == "full" else pytest.raises(VLLMValidationError, match="an input session cannot be"):
         assert processed(SamplingParams(), resumable=True).resumable
-    clients.refuse_what_stops_the_engine()
-    assert not processed(
-        SamplingParams(extra_args={"seed": 1, "forced": [3], "place": 0, "context": ["x", 2, 1]})
-    ).resumable
+    server.refuse_requests()
+    harmless = {"seed": 1, "forced": [3], "place": 0, "context": ["x", 2, 1]}
+    assert not processed(SamplingParams(extra_args=harmless)).resumable
     with pytest.raises(VLLMValidationError, match=f"vllm_xargs: the name '{KEY}' is reserved for the server"):
         processed(SamplingParams(extra_args={KEY: {"seed": 1}}))
     assert processed(SamplingParams(seed=1)).sampling_params.seed == 1
-    engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never samples draft tokens
-    assert processed(SamplingParams(seed=1, temperature=0))
-    assert processed(SamplingParams())
-    with pytest.raises(VLLMValidationError, match="seed: vLLM does not support a seed on a CPU with spec"):
-        processed(SamplingParams(seed=1))

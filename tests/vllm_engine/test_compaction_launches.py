@@ -1,22 +1,17 @@
-"""A compaction in vLLM takes few operators (an upper estimate of the kernel launches) and few waits for the device.
-
-All layers are compacted together if vLLM keeps their caches in one allocation. test_cuda_layout.py checks the results
-of a compaction in every memory order.
-"""
+"""A compaction in vLLM takes few operators (an upper estimate of the kernel launches) and few waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from counting import DEVICE, LAYERS, Counted, state_of
 from policy_cases import ON_VLLM
+from tiny import policy_of
 
 from sparse_rl.errors import UserError
 from sparse_rl.kernels import redundancy
-from sparse_rl.policies import Policy
 
 MOST_OPERATORS, MOST_WAITS = 190, 6
 POLICIES: list[dict[str, Any]] = [
@@ -28,18 +23,16 @@ POLICIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("blocks_inside", [True, False], ids=["LB", "BL"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['policy']}{'' if p.get('redundancy', True) else '-'}")
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
-    policy: dict, blocks_inside: bool, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+    policy: dict, blocks_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compaction of all 28 layers takes at most 190 operators and 6 waits (MOST_OPERATORS, MOST_WAITS), for 1 and for
-    8 requests. An earlier version, which compacted layer by layer, took 4,264 operators and 283 waits for G-KV.
-    """
+    """For 1 and for 8 requests. Layer by layer, G-KV took 4,264 operators and 283 waits."""
     pytest.importorskip("vllm")
-    from rollout.vllm import compacting
-    from rollout.vllm.messages import Due
+    from rollout.vllm import state
+    from rollout.vllm.state import Due
 
-    monkeypatch.setitem(compacting.AT_ONCE, DEVICE.type, compacting.AT_ONCE["cuda"])
+    monkeypatch.setitem(state.AT_ONCE, DEVICE.type, state.AT_ONCE["cuda"])
     monkeypatch.setitem(redundancy.AT_ONCE, DEVICE.type, redundancy.AT_ONCE["cuda"])
     settings = {"budget": 128, "window": 16, "period": 1 if policy["policy"] in ("h2o", "tova") else 128, **policy}
     cache_policy = policy_of(settings.pop("policy"), **settings)
@@ -60,11 +53,9 @@ def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
 
 
 def test_layers_at_unequal_distances_are_refused() -> None:
-    """Layers that are not at equal distances in one allocation are refused. vLLM itself has no such layout;
-    test_cuda_layout.py has its three memory orders.
-    """
+    """vLLM itself has no such layout; test_cuda_layout.py has its three memory orders."""
     pytest.importorskip("vllm")
-    from rollout.vllm.slabs import Arrangement
+    from rollout.vllm.state import Arrangement
 
     allocation = torch.zeros(3, 4, 2)
     assert Arrangement.of(list(allocation)) == Arrangement(4, 1)

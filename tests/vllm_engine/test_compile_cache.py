@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tiny import directory_of, policy_of
 
 from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.serve import command_line
@@ -21,10 +22,8 @@ EVICTING = [
 
 
 @pytest.fixture
-def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """config_of(policy name, parameters, on_gpu=, as_words=, **options) -> the VllmConfig of an engine with that
-    policy.
-    """
+def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """config_of(policy name, parameters, on_gpu=, as_words=, **options) -> the VllmConfig of such an engine."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -33,12 +32,8 @@ def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.M
     def make(name: str, parameters: dict, *, on_gpu: bool = True, as_words: bool = False, **options: Any) -> Any:
         monkeypatch.setattr(arguments, "on_cpu", lambda: not on_gpu)
         policy_arguments = arguments.engine_arguments(policy_of(name, **parameters), **{"dtype": "float32", **options})
-        engine_arguments = {
-            "model": str(directory_of("qwen2")),
-            "dtype": "float32",
-            "skip_tokenizer_init": True,
-            **policy_arguments,
-        }
+        engine_arguments = {"model": str(directory_of("qwen2")), "dtype": "float32", "skip_tokenizer_init": True}
+        engine_arguments |= policy_arguments
         if not as_words:
             return EngineArgs(**engine_arguments).create_engine_config()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -49,9 +44,7 @@ def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("as_words", [False, True], ids=["engine", "serve"])
 def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: Callable) -> None:
-    """Policies and budgets share one compilation on a GPU, in an engine and in a server. The configuration of each
-    worker still has its own policy.
-    """
+    """On a GPU, in an engine and in a server. The configuration of each worker still has its own policy."""
     configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
     configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
     cache_configs = [arguments.cache_config(config) for config in configs]
@@ -62,9 +55,7 @@ def test_policies_and_budgets_share_one_compilation(as_words: bool, config_of: C
 
 
 def test_each_kind_of_forward_pass_has_its_own_compilation(config_of: Callable) -> None:
-    """Five engines with different forward passes have five different hashes: an evicting cache, a full cache with
-    vLLM's own backend, heads with room for biases, vLLM's kernels on a CPU, and the trainer's float32 on a CPU.
-    """
+    """Evicting, full, heads with room for biases, vLLM's kernels on a CPU, and the trainer's float32 on a CPU."""
     default = config_of(*EVICTING[0])
     others = {
         "a full cache": config_of("full", {}),

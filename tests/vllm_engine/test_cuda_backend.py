@@ -1,10 +1,6 @@
-"""The evicting backends for GPUs, tested without a GPU: the choice of a backend, its refusals, and all code except the
-kernels.
-
-vLLM's FlashAttention and Triton backends are Python code around two kernels: the K/V write and the attention. With
-torch in place of the kernels, both backends run on the CPU with their real metadata, their real views of the cache and
-our real mixins.
-"""
+"""The evicting backends for GPUs, tested without a GPU: the choice of a backend, its refusals, and all code but the two
+kernels, the K/V write and the attention. With torch in their place, the backends run on the CPU with their real
+metadata, views of the cache and our mixins."""
 
 from __future__ import annotations
 
@@ -15,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ties import agrees_with_hf
+from tiny import policy_of, random_prompts
 
 from rollout import SamplingConfig
-from rollout.vllm.compat import arguments, paged, plugin, refusals
+from rollout.vllm.compat import arguments, paged, plugin
 
 LENGTHS = (5, 17, 33, 63, 64, 79, 80, 81, 130, 256, 450)
 GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
@@ -48,9 +46,7 @@ def attend(
     block_table: Any,
     **_: Any,
 ) -> None:
-    """Stand in for flash_attn_varlen_func and unified_attention: causal attention over a paged cache, one request at a
-    time.
-    """
+    """Stand in for flash_attn_varlen_func and unified_attention: causal attention over a paged cache."""
     assert causal
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert max_seqlen_k >= int(seqused_k.max())
@@ -83,7 +79,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     monkeypatch.setattr(triton_attn, "unified_attention", attend)
 
     def use(kernels: str) -> None:
-        path = f"rollout.vllm.backend_cuda.Evicting{kernels}Backend"
+        path = f"rollout.vllm.compat.backend.Evicting{kernels}Backend"
         monkeypatch.setitem(_ATTN_OVERRIDES, AttentionBackendEnum.CPU_ATTN, path)
 
     selector._cached_get_attn_backend.cache_clear()
@@ -95,17 +91,9 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 @pytest.mark.few(2)
 def test_backends_with_torchs_kernels_equal_the_reference_engine(
-    kernels: str,
-    policy_name: str,
-    use_backend: Callable,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    agrees_with_hf: Callable,
+    kernels: str, policy_name: str, use_backend: Callable, open_engine: Callable
 ) -> None:
-    """With torch in place of the kernels and prompts in chunks, tokens, traces and log-probs equal those of the
-    reference engine and of its replay.
-    """
+    """Prompts are read in chunks; tokens, traces and log-probs equal those of hf and of its replay."""
     use_backend(kernels)
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
     engine = open_engine(policy, exact=False, max_num_batched_tokens=192)
@@ -134,21 +122,18 @@ def test_backends_with_torchs_kernels_equal_the_reference_engine(
 def test_the_backend_is_chosen_by_gpu_dtype_and_head_size(
     capability: tuple, version: int | None, dtype: Any, head_size: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlashAttention is chosen for 16-bit dtypes if the GPU and the head size allow it (`version` is None if the GPU
-    does not). Otherwise Triton is chosen. A head size that neither supports is refused.
-    """
+    """FlashAttention for 16-bit dtypes if GPU (`version`) and head size allow it, else Triton, else a refusal."""
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from rollout.vllm import backend_cuda
+    from rollout.vllm.compat import backend as backends
 
-    monkeypatch.setattr(backend_cuda, "get_flash_attn_version", lambda: version)
+    monkeypatch.setattr(backends, "get_flash_attn_version", lambda: version)
     selector_config = AttentionSelectorConfig(head_size, dtype, "auto", None, use_kv_connector=True)
-    backend = backend_cuda.EvictingBackend
-    reasons = backend.validate_configuration(
-        device_capability=DeviceCapability(*capability), **selector_config._asdict()
-    )
+    backend = backends.EvictingBackend
+    device = DeviceCapability(*capability)
+    reasons = backend.validate_configuration(device_capability=device, **selector_config._asdict())
     assert (reasons == []) is (chosen is not None)
     if chosen:
         assert resolve_obj_by_qualname(".".join(backend.full_cls_name())).__name__ == chosen
@@ -156,40 +141,29 @@ def test_the_backend_is_chosen_by_gpu_dtype_and_head_size(
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_vllm_uses_no_unsupported_feature_by_default(kernels: str) -> None:
-    """By default, vLLM uses no graph of a whole forward pass, no cascade attention and no logical slots, and it calls
-    our K/V write.
-    """
+    """No graph of a whole forward pass, no cascade attention, no logical slots; and vLLM calls our K/V write."""
     from vllm.v1.attention.backend import AttentionCGSupport
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from rollout.vllm import backend_cuda
+    from rollout.vllm.compat import backend as backends
 
-    backend = getattr(backend_cuda, f"Evicting{kernels}Backend")
+    backend = getattr(backends, f"Evicting{kernels}Backend")
     builder = backend.get_builder_cls()
-    assert builder.get_cudagraph_support(SimpleNamespace(additional_config={}, kv_transfer_config=None), None) is (
-        AttentionCGSupport.NEVER
-    )
+    config = SimpleNamespace(additional_config={}, kv_transfer_config=None)
+    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     assert not builder.supports_update_block_table
     assert not builder.use_cascade_attention(None)
     assert not backend.forward_includes_kv_cache_update
-    assert backend.get_impl_cls().do_kv_cache_update is backend_cuda.EvictingImpl.do_kv_cache_update
-    assert AttentionBackendEnum[backend.get_name()] in (
-        AttentionBackendEnum.FLASH_ATTN,
-        AttentionBackendEnum.TRITON_ATTN,
-    )
+    assert backend.get_impl_cls().do_kv_cache_update is backends.EvictingImpl.do_kv_cache_update
+    assert backend.get_name() in ("FLASH_ATTN", "TRITON_ATTN")
 
 
 @pytest.mark.parametrize("full_graphs", [False, True])
-def test_vllm_accepts_the_arguments_for_a_gpu(
-    full_graphs: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM accepts the arguments for a GPU. It leaves the K/V write out of its graphs, unless graphs of whole decode
-    steps are requested. A full cache uses vLLM's own backends and graphs.
-    """
+def test_vllm_accepts_the_arguments_for_a_gpu(full_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The K/V write is outside of graphs, unless whole decode steps are graphs. A full cache is left to vLLM."""
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, KVTransferConfig
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from rollout.vllm.backend_cuda import EvictingFlashBuilder
+    from rollout.vllm.compat.backend import EvictingFlashBuilder
     from rollout.vllm.connector import EvictionConnector
 
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
@@ -211,12 +185,15 @@ def test_vllm_accepts_the_arguments_for_a_gpu(
     extra = transfer.kv_connector_extra_config
     assert EvictionConnector.requires_piecewise_for_cudagraph(extra) is not full_graphs
     assert compilation.resolve_cudagraph_mode_and_sizes(support, "ours") is compilation.cudagraph_mode
-    refusals.refuse_unsupported(vllm_config, full_graphs)
+    arguments.refuse_unsupported(vllm_config, full_graphs)
     full = arguments.engine_arguments(policy_of("full"), dtype="bfloat16")
     assert not {"attention_backend", "compilation_config", "kv_transfer_config"} & set(full)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+PARALLEL = ("tensor_parallel", "pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
 
 
 def configuration(**changes: Any) -> Any:
@@ -230,12 +207,7 @@ def configuration(**changes: Any) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=4,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            use_ubatching=False,
-            enable_expert_parallel=False,
+            **dict.fromkeys((f"{kind}_size" for kind in PARALLEL), 1), use_ubatching=False, enable_expert_parallel=False
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
         kv_transfer_config=SimpleNamespace(kv_connector="EvictionConnector"),
@@ -271,13 +243,13 @@ def configuration(**changes: Any) -> Any:
     ],
 )
 def test_unsupported_configurations_are_refused(name: str, value: Any, message: str) -> None:
-    """`configuration()` is accepted. With one field changed, it is refused with an error that names the feature."""
+    """`configuration()` is accepted. With one field changed, the error names the feature."""
     from vllm.config import CUDAGraphMode
 
-    refusals.refuse_unsupported(configuration())
+    arguments.refuse_unsupported(configuration())
     value = CUDAGraphMode[value] if name.endswith("cudagraph_mode") else value
     with pytest.raises(ValueError, match=f"vLLM cannot evict .*{message}"):
-        refusals.refuse_unsupported(configuration(**{name: value}))
+        arguments.refuse_unsupported(configuration(**{name: value}))
 
 
 def test_breakable_graphs_are_refused_and_eager_execution_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +258,9 @@ def test_breakable_graphs_are_refused_and_eager_execution_is_accepted(monkeypatc
 
     monkeypatch.setattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", True, raising=False)
     with pytest.raises(ValueError, match="breakable CUDA graphs"):
-        refusals.refuse_unsupported(configuration())
+        arguments.refuse_unsupported(configuration())
     eager = {"compilation_config.cudagraph_mode": CUDAGraphMode.NONE, "compilation_config.splitting_ops": []}
-    refusals.refuse_unsupported(configuration(**eager))
+    arguments.refuse_unsupported(configuration(**eager))
 
 
 @pytest.mark.parametrize(
@@ -304,44 +276,39 @@ def test_breakable_graphs_are_refused_and_eager_execution_is_accepted(monkeypatc
     ],
 )
 def test_unsupported_layers_are_refused(name: str, value: Any, message: str) -> None:
-    supported = {
-        "sliding_window": (-1, -1),
-        "alibi_slopes": None,
-        "sinks": None,
-        "logits_soft_cap": 0,
-        "kv_sharing_target_layer_name": None,
-        "attn_type": "decoder",
-    }
+    supported = {"sliding_window": (-1, -1), "logits_soft_cap": 0, "attn_type": "decoder"}
+    supported |= dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
     refused = SimpleNamespace(**{**supported, name: value})
     for physical, prefix in ((True, "vLLM cannot evict from a layer with"), (False, "does not support")):
         config: Any = SimpleNamespace(physical=physical)
-        refusals.refuse_layer(SimpleNamespace(**supported), config)
+        arguments.refuse_layer(SimpleNamespace(**supported), config)
         with pytest.raises(ValueError, match=f"{prefix} {message}"):
-            refusals.refuse_layer(refused, config)
+            arguments.refuse_layer(refused, config)
 
 
 def test_unsupported_caches_are_refused() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
-    from rollout.vllm.spec import EvictingSpec
+    from rollout.vllm import scheduler
+    from rollout.vllm.scheduler import EvictingSpec
     from sparse_rl.policies.schedule import Schedule
 
     fields = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-    refusals.refuse_spec(FullAttentionSpec(**fields))
+    scheduler.refuse_spec(FullAttentionSpec(**fields))
     for spec, message in (
         (SlidingWindowSpec(**fields, sliding_window=128), "SlidingWindowSpec"),
         (FullAttentionSpec(**fields, head_size_v=32), "FullAttentionSpec"),
         (FullAttentionSpec(**fields, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantized cache"),
     ):
         with pytest.raises(ValueError, match=message):
-            refusals.refuse_spec(spec)
+            scheduler.refuse_spec(spec)
 
     our_group = SimpleNamespace(kv_cache_spec=EvictingSpec(**fields, schedule=Schedule(64)))
     vllm_group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**fields))
     whole_blocks, split_blocks = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
-    refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": whole_blocks})
+    scheduler.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": whole_blocks})
     with pytest.raises(ValueError, match="split blocks; set block_size to the kernel's 8"):
-        refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": split_blocks})
+        scheduler.refuse_cache(SimpleNamespace(kv_cache_groups=[our_group], num_blocks=8), {"a": split_blocks})
     for groups in ([vllm_group], [our_group, vllm_group], []):
         with pytest.raises(ValueError, match="attention backend is not ours"):
-            refusals.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))
+            scheduler.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))

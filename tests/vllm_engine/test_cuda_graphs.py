@@ -1,11 +1,7 @@
-"""A decode step as one CUDA graph, tested without a GPU: its operators are recorded once and then rerun on their
-tensors.
-
-As on a GPU, a graph is recorded from a dummy batch before the first request, for a few batch sizes. A replay runs no
-Python code of the forward pass: numbers keep their recorded values, and every tensor is read from its recorded address.
-So the new inputs of a step must be written where the previous step's inputs were. As in test_cuda_backend.py, torch
-takes the place of the attention kernels.
-"""
+"""A decode step as one CUDA graph, tested without a GPU: its operators are recorded from a dummy batch, as on a GPU,
+and then rerun on their tensors. Numbers keep their recorded values and every tensor is read from its recorded address,
+so the inputs of a step must be written where the previous step's were. torch takes the place of the attention
+kernels."""
 
 from __future__ import annotations
 
@@ -15,23 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from judging import gap, same
+from judging import same, trainer_gap
 from learned import learned_policy, save_learned, with_scorers
 from test_cuda_backend import attend, use_backend, write  # noqa: F401
+from ties import agrees_with_hf
+from tiny import HEADS_OF_32, directory_of, new_model, policy_of, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
 from rollout.vllm.compat import paged
-from rollout.vllm.plan import Fixed
-from sparse_rl.attention.logprobs import replay_logprobs
+from rollout.vllm.state import Fixed
 from sparse_rl.models.load import load_model
 
 # the last length runs alone: its last chunk has one token, so that the batch looks like a decode step
 LENGTHS = (5, 33, 64, 79, 80, 81, 100, 130, 193)
 SIZES = (1, 4, 8)  # sizes of the batches that have a graph
 GREEDY = SamplingConfig(60, temperature=0, ignore_eos=True)
-HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
 # operators in which the host waits
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
@@ -164,20 +160,15 @@ def kernels(use_backend: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[
 @pytest.mark.parametrize(
     ("policy_name", "kind"),
     [
-        ("gkv", "Flash"),
-        ("am", "Flash"),
-        ("h2o", "Flash"),
+        *((name, "Flash") for name in ("gkv", "am", "h2o")),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("streaming", "Flash"), ("gkv", "Triton"))),
     ],
 )
 @pytest.mark.few(1)
 def test_decoding_with_graphs_equals_the_reference_engine(
-    policy_name: str, kind: str, kernels: Callable, open_engine: Callable, policy_of: Callable,
-    random_prompts: Callable, agrees_with_hf: Callable,
-) -> None:  # fmt: skip
-    """Graphs of all three sizes are replayed, some with padding rows. Tokens and evictions equal those of hf, and the
-    replay gap is at most 1e-5 (`agrees_with_hf`).
-    """
+    policy_name: str, kind: str, kernels: Callable, open_engine: Callable
+) -> None:
+    """Graphs of all three sizes are replayed, some with padding rows."""
     kernels(kind)
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
     engine = open_engine(policy, exact=False, max_batch=8, max_num_batched_tokens=192)
@@ -191,13 +182,9 @@ def test_decoding_with_graphs_equals_the_reference_engine(
 
 @pytest.mark.parametrize("scorer", [pytest.param("linear", marks=pytest.mark.slow), "delayed"])
 def test_a_graph_evicts_before_a_layer_attends(
-    scorer: str, kernels: Callable, open_engine: Callable, random_prompts: Callable, new_model: Callable,
-    tmp_path: Any,
-) -> None:  # fmt: skip
-    """A learned policy evicts before a layer attends; so does a graph. The scorer `linear` scores a token when it
-    arrives, and `delayed` scores it when it leaves the window. Rollouts equal those of hf, and the replay gap is at
-    most 1e-5.
-    """
+    scorer: str, kernels: Callable, open_engine: Callable, tmp_path: Any
+) -> None:
+    """As a learned policy must: `linear` scores a token on arrival, `delayed` when it leaves the window."""
     kernels("Flash")
     policy, prompts = learned_policy(scorer), random_prompts(LENGTHS)
     save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, scale=0.2), policy, tmp_path)
@@ -208,13 +195,11 @@ def test_a_graph_evicts_before_a_layer_attends(
     assert any(padding for _, padding in graphs.replayed)
     model = load_model(tmp_path)
     assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, GREEDY))
-    assert gap(replay_logprobs(model, rollouts, 1.0), rollouts) <= 1e-5
+    assert trainer_gap(model, rollouts, 1.0) <= 1e-5
 
 
 @pytest.mark.slow
-def test_graphs_continue_a_compacted_context_as_hf_does(
-    kernels: Callable, open_engine: Callable, directory_of: Callable, policy_of: Callable, random_prompts: Callable
-) -> None:
+def test_graphs_continue_a_compacted_context_as_hf_does(kernels: Callable, open_engine: Callable) -> None:
     kernels("Flash")
     *prompts, text = random_prompts((5, 17, 40, 70))
     hf = make_engine("hf", model=directory_of("qwen2"), policy="full")
@@ -270,12 +255,8 @@ def bounds_of_a_dummy_batch(runner: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(paged.live_state(), "longest", lambda logical, new: 1 if logical == 1024 else logical)
 
 
-def test_control_faults_in_the_inputs_of_a_graph_are_detected(
-    kernels: Callable, open_engine: Callable, policy_of: Callable, random_prompts: Callable
-) -> None:
-    """Each of five faults writes an input of a step to another tensor than the recorded one, or uses a row or length of
-    the dummy batch. Each changes the rollouts or fails.
-    """
+def test_control_faults_in_the_inputs_of_a_graph_are_detected(kernels: Callable, open_engine: Callable) -> None:
+    """Each writes an input to another tensor than the recorded one, or uses a row or length of the dummy batch."""
     kernels("Flash")
     prompts, sampling = random_prompts((60, 64, 70)), SamplingConfig(40, temperature=0, ignore_eos=True)
     engine = open_engine(policy_of("gkv", budget=64, window=8, period=16), exact=False)
@@ -286,13 +267,8 @@ def test_control_faults_in_the_inputs_of_a_graph_are_detected(
     expected = engine.generate(prompts, sampling)
     with graphs_of(engine):
         assert same(engine.generate(prompts, sampling), expected)
-    for add_fault in (
-        fresh_lengths,
-        fresh_slots,
-        fresh_places_of_queries,
-        padding_in_the_row_of_a_request,
-        bounds_of_a_dummy_batch,
-    ):
+    faults = fresh_lengths, fresh_slots, fresh_places_of_queries, padding_in_the_row_of_a_request
+    for add_fault in (*faults, bounds_of_a_dummy_batch):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
             add_fault(runner_of(engine), patch)
             with graphs_of(engine):

@@ -1,19 +1,13 @@
-"""Our part of a decode step takes few operators (an upper estimate of the kernel launches) and no wait for the device.
-
-Work that is equal for all layers is done once, before the forward pass. Work that is not needed earlier is done after
-it, for all layers together. test_cuda_layout.py and the comparisons with hf check the results.
-"""
+"""Our part of a decode step takes few operators (an upper estimate of the launches) and no wait for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from counting import DEVICE, DIM, GROUP, HEADS, Counted, state_of
-
-from sparse_rl.policies import Policy
+from tiny import policy_of
 
 # maximum numbers of operators of a step: before the forward pass, in each layer, and after all layers
 POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
@@ -30,15 +24,13 @@ POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
 
 @pytest.mark.parametrize(("policy", "most"), POLICIES, ids=str)
 def test_a_decode_step_takes_few_operators_and_no_wait(
-    policy: dict, most: tuple[int, int, int], policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+    policy: dict, most: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode step takes at most the numbers of operators in POLICIES and no wait, for 1 and for 8 requests. In an
-    earlier version, H2O took 28 operators and 2 waits in each layer.
-    """
+    """For 1 and for 8 requests. In an earlier version, H2O took 28 operators and 2 waits in each layer."""
     pytest.importorskip("vllm")
-    from rollout.vllm import compacting
+    from rollout.vllm import state
 
-    monkeypatch.setitem(compacting.AT_ONCE, DEVICE.type, compacting.AT_ONCE["cuda"])
+    monkeypatch.setitem(state.AT_ONCE, DEVICE.type, state.AT_ONCE["cuda"])
     cache_policy = policy_of(
         policy["policy"], budget=128, **{name: value for name, value in policy.items() if name != "policy"}
     )
@@ -68,7 +60,7 @@ def test_a_decode_step_takes_few_operators_and_no_wait(
 
 
 def test_control_every_kind_of_wait_is_counted() -> None:
-    """The counter counts each kind of wait, and counts no wait for operations that do not wait."""
+    """And no wait for operations that do not wait."""
     with Counted() as counter:
         on_device = torch.arange(4, device=DEVICE)
         for wait in (

@@ -1,15 +1,12 @@
-"""Exact attention over the paged cache equals plain softmax, and a prefill creates no tensor of size (query tokens x
-entries).
-"""
+"""Exact attention over the paged cache equals plain softmax, without a tensor of size (query tokens x entries)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from peaks import Largest
 
 pytest.importorskip("vllm")
 
@@ -17,25 +14,9 @@ HEADS, GROUP, SIZE, DIM, BLOCKS = 2, 3, 16, 8, 80
 SCALE = DIM**-0.5
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest floating-point tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention by exact.py and by plain softmax: [T, Hq, D] each, for T query tokens. `largest` records the
-    operators of exact.py.
-    """
-    from rollout.vllm.compat.paged import key_value_views
-    from rollout.vllm.exact import attend
+    """Return the attention [T, Hq, D] by exact.py, whose operators `largest` records, and by plain softmax."""
+    from rollout.vllm.compat.paged import attend, key_value_views
 
     torch.manual_seed(0)
     keys, values = key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
@@ -67,15 +48,12 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
 )
 def test_attention_equals_plain_softmax(counts: list[int], lengths: list[int]) -> None:
-    """Exact attention equals plain softmax within 1e-6. The batches mix decode steps, whole prompts and last chunks of
-    prompts.
-    """
+    """The batches mix decode steps, whole prompts and last chunks of prompts."""
     out, expected = attended(counts, lengths, Largest())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
 def test_a_prefill_creates_no_matrix_of_scores() -> None:
-    """A prefill of 400 tokens creates no tensor of 400 x 400 numbers or more."""
     tokens, largest = 400, Largest()
     out, expected = attended([tokens], [tokens], largest)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -15,10 +15,8 @@ LAYERS, HEADS = 2, 2
 
 @pytest.fixture
 def record() -> Any:
-    """Return the records of two requests: "a-1" with number 7 and 6 tokens, of which 3 are sampled; "b-1" with number 3
-    and 5 tokens, of which 2 are sampled.
-    """
-    from rollout.vllm.record import RunRecord
+    """Return the records of "a-1" (number 7; 6 tokens, 3 sampled) and "b-1" (number 3; 5 tokens, 2 sampled)."""
+    from rollout.vllm.sampling import RunRecord
 
     run_record = RunRecord()
     for request_id in ("a-1", "b-1"):
@@ -39,9 +37,7 @@ def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
 
 
 def drop(record: Any, at: dict[str, int], entries: list[list[int]]) -> None:
-    """Record evictions. `entries` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that each request
-    drops.
-    """
+    """Record evictions. `entries` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry of each request."""
     positions = np.array(entries, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
     record.drop(list(at), list(at.values()), [1] * len(at), positions)
 
@@ -55,9 +51,7 @@ def logprobs(result: Any) -> list:
 
 
 def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any) -> None:
-    """Evictions and log-probs of a request are returned together, in the order of the requested numbers. A step that
-    was sampled again counts once, with its last log-probs.
-    """
+    """In the order of the requested numbers. A step that was sampled again counts once, with its last log-probs."""
     b, a = record.take({3: 5, 7: 6})
     assert not a["preempted"]
     assert not b["preempted"]
@@ -72,10 +66,8 @@ def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any)
 
 
 def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
-    """Evictions of decode steps collect in a buffer of STEPS steps on the device, and are copied to the host before it
-    is full. Here "a-1" is compacted once and later drops one token of each head in each of 170 steps; "b-1" drops none.
-    """
-    from rollout.vllm.record import STEPS, RunRecord
+    """ "a-1" is compacted once and later drops one token of each head in each of 170 steps; "b-1" drops none."""
+    from rollout.vllm.sampling import STEPS, RunRecord
 
     run_record, expected = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
     numbers = torch.tensor([run_record.begin("b-1"), run_record.begin("a-1")])
@@ -97,7 +89,7 @@ def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
 
 
 def test_the_record_of_a_request_is_removed_when_it_is_taken(record: Any) -> None:
-    """The records of two requests are taken one after the other. Both are complete, and nothing remains."""
+    """Both are complete, and nothing remains."""
     (a,) = record.take({7: 6})
     (b,) = record.take({3: 5})
     assert len(logprobs(a)) == 3
@@ -111,9 +103,7 @@ def test_the_record_of_a_request_is_removed_when_it_is_taken(record: Any) -> Non
 
 
 def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
-    """Requests may drop different numbers of entries in each head. Here "a-1" drops one and "b-1" two; two steps later
-    "a-1" drops three.
-    """
+    """ "a-1" drops one and "b-1" two; two steps later "a-1" drops three."""
     # entries dropped from (layer 0 head 0), (0, 1), (1, 0), (1, 1)
     a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]
     rows = [[*a[i], *a[i + 1], *b[i], *b[i + 1]] for i in (0, 2)]
@@ -131,7 +121,6 @@ def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
 
 
 def test_an_eviction_in_the_last_step_of_a_request_is_recorded(record: Any) -> None:
-    """No eviction is lost if a request ends in the step that compacts it."""
     drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
     # the eviction can be seen in a longer sequence, and under a policy that evicts before it attends
     (b,) = record.take({3: 6})
@@ -139,9 +128,7 @@ def test_an_eviction_in_the_last_step_of_a_request_is_recorded(record: Any) -> N
 
 
 def test_a_request_that_begins_again_counts_as_preempted(record: Any) -> None:
-    """A request that begins again counts as preempted: its recorded evictions are discarded, and the record of the
-    other request is unchanged.
-    """
+    """Its recorded evictions are discarded; the other request keeps its own."""
     record.begin("a-1")
     a, b = record.take({7: 6, 3: 5})
     assert a["preempted"]
@@ -151,7 +138,7 @@ def test_a_request_that_begins_again_counts_as_preempted(record: Any) -> None:
 
 
 def test_a_request_without_a_compaction_has_no_evictions() -> None:
-    from rollout.vllm.record import RunRecord
+    from rollout.vllm.sampling import RunRecord
 
     record = RunRecord()
     draw(record, {"a-1": 0}, -1.0)  # with a full cache no request is reported to begin
@@ -165,10 +152,8 @@ def test_a_request_without_a_compaction_has_no_evictions() -> None:
     "counts", [[1] * 60, [17, 8, 8, 8, 8], [40], [5, 1, 1, 0, 12]], ids=["one at a time", "prompt", "once", "mixed"]
 )
 def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[int]) -> None:
-    """Evictions are written at the positions of their entries, as a plain loop writes them, for arrays in the memory
-    orders that `drop` and `arrive` give.
-    """
-    from rollout.vllm.record import Dropped, _evict_at
+    """As a plain loop writes them, for arrays in the memory orders that `drop` and `arrive` give."""
+    from rollout.vllm.sampling import Dropped, _evict_at
 
     layers, heads, length = 3, 2, 70
     chosen = np.argsort(np.random.default_rng(0).random((layers, heads, length)), axis=-1).astype(np.int32)
@@ -187,10 +172,9 @@ def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[in
 
 
 def test_the_experts_of_each_token_are_recorded_at_its_position() -> None:
-    """Experts that are computed again, such as those after a preemption, replace earlier ones; the last token, which is
-    not fed, has none. The record is fetched before it fills the device's memory.
-    """
-    from rollout.vllm.record import STEPS, RunRecord
+    """Experts computed again replace earlier ones; the last token has none. The record is fetched before memory is
+    full."""
+    from rollout.vllm.sampling import STEPS, RunRecord
 
     record, length = RunRecord(), 2 * STEPS + 10
     generator, captured = torch.Generator().manual_seed(0), torch.zeros(40, 2, 3, dtype=torch.int16)

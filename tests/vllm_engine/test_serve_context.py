@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from serving import Server, free_port
+from serving import Server, free_port, run, served_directory
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
-from rollout.context.files import load_context
-from rollout.vllm import serve
-from rollout.vllm.served_context import _tokens
-from sparse_rl.commands.console import Session, guarded
-from sparse_rl.commands.main import parse
-from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
+from rollout.context.cache import load_context
+from rollout.vllm.serve import _tokens
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import save_policy
 from sparse_rl.models.load import load_tokenizer
@@ -30,14 +24,8 @@ CHAT += "{% if add_generation_prompt %}[a:{% endif %}"
 
 
 @pytest.fixture(scope="module")
-def model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
-    new_model("qwen3", **sizes, eos_token_id=EOS_ID).save_pretrained(folder)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_directory(tmp_path_factory.mktemp("trained"), CHAT)
 
 
 @pytest.fixture
@@ -45,19 +33,6 @@ def text(tmp_path: Path) -> Path:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     return file
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Collect the command lines that `serve` would execute."""
-    command_lines: list[list[str]] = []
-    monkeypatch.setattr(serve, "_become", command_lines.append)
-    return command_lines
-
-
-def run(*words: Any) -> int:
-    options = parse(["serve", *map(str, words)])
-    return guarded(lambda: options.run(options, Session()), Session())
 
 
 def test_a_text_is_compacted_before_the_server_starts(
@@ -79,10 +54,8 @@ def test_a_text_is_compacted_before_the_server_starts(
     assert f"context: {context.entries} entries left of {len(context.tokens)} (prefill" in capfd.readouterr().out
 
 
-def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> None:
-    """Tokens that can change with the following text are not cached. Here the tokenizer joins the last letter with the
-    text after it.
-    """
+def test_tokens_that_the_following_text_changes_are_not_cached() -> None:
+    """Here the tokenizer joins the last letter with the text after it."""
 
     class Joins:
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
@@ -102,17 +75,19 @@ def test_tokens_that_the_following_text_changes_are_not_cached(model: Path) -> N
         (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, but the model can read only 90"),
         (["--context", "TEXT", "--prompt-cache", "ratio=7"], "--prompt-cache.ratio: expected a number above 0"),
         (["--context", "TEXT", "--prompt-cache", "summary=plain"], "a summary cannot take its place; remove summary"),
-        (
-            ["--context", "TEXT", "--prompt-cache", "ration=7"],
-            "--prompt-cache.ration: unknown key; did you mean",
-        ),
+        (["--context", "TEXT", "--prompt-cache", "ration=7"], "--prompt-cache.ration: unknown key; did you mean"),
         (["--context", "TEXT", "--cache", "policy=tova,budget=9"], "--context: a compacted context cannot be combined"),
     ],
 )
 def test_invalid_contexts_are_refused(
-    words: list[str], says: str, model: Path, text: Path, started: list, capfd: pytest.CaptureFixture,
+    words: list[str],
+    says: str,
+    model: Path,
+    text: Path,
+    started: list,
+    capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(text.parent)
     Path("raw.txt").write_bytes(b"\xff\xfe\x00")
     assert run(model, "--port", free_port(), *(text if word == "TEXT" else word for word in words)) == 2
@@ -134,9 +109,7 @@ def test_a_context_is_refused_if_the_models_policy_evicts(
 
 @pytest.mark.slow
 def test_messages_that_begin_with_the_context_continue_from_it(model: Path, text: Path, tmp_path: Path) -> None:
-    """Messages that begin with the context's text get the tokens that the engine samples after the compacted context.
-    Other messages get those of a full cache.
-    """
+    """Other messages get the tokens of a full cache."""
     server = Server(model, tmp_path, "--context", str(text), "--prompt-cache", "ratio=0.1", "--kv-cache-gb", "0.005")
     try:
         server.wait()
@@ -148,12 +121,9 @@ def test_messages_that_begin_with_the_context_continue_from_it(model: Path, text
             content = TEXT + question
             question_tokens = prompt_ids([{"role": "user", "content": content}], tokenizer)[len(context_tokens) :]
             (expected,) = engine.generate([question_tokens], greedy, context)
+            messages, extra = [{"role": "user", "content": content}], {"return_token_ids": True, "ignore_eos": True}
             answer = server.client.chat.completions.create(
-                model=server.model,
-                messages=[{"role": "user", "content": content}],
-                max_tokens=60,
-                temperature=0,
-                extra_body={"return_token_ids": True, "ignore_eos": True},
+                model=server.model, messages=messages, max_tokens=60, temperature=0, extra_body=extra
             )
             assert answer.choices[0].token_ids == expected.completion_ids
         without_context = engine.generate([context_tokens[:-1]], greedy)[0].completion_ids
@@ -162,13 +132,12 @@ def test_messages_that_begin_with_the_context_continue_from_it(model: Path, text
         )
         reserved = {"vllm_xargs": {"context": ["x", 10, 5]}}  # a client cannot set the field of our engine
         assert server.complete(context_tokens[:-1], 60, extra_body=reserved).choices[0].token_ids == without_context
-        with_logprobs = server.complete(
-            [*context_tokens, *question_tokens], 60, extra_body={"prompt_logprobs": 0}
-        ).choices[0]
+        prompt = [*context_tokens, *question_tokens]
+        with_logprobs = server.complete(prompt, 60, extra_body={"prompt_logprobs": 0}).choices[0]
         # with prompt_logprobs the whole prompt is computed, without the compacted context
-        (full,) = engine.generate([[*context_tokens, *question_tokens]], greedy)
+        (full,) = engine.generate([prompt], greedy)
         assert with_logprobs.token_ids == full.completion_ids != expected.completion_ids
-        assert server.complete([*context_tokens, *question_tokens], 60).choices[0].token_ids == expected.completion_ids
+        assert server.complete(prompt, 60).choices[0].token_ids == expected.completion_ids
         server.idle()
     finally:
         assert server.end(signal.SIGTERM) in (0, 143)

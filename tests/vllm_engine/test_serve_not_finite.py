@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from serving import Server, running
+from serving import Server, running, served_directory
 
-from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies import make_policy
 
@@ -24,15 +21,9 @@ BAD = [[5, POISON, 7], [*range(3, 60), POISON], [POISON] * 90]
 
 
 @pytest.fixture(scope="module", params=["gkv", "full"])
-def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server whose model has a NaN embedding for one token. Greedy sampling never chooses this token."""
-    folder = tmp_path_factory.mktemp("poisoned")
-    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
-    model = new_model("qwen3", **sizes, eos_token_id=EOS_ID)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON], model.lm_head.weight[POISON] = math.nan, 0.0
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    folder = served_directory(tmp_path_factory.mktemp("poisoned"), poison=POISON)
     if request.param == "gkv":
         save_policy(folder, make_policy("gkv", budget=48, window=8, period=16))
     with running(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005") as started:
@@ -50,9 +41,7 @@ def post(server: Server, prompt: list[int], **options: Any) -> httpx.Response:
 
 
 def test_a_failed_request_does_not_affect_other_requests(server: Server) -> None:
-    """A failed request gets status 500 and an error of one line. Requests that run beside it or after it get the same
-    answers as without it, to the last bit.
-    """
+    """It gets status 500 and one line. Requests beside it or after it get the same answers, to the last bit."""
     expected = [tokens_of(server, prompt) for prompt in GOOD]
     beams = [] if saved_policy(server.model) else [{"use_beam_search": True, "n": 2}]
     for options in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, *beams):
@@ -80,8 +69,8 @@ def test_a_stream_ends_with_the_error(server: Server) -> None:
     assert tokens_of(server, GOOD[0])[0]
 
 
-def test_other_errors_are_still_client_errors(server: Server) -> None:
-    """Control: a structure that no text can satisfy is still a client error, with status 400."""
+def test_other_errors_are_told_apart(server: Server) -> None:
+    """Control: the error of a structure that no text can satisfy is another one."""
     answer = post(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
-    assert answer.status_code == 400
-    assert "no text fits the schema or grammar" in answer.text
+    assert answer.status_code == 500
+    assert "not finite" not in answer.text

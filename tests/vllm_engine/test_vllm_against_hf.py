@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from policy_cases import ON_VLLM
+from ties import agrees_with_hf
+from tiny import policy_of, random_prompts
 
 from rollout import SamplingConfig
 from sparse_rl.attention.families import FAMILIES
@@ -35,17 +37,9 @@ GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
 @pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)
 @pytest.mark.few(4)
 def test_greedy_tokens_and_traces_equal_the_reference_engines(
-    policy_name: str,
-    period: int,
-    family: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    agrees_with_hf: Callable,
+    policy_name: str, period: int, family: str, open_engine: Callable
 ) -> None:
-    """Greedy tokens and traces equal the reference engine's, with the trainer's arithmetic (`exact`) and with vLLM's
-    own kernels.
-    """
+    """With the trainer's arithmetic (`exact`) and with vLLM's own kernels."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS)
     sampled = {
         "exact": open_engine(policy, family).generate(prompts, GREEDY),
@@ -57,10 +51,8 @@ def test_greedy_tokens_and_traces_equal_the_reference_engines(
         assert bool((r.trace.evict_at == NEVER).all()) is unevicted
 
 
-def test_forced_tokens_are_the_same_in_both_engines(
-    open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
-) -> None:
-    """Both engines force the same tokens in the middle of a completion, and then sample the same tokens."""
+def test_forced_tokens_are_the_same_in_both_engines(open_engine: Callable) -> None:
+    """In the middle of a completion; then both sample the same tokens."""
     policy, prompts = policy_of("am", budget=32, window=8, period=16), random_prompts((5, 33, 60))
     forced = SamplingConfig(40, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True, forced=(7, 8, 9), forced_from=20)
     sampled = open_engine(policy).generate(prompts, forced)
@@ -68,9 +60,7 @@ def test_forced_tokens_are_the_same_in_both_engines(
     agrees_with_hf(policy, prompts, forced, {"exact": sampled})
 
 
-def test_control_another_policy_is_detected(
-    open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
-) -> None:
+def test_control_another_policy_is_detected(open_engine: Callable) -> None:
     """Control: a sampler with another policy is detected, for one prompt and for several."""
     morphkv, snapkv = (policy_of(name, budget=64, window=8, period=16) for name in ("morphkv", "snapkv"))
     prompts = random_prompts((90, 200))

@@ -1,6 +1,4 @@
-"""Results of the vLLM engine do not depend on the batch: prompts in chunks, requests that begin and end at any time,
-several samples of one prompt, and stop tokens.
-"""
+"""Results of the vLLM engine do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -11,36 +9,24 @@ import pytest
 import torch
 from judging import same, shortened
 from policy_cases import ON_VLLM
-from ties import same_decisions
+from ties import agrees_with_hf, same_decisions
+from tiny import directory_of, loaded, new_model, policy_of, random_prompts
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.policies import Policy
 from sparse_rl.trace import NEVER
 
 RAGGED = (5, 33, 64, 80, 81, 130, 300, 17, 100, 256, 48, 200)
 GREEDY = SamplingConfig(50, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture
-def policy(policy_of: Callable) -> Policy:
-    return policy_of("gkv", budget=64, window=8, period=16)
+POLICY = policy_of("gkv", budget=64, window=8, period=16)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("am", 16), ("full", 1)])
 @pytest.mark.few(2)
 def test_prompts_in_chunks_give_the_same_results(
-    policy_name: str,
-    period: int,
-    exact: bool,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    agrees_with_hf: Callable,
+    policy_name: str, period: int, exact: bool, open_engine: Callable
 ) -> None:
-    """Prompts that are prefilled in several forward passes, beside requests that decode, get the same tokens and
-    evictions as prompts that are prefilled in one forward pass.
-    """
+    """Prompts are prefilled in several forward passes, beside requests that decode."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(RAGGED)
     engine = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=64)
     agrees_with_hf(policy, prompts, GREEDY, {"in chunks": engine.generate(prompts, GREEDY)}, "llama")
@@ -49,13 +35,9 @@ def test_prompts_in_chunks_give_the_same_results(
 @pytest.mark.parametrize(
     "policy_name", [pytest.param(p, marks=[pytest.mark.slow] if p == "am" else []) for p in ON_VLLM]
 )
-@pytest.mark.few(2)
-def test_freed_blocks_and_rows_are_reused(
-    policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
-) -> None:
-    """12 requests of different lengths run 3 at a time, so each new request reuses the blocks and rows of an ended one.
-    Tokens and evictions equal the reference engine's, also in the opposite order.
-    """
+@pytest.mark.few(1)
+def test_freed_blocks_and_rows_are_reused(policy_name: str, open_engine: Callable) -> None:
+    """12 requests run 3 at a time, so a new one reuses the blocks and rows of an ended one; also in opposite order."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=4), random_prompts(RAGGED)
     engine = open_engine(policy, "qwen3", max_batch=3, max_num_batched_tokens=48)
     stopping = SamplingConfig(50, temperature=0, stop_token_ids=[3, 9, 21, 40, 50])
@@ -67,13 +49,9 @@ def test_freed_blocks_and_rows_are_reused(
 
 
 @pytest.mark.slow
-def test_a_seed_reproduces_the_samples_in_any_batch(
-    policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
-) -> None:
-    """The n samples of a prompt differ. The same seed reproduces them in any order and in any batch; another seed, or
-    no seed, does not.
-    """
-    prompts, engine = random_prompts((5, 70, 200)), open_engine(policy, max_batch=5)
+def test_a_seed_reproduces_the_samples_in_any_batch(open_engine: Callable) -> None:
+    """The n samples of a prompt differ. Another seed, or no seed, gives others."""
+    prompts, engine = random_prompts((5, 70, 200)), open_engine(POLICY, max_batch=5)
 
     def run(prompts: list[list[int]], seed: int | None, n: int) -> list[Any]:
         return engine.generate(prompts, SamplingConfig(40, n=n, seed=seed, ignore_eos=True))
@@ -83,7 +61,7 @@ def test_a_seed_reproduces_the_samples_in_any_batch(
     assert [r.prompt_ids for r in sampled] == [p for p in prompts for _ in range(4)]
     assert len({tuple(r.completion_ids) for r in sampled}) == 12
     assert same(run(prompts, 7, 4), sampled)
-    reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
+    reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=POLICY)
     assert same(reference.generate(prompts, SamplingConfig(40, n=4, seed=7, ignore_eos=True)), sampled)
     assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
     alone = run(prompts[1:2], 7, 4)
@@ -99,16 +77,12 @@ def test_a_seed_reproduces_the_samples_in_any_batch(
 
 
 @pytest.mark.slow
-def test_stop_tokens_end_a_completion(
-    policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
-) -> None:
-    """A completion ends with the first stop token. The stop tokens are those of the model or of the caller, or there
-    are none.
-    """
+def test_stop_tokens_end_a_completion(open_engine: Callable, tmp_path: Any) -> None:
+    """The stop tokens are those of the model or of the caller, or there are none."""
     prompts = random_prompts(RAGGED[:6])
     model = new_model("llama", hidden_size=128, head_dim=32)
     model.save_pretrained(tmp_path)
-    engine = open_engine(policy, tmp_path)
+    engine = open_engine(POLICY, tmp_path)
     endless = engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True))
     assert {(len(r.completion_ids), r.finish_reason) for r in endless} == {(50, "length")}
     tokens = [endless[0].completion_ids[8], endless[3].completion_ids[35]]
@@ -125,7 +99,7 @@ def test_stop_tokens_end_a_completion(
         model.generation_config.eos_token_id = eos
         model.generation_config.pad_token_id = 0
         model.save_pretrained(tmp_path)
-        engine = open_engine(policy, tmp_path)
+        engine = open_engine(POLICY, tmp_path)
         shortened_rollouts = [shortened(r, {eos} if isinstance(eos, int) else set(eos)) for r in endless]
         assert same(engine.generate(prompts, SamplingConfig(50, seed=4)), shortened_rollouts)
         assert same(engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True)), endless)
@@ -133,13 +107,11 @@ def test_stop_tokens_end_a_completion(
 
 
 @pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv", "am"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_prompt_lengths_near_budget_and_block_size_give_the_reference_engines_results(
-    policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+    policy_name: str, open_engine: Callable
 ) -> None:
-    """Prompt lengths equal the budget, budget + period or a multiple of the block size, or differ from these by one.
-    Completions of 1 to 40 tokens equal the reference engine's.
-    """
+    """Prompts of about the budget, budget + period and multiples of the block size; completions of 1 to 40 tokens."""
     policy = policy_of(policy_name, budget=64, window=0 if policy_name == "tova" else 8, period=16)
     prompts = random_prompts((1, 2, 31, 32, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 128))
     engine = open_engine(policy)
@@ -152,12 +124,8 @@ def test_prompt_lengths_near_budget_and_block_size_give_the_reference_engines_re
 
 
 @pytest.mark.slow
-def test_a_budget_longer_than_the_sequence_equals_the_full_cache(
-    policy_of: Callable, open_engine: Callable, random_prompts: Callable
-) -> None:
-    """No sequence reaches a budget of 256, so every policy samples as the full cache does. Control: a budget of 32
-    gives other rollouts.
-    """
+def test_a_budget_longer_than_the_sequence_equals_the_full_cache(open_engine: Callable) -> None:
+    """Control: a budget of 32 gives other rollouts."""
     prompts, sampling = random_prompts((5, 64, 130)), SamplingConfig(40, seed=0, ignore_eos=True)
     full = open_engine("full").generate(prompts, sampling)
     for name in ON_VLLM:
@@ -167,10 +135,8 @@ def test_a_budget_longer_than_the_sequence_equals_the_full_cache(
     assert not same(open_engine(policy_of("tova", budget=32, period=16)).generate(prompts, sampling), full)
 
 
-def test_a_temperature_near_zero_is_applied_as_given(
-    open_engine: Callable, policy_of: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
-) -> None:
-    """Temperatures near zero are applied as given. vLLM alone would raise them to 0.01, but our own code samples."""
+def test_a_temperature_near_zero_is_applied_as_given(open_engine: Callable) -> None:
+    """vLLM alone would raise it to 0.01, but our own code samples."""
     policy, sampling = policy_of("streaming", budget=40, period=16), SamplingConfig(60, temperature=0.002, seed=5)
     prompts = random_prompts((5, 90, 33))
     outputs = open_engine(policy).generate(prompts, sampling)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from judging import gap, wrong_routes
+from judging import trainer_gap, wrong_routes
+from ties import replay_gap
+from tiny import directory_of, loaded, policy_of, random_prompts
 from upcycling import EXPERTS, QUICKSTART, upcycled
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.data.running_sum import SYMBOLS
-from sparse_rl.experts.routing import WEIGHTS
-from sparse_rl.policies import Policy
+from sparse_rl.data.synthetic import SYMBOLS
+from sparse_rl.experts import WEIGHTS
 
 LENGTHS = (5, 17, 33, 64, 81, 130, 200)
 SAMPLING = SamplingConfig(60, seed=1, ignore_eos=True)
@@ -46,31 +46,17 @@ if __name__ == "__main__":
         print("gap", gap(replay_logprobs(model, rollouts), rollouts))
     engine.close()
 """
-
-
-@pytest.fixture
-def policy(policy_of: Callable) -> Policy:
-    return policy_of("gkv", budget=64, window=8, period=16)
+POLICY = policy_of("gkv", budget=64, window=8, period=16)
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=[] if f == "qwen3_moe" else pytest.mark.slow) for f in WEIGHTS]
 )
-def test_the_engines_take_the_same_experts(
-    family: str,
-    policy: Policy,
-    open_engine: Callable,
-    directory_of: Callable,
-    loaded: Callable,
-    random_prompts: Callable,
-    replay_gap: Callable,
-) -> None:
-    """Tokens, evictions and experts equal those of the hf engine, also if a prompt is prefilled in chunks of 64 tokens.
-    The replay gap is at most 1e-5. Control: with wrong experts it is at least 0.1.
-    """
+def test_the_engines_take_the_same_experts(family: str, open_engine: Callable) -> None:
+    """Also if a prompt is prefilled in chunks. Control: with wrong experts the replay gap is at least 0.1."""
     prompts, folder = random_prompts(LENGTHS), directory_of(family)
-    ours = open_engine(policy, family, max_num_batched_tokens=64).generate(prompts, SAMPLING)
-    theirs = make_engine("hf", model=loaded(folder), policy=policy).generate(prompts, SAMPLING)
+    ours = open_engine(POLICY, family, max_num_batched_tokens=64).generate(prompts, SAMPLING)
+    theirs = make_engine("hf", model=loaded(folder), policy=POLICY).generate(prompts, SAMPLING)
     for a, b in zip(ours, theirs, strict=True):
         assert a.completion_ids == b.completion_ids
         assert torch.equal(a.trace.evict_at, b.trace.evict_at)
@@ -81,27 +67,21 @@ def test_the_engines_take_the_same_experts(
 
 
 @pytest.mark.slow
-def test_a_trained_model_with_experts_is_exact(
-    policy_of: Callable, open_engine: Callable, tmp_path: Path, record_property: Callable
-) -> None:
+def test_a_trained_model_with_experts_is_exact(open_engine: Callable, tmp_path: Path) -> None:
     """The quickstart's trained model, whose MLPs became experts, has a gap of at most 1e-5."""
     model = upcycled(QUICKSTART, "qwen3_moe")
     model.save_pretrained(tmp_path)
     prompts = [[SYMBOLS.index(symbol) for symbol in text] for text in ("Q3+5+9=", "Q1+2=", "Q7+7+1+0+4+2=")]
     engine = open_engine(policy_of("gkv", budget=32, window=4, period=8), tmp_path, max_model_len=256)
     rollouts = engine.generate(prompts, SamplingConfig(120, n=2, seed=1, ignore_eos=True))
-    with torch.no_grad():
-        value = gap(replay_logprobs(model, rollouts), rollouts)
-    record_property("gap", value)
+    value = trainer_gap(model, rollouts)
     assert value <= 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["ours", "stock"])
-def test_control_vllms_packed_experts_ignore_updates(experts: str, directory_of: Callable) -> None:
-    """After an update of the weights, the gap is at most 1e-5. Control: with vLLM's own experts on a CPU, which pack
-    their weights, the update fails, or the gap is at least 0.1.
-    """
+def test_control_vllms_packed_experts_ignore_updates(experts: str) -> None:
+    """After an update the gap is at most 1e-5; with vLLM's packed experts the update fails or the gap is large."""
     folder = directory_of("qwen3_moe", moe_intermediate_size=32)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}

@@ -1,61 +1,42 @@
-"""Under a learned policy, vLLM evicts the same entries as training and the reference engine, before a query attends."""
+"""Under a learned policy, vLLM evicts as training and hf do, before a query attends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
 
 import pytest
 import torch
-from judging import gap, same, wrong_traces
+from judging import same, trainer_gap, wrong_traces
 from learned import SCORERS, learned_policy, save_learned, with_scorers, wrong_decisions
+from tiny import FOLDER, HEADS_OF_32, directory_of, new_model, random_prompts
 from watching import pool_of, watched
 
 from rollout import SamplingConfig, make_engine
-from rollout.vllm.beside import beside_cache
-from sparse_rl.attention.logprobs import replay_logprobs
+from rollout.vllm.memory import beside_cache
 from sparse_rl.errors import UserError
-from sparse_rl.methods.kvpop.scorers.base import head_digests
+from sparse_rl.methods.kvpop.scorers import head_digests
 from sparse_rl.models.load import load_model
 
 B = 20
-SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
 LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # with 65 and 81, the last chunk has one token, for chunks of 16
 
 
-@pytest.fixture(scope="module")
-def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """learned(scorer, family="qwen3", seed=0) -> the directory of a model whose scorers differ much from their initial
-    values.
-    """
-    folders: dict[Any, Path] = {}
-
-    def make(scorer: str, family: str = "qwen3", seed: int = 0) -> Path:
-        if (scorer, family, seed) not in folders:
-            policy, folder = learned_policy(scorer, B), tmp_path_factory.mktemp(scorer)
-            save_learned(with_scorers(new_model(family, **SIZES), policy, seed, scale=0.2), policy, folder)
-            folders[scorer, family, seed] = folder
-        return folders[scorer, family, seed]
-
-    return make
+@cache
+def learned(scorer: str, seed: int = 0) -> Path:
+    """Return the directory of a model whose scorers differ from their start."""
+    policy, folder = learned_policy(scorer, B), Path(mkdtemp(dir=FOLDER.name))
+    save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, seed, scale=0.2), policy, folder)
+    return folder
 
 
 @pytest.mark.parametrize("chunk", [2048, 16])
 @pytest.mark.parametrize("scorer", SCORERS)
-@pytest.mark.few(3)
-def test_evictions_equal_those_of_training_and_hf(
-    scorer: str,
-    chunk: int,
-    learned: Callable,
-    open_engine: Callable,
-    random_prompts: Callable,
-    record_property: Callable,
-) -> None:
-    """Evictions equal those of training, except for ties in at most 1 % of the heads, and those of hf. The replay gap
-    is at most 1e-5, and under wrong traces at least 100 times as large. Prompts come whole or in chunks of 16 tokens,
-    and more sequences wait than can run together.
-    """
+@pytest.mark.few(2)
+def test_evictions_equal_those_of_training_and_hf(scorer: str, chunk: int, open_engine: Callable) -> None:
+    """Except for ties in at most 1 % of the heads. Prompts come whole or in chunks, and some sequences wait."""
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     model, policy = load_model(folder), learned_policy(scorer, B)
     engine = open_engine(None, folder, max_batch=10, max_num_batched_tokens=chunk)
@@ -66,12 +47,11 @@ def test_evictions_equal_those_of_training_and_hf(
         wrong_evictions, ties, heads = wrong_decisions(model, policy, rollouts)
         assert not wrong_evictions
         assert ties <= heads / 100
-        largest_gap = gap(replay_logprobs(model, rollouts, temperature or 1.0), rollouts)
-        record_property("gap", largest_gap)
+        largest_gap = trainer_gap(model, rollouts, temperature or 1.0)
         assert largest_gap <= 1e-5
         for name, others in wrong_traces(rollouts).items():
             if name != "heads swapped" or scorer != "recency":
-                assert gap(replay_logprobs(model, others, temperature or 1.0), rollouts) >= 100 * largest_gap, name
+                assert trainer_gap(model, others, temperature or 1.0) >= 100 * largest_gap, name
         reference = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
         assert same(rollouts, reference)
         for r in rollouts:
@@ -80,14 +60,10 @@ def test_evictions_equal_those_of_training_and_hf(
 
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
-def test_vllm_breaks_ties_as_training_does(
-    scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
-) -> None:
-    """Untrained scorers give equal scores to all tokens within one step of the decay. Evictions equal those of
-    training, without a single tie that is decided otherwise.
-    """
+def test_vllm_breaks_ties_as_training_does(scorer: str, open_engine: Callable, tmp_path: Path) -> None:
+    """Untrained scorers give all tokens within one step of the decay equal scores; no tie is decided otherwise."""
     policy = learned_policy(scorer, B, decay_every=8)
-    save_learned(with_scorers(new_model("qwen3", **SIZES), policy, scale=0.0), policy, tmp_path)
+    save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, scale=0.0), policy, tmp_path)
     rollouts = open_engine(None, tmp_path).generate(
         random_prompts(LENGTHS), SamplingConfig(30, seed=2, ignore_eos=True)
     )
@@ -98,12 +74,8 @@ def test_vllm_breaks_ties_as_training_does(
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
 @pytest.mark.few(1)
-def test_no_request_is_preempted_if_its_budget_has_blocks(
-    scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
-) -> None:
-    """No request is preempted if the pool has exactly the blocks that all sequences need. A prompt of P tokens needs
-    ceil(max(P, B) / block size) blocks under the budget B, and ceil(B / block size) after its compaction.
-    """
+def test_no_request_is_preempted_if_its_budget_has_blocks(scorer: str, open_engine: Callable) -> None:
+    """The pool has ceil(max(P, B) / block size) blocks for a prompt of P, and ceil(B / block size) afterwards."""
     folder, prompts = learned(scorer), random_prompts([5, 40, 41, 70, 130])
     size, needed = 32, [2, 2, 2, 3, 5]
     block_bytes = 2 * 2 * size * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, dim, float32
@@ -123,12 +95,8 @@ def test_no_request_is_preempted_if_its_budget_has_blocks(
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
 @pytest.mark.few(1)
-def test_scorers_are_updated_with_the_weights(
-    scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
-) -> None:
-    """After load_weights with the weights of another model, the engine samples as that model does, and its scorer
-    digests are those of the new scorers.
-    """
+def test_scorers_are_updated_with_the_weights(scorer: str, open_engine: Callable) -> None:
+    """The engine then samples as the other model does, and has the digests of its scorers."""
     folder, other = learned(scorer), load_model(learned(scorer, seed=1))
     prompts, sampling = random_prompts(LENGTHS), SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     engine, policy = open_engine(None, folder), learned_policy(scorer, B)
@@ -149,10 +117,8 @@ def test_scorers_are_updated_with_the_weights(
         engine.load_weights(incomplete)
 
 
-def test_vllm_ignores_scorers_under_a_policy_without_scorers(
-    learned: Callable, open_engine: Callable, random_prompts: Callable
-) -> None:
-    """vLLM loads a model directory that contains scorers also under a policy without scorers, and ignores them."""
+@pytest.mark.slow
+def test_vllm_ignores_scorers_under_a_policy_without_scorers(open_engine: Callable) -> None:
     folder, prompts = learned("delayed"), random_prompts([9, 50])
     sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     for policy in ("full", {"policy": "streaming", "budget": 16}):
@@ -160,7 +126,7 @@ def test_vllm_ignores_scorers_under_a_policy_without_scorers(
         assert same(rollouts, make_engine("hf", model=folder, policy=policy).generate(prompts, sampling))
 
 
-def test_memory_outside_the_cache_is_counted(learned: Callable, open_engine: Callable) -> None:
+def test_memory_outside_the_cache_is_counted(open_engine: Callable) -> None:
     """`beside_cache` counts the bytes of the scorers' memory that the worker allocates for each request."""
     from rollout.vllm.compat.paged import live_state
 
@@ -170,35 +136,25 @@ def test_memory_outside_the_cache_is_counted(learned: Callable, open_engine: Cal
     assert counted.per_byte == 8 / (2 * 32 * 4)
 
 
-def test_unsupported_learned_policies_are_refused(
-    learned: Callable, directory_of: Callable, open_engine: Callable
-) -> None:
-    with pytest.raises(UserError, match="vllm does not mask prompts"):
-        open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
-    with pytest.raises(
-        UserError, match="dms: vllm holds the same number of entries in every kv head; or use the hf engine"
+def test_unsupported_learned_policies_are_refused(open_engine: Callable) -> None:
+    same_number = "dms: vllm holds the same number of entries in every kv head; or use the hf engine"
+    for policy, folder, message in (
+        (learned_policy("mlp", B, prefill="masked"), learned("mlp"), "vllm does not mask prompts"),
+        ({"policy": "dms", "scorer": "mlp"}, learned("mlp"), same_number),
+        (learned_policy("mlp", B), directory_of("qwen3"), "has no scorers, which kvpop needs"),
+        (learned_policy("linear", B), learned("mlp"), r"the scorers of .* are .*'mlp'.* asks for .*'linear'"),
     ):
-        open_engine({"policy": "dms", "scorer": "mlp"}, learned("mlp"))
-    with pytest.raises(UserError, match="has no scorers, which kvpop needs"):
-        open_engine(learned_policy("mlp", B), directory_of("qwen3"))
-    with pytest.raises(UserError, match=r"the scorers of .* are .*'mlp'.* asks for .*'linear'"):
-        open_engine(learned_policy("linear", B), learned("mlp"))
+        with pytest.raises(UserError, match=message):
+            open_engine(policy, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"multiprocess": True}, {"tensor_parallel": 2}], ids=str)
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_an_engine_in_another_process_gives_the_same_results(
-    scorer: str,
-    options: dict,
-    learned: Callable,
-    open_engine: Callable,
-    random_prompts: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    scorer: str, options: dict, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine in a separate process, or with its heads split over two processes, gives the results of an engine in
-    this process, also after an update of the weights.
-    """
+    """Also with its heads split over two processes, and after an update of the weights."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     folder, prompts = learned(scorer), random_prompts(LENGTHS)
     engine, policy = open_engine(None, folder, max_batch=6, **options), learned_policy(scorer, B)
@@ -210,6 +166,6 @@ def test_an_engine_in_another_process_gives_the_same_results(
         wrong_evictions, ties, heads = wrong_decisions(model, policy, rollouts)
         assert not wrong_evictions
         assert ties <= heads / 100
-        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        assert trainer_gap(model, rollouts) <= 1e-5
         if not options.get("tensor_parallel"):
             assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, sampling))

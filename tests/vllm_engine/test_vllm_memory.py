@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ties import agrees_with_hf, replay_gap
+from tiny import directory_of, policy_of, random_prompts
 from watching import pool_of, watched
 
 from rollout import SamplingConfig
-from rollout.vllm.beside import Beside, beside_cache, pool_bytes
+from rollout.vllm.memory import Beside, beside_cache, pool_bytes
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
@@ -18,60 +20,35 @@ BLOCK = 32  # tokens
 PEAK = 3  # blocks of a sequence with budget 64 and period 32
 ONE_LAYER = {"num_hidden_layers": 1}
 BLOCK_BYTES = 2 * BLOCK * 2 * 32 * 4  # keys and values, Hkv = 2, D = 32, float32
+POLICY = policy_of("gkv", budget=64, window=8, period=32)
 
 
-@pytest.fixture
-def policy(policy_of: Callable) -> Policy:
-    return policy_of("gkv", budget=64, window=8, period=32)
-
-
-@pytest.fixture
-def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
-    """with_blocks(policy, blocks, max_batch) -> an engine of one layer, whose pool has `blocks` blocks besides the null
-    block.
-    """
-
-    def make(policy: Policy, blocks: int, max_batch: int) -> Any:
-        engine = open_engine(
-            policy,
-            directory_of("qwen2", **ONE_LAYER),
-            kv_cache_gb=(blocks + 1) * BLOCK_BYTES / 2**30,
-            max_batch=max_batch,
-            max_model_len=1280,
-            max_prompt=256,
-        )
-        assert pool_of(engine).get_num_free_blocks() == blocks
-        return engine
-
-    return make
+def with_blocks(open_engine: Callable, policy: Policy, blocks: int, max_batch: int) -> Any:
+    """Return an engine of one layer with this number of blocks besides the null block."""
+    memory, sizes = (blocks + 1) * BLOCK_BYTES / 2**30, {"max_model_len": 1280, "max_prompt": 256}
+    folder = directory_of("qwen2", **ONE_LAYER)
+    engine = open_engine(policy, folder, kv_cache_gb=memory, max_batch=max_batch, **sizes)
+    assert pool_of(engine).get_num_free_blocks() == blocks
+    return engine
 
 
 @pytest.mark.slow
-def test_the_pool_runs_one_request_for_each_peak_that_fits(
-    policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
-    record_property: Callable,
-) -> None:  # fmt: skip
-    """64 sequences of more than 400 tokens run together in the blocks of 64 peaks and one long prompt. A full cache
-    would need 1,000 blocks.
-    """
+def test_the_pool_runs_one_request_for_each_peak_that_fits(open_engine: Callable) -> None:
+    """64 sequences run in the blocks of 64 peaks and one long prompt. A full cache would need 1,000 blocks."""
     prompt_blocks = 7
     blocks = 64 * PEAK + prompt_blocks - PEAK
-    engine = with_blocks(policy, blocks, 64)
+    engine = with_blocks(open_engine, POLICY, blocks, 64)
     prompts = random_prompts([5 + 3 * i for i in range(63)] + [prompt_blocks * BLOCK])
     with watched(engine) as records:
         rollouts = engine.generate(prompts, SamplingConfig(400, seed=0, ignore_eos=True))
-    record_property("peak blocks", max(records.used))
     assert max(records.running) == 64
     assert records.running.count(64) > 350
     assert records.preempted == 0
     assert max(records.used) <= blocks
-    decoding = [used for used, running in zip(records.used, records.running, strict=True) if running == 64][
-        prompt_blocks:
-    ]
-    assert max(decoding) == 64 * PEAK
+    decoding = [used for used, running in zip(records.used, records.running, strict=True) if running == 64]
+    assert max(decoding[prompt_blocks:]) == 64 * PEAK
     chosen = [rollouts[i] for i in (0, 31, 63)]
     largest_gap = replay_gap(chosen, directory_of("qwen2", **ONE_LAYER))
-    record_property("gap", largest_gap)
     assert largest_gap <= 1e-5
     assert all(len(r.completion_ids) == 400 for r in rollouts)
 
@@ -86,22 +63,13 @@ def test_the_pool_runs_one_request_for_each_peak_that_fits(
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
 @pytest.mark.few(1)
-def test_fewer_blocks_run_fewer_requests_at_a_time(
-    policy_name: str,
-    with_blocks: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    directory_of: Callable,
-    agrees_with_hf: Callable,
-) -> None:
-    """If the pool has one block less than all requests need, one request waits. None is preempted, and the samples do
-    not change.
-    """
+def test_fewer_blocks_run_fewer_requests_at_a_time(policy_name: str, open_engine: Callable) -> None:
+    """With one block less than needed, one request waits; none is preempted, and the samples do not change."""
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     prompts, sampling = random_prompts([20 + i for i in range(12)]), SamplingConfig(110, seed=0, ignore_eos=True)
     sampled = {}
     for blocks, running in ((12 * PEAK, 12), (12 * PEAK - 1, 11), (8, 2)):
-        engine = with_blocks(policy, blocks, 12)
+        engine = with_blocks(open_engine, policy, blocks, 12)
         with watched(engine) as records:
             sampled[f"{blocks} blocks"] = engine.generate(prompts, sampling)
         assert max(records.running) == running
@@ -112,41 +80,27 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
-def test_memory_outside_the_cache_is_counted(
-    policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
-) -> None:
-    """The counted bytes outside the cache equal the bytes of the worker's arrays, except for 24 bytes for each block
-    and one byte for each request.
-    """
+@pytest.mark.few(2)
+def test_memory_outside_the_cache_is_counted(policy_name: str, open_engine: Callable) -> None:
+    """Except for 24 bytes for each block and one byte for each request."""
     from rollout.vllm.compat.paged import live_state
 
     policy = policy_of(policy_name, budget=64, window=8, period=32)
-    engine = with_blocks(policy, 40, 5)
+    engine = with_blocks(open_engine, policy, 40, 5)
     counted, state = beside_cache(policy, engine.config, itemsize=4, max_batch=5), live_state()
     entries = state.positions.nbytes + sum(memory.nbytes for memory in state.state.values())
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
     assert state.failed.nbytes == 5 + 1  # not counted either: one byte for each request
-    tensor_names = {
-        "positions",
-        "queries",
-        "prompt_length",
-        "row",
-        "number",
-        "failed",
-        "heads",
-        "first_block",
-        "first_row",
-    }
+    tensor_names = {"positions", "queries", "prompt_length", "row", "number", "failed"}
+    tensor_names |= {"heads", "first_block", "first_row"}
     # the state has no other tensors
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= tensor_names
 
 
 def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share of memory that vLLM may use leaves room for our other buffers. The share is used only on a GPU, if
-    kv_cache_gb is not given.
-    """
+    """The share is used only on a GPU, if kv_cache_gb is not given."""
     from vllm.platforms import current_platform
 
     from rollout.vllm.compat import arguments
@@ -163,14 +117,13 @@ def test_the_share_given_to_vllm_leaves_room_for_other_buffers(monkeypatch: pyte
         arguments.memory_arguments(None, 0.04, beside)
 
 
-def test_control_a_full_cache_uses_more_blocks(
-    with_blocks: Callable, policy_of: Callable, random_prompts: Callable
-) -> None:
-    """Control: without evictions the same sequences use more blocks, 10 for each sequence instead of PEAK = 3."""
+@pytest.mark.slow
+def test_control_a_full_cache_uses_more_blocks(open_engine: Callable) -> None:
+    """10 for each sequence instead of PEAK = 3."""
     prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
     most_used = {}
     for name, blocks in (("full", 100), ("gkv", 64)):
-        engine = with_blocks(policy_of(name, budget=64, window=8, period=32), blocks, 8)
+        engine = with_blocks(open_engine, policy_of(name, budget=64, window=8, period=32), blocks, 8)
         with watched(engine) as records:
             engine.generate(prompts, sampling)
         most_used[name] = max(records.used)
@@ -181,19 +134,11 @@ def test_control_a_full_cache_uses_more_blocks(
     ("policy_name", "longest", "max_prompt", "blocks"),
     [("full", 320, 256, 10), ("gkv", 320, 256, 8), ("gkv", 320, 40, PEAK), ("gkv", 64, 40, 2)],
 )
+@pytest.mark.few(2)
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
-    policy_name: str,
-    longest: int,
-    max_prompt: int,
-    blocks: int,
-    policy_of: Callable,
-    open_engine: Callable,
-    directory_of: Callable,
-    random_prompts: Callable,
+    policy_name: str, longest: int, max_prompt: int, blocks: int, open_engine: Callable
 ) -> None:
-    """The pool has room for each sequence's longer one of prompt and peak, or for the longest sequence if that is less.
-    The rest of the 1 GiB is not allocated, and all sequences run together.
-    """
+    """Room for each sequence's longer one of prompt and peak, or for the longest sequence; the rest of 1 GiB stays."""
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
     engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
@@ -202,22 +147,16 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     # the same bytes as in `doctor`
     assert pool_bytes(policy, options, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES
     with watched(engine) as records:
-        engine.generate(
-            random_prompts([min(max_prompt, longest - 24)] * 4), SamplingConfig(24, seed=0, ignore_eos=True)
-        )
+        prompts = random_prompts([min(max_prompt, longest - 24)] * 4)
+        engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))
     assert max(records.running) == 4
     assert records.preempted == 0
 
 
-def test_a_pool_too_small_for_one_prompt_is_refused(
-    policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, agrees_with_hf: Callable
-) -> None:
-    """A pool that is too small for the longest prompt is refused; max_prompt 256 needs 8 blocks. After the error
-    another engine can be started.
-    """
-    with pytest.raises(ValueError, match="KV cache") as error:
-        with_blocks(policy, 6, 4)
+def test_a_pool_too_small_for_one_prompt_is_refused(open_engine: Callable) -> None:
+    """max_prompt 256 needs 8 blocks. After the error another engine can be started."""
+    with pytest.raises(ValueError, match="KV cache"):
+        with_blocks(open_engine, POLICY, 6, 4)
     prompts, sampling = random_prompts([256, 7]), SamplingConfig(40, seed=0, ignore_eos=True)
-    sampled = with_blocks(policy, 8, 4).generate(prompts, sampling)
-    agrees_with_hf(policy, prompts, sampling, {"8 blocks": sampled}, directory_of("qwen2", **ONE_LAYER))
-    del error
+    sampled = with_blocks(open_engine, POLICY, 8, 4).generate(prompts, sampling)
+    agrees_with_hf(POLICY, prompts, sampling, {"8 blocks": sampled}, directory_of("qwen2", **ONE_LAYER))

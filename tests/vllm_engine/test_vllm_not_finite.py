@@ -1,31 +1,29 @@
-"""The vLLM engine refuses log-probs that are not finite, and a NaN in one sequence reaches no other sequence.
-
-Our engine stops at the first failure. Tests with several failing requests therefore call vLLM directly, as a server
-does.
-"""
+"""The vLLM engine refuses log-probs that are not finite, and a NaN in one sequence reaches no other sequence."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 from judging import same
 from learned import learned_policy, save_learned, with_scorers
+from tiny import FOLDER, HEADS_OF_32, new_model
 
 from rollout import SamplingConfig
-from rollout.requests import NotFiniteLogprobError
+from rollout.sampling import NotFiniteLogprobError
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.models.load import load_model
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import make_policy
 
 POISON = 63  # the token whose embedding is not finite
 TOKENS, CHUNK = 30, 128
-SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
 GKV = {"budget": 40, "window": 8, "period": 8}
 POLICIES = {
     "full": make_policy("full"),
@@ -39,23 +37,17 @@ OTHERS = [(name, dtype) for name in POLICIES for dtype in ("float32", "bfloat16"
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in FAST)]
 
 
-@pytest.fixture(scope="module")
-def poisoned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Policy], Path]:
-    """poisoned(policy) -> the directory of a model with a NaN embedding for one token. Greedy sampling never chooses
-    this token.
-    """
-
-    def make(policy: Policy) -> Path:
-        model, folder = new_model("qwen3", **SIZES), tmp_path_factory.mktemp(policy.name)
-        with torch.no_grad():
-            model.model.embed_tokens.weight[POISON], model.lm_head.weight[POISON] = math.nan, 0.0
-        if policy.name == "kvpop":
-            save_learned(with_scorers(model, policy), policy, folder)
-        else:
-            model.save_pretrained(folder)
-        return folder
-
-    return make
+@cache
+def poisoned(name: str) -> Path:
+    """Return a model with a NaN embedding for one token, which greedy sampling never chooses."""
+    model, folder, policy = new_model("qwen3", **HEADS_OF_32), Path(mkdtemp(dir=FOLDER.name)), POLICIES[name]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON], model.lm_head.weight[POISON] = math.nan, 0.0
+    if name == "kvpop":
+        save_learned(with_scorers(model, policy), policy, folder)
+    else:
+        model.save_pretrained(folder)
+    return folder
 
 
 def prompts(lengths: Sequence[int], poisoned_at: Sequence[int] = ()) -> list[list[int]]:
@@ -72,9 +64,8 @@ FAILED = [(("error", "not finite"), [], [])] * len(BAD)
 
 
 def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = lambda step: None) -> list[Any]:
-    """Return vLLM's output for each request: (finish reason, stop reason), tokens and log-probs. `spoil` is called with
-    the number of the step before each step.
-    """
+    """Return each request's (finish reason, stop reason), tokens, log-probs; vLLM is called as by a server, `spoil`
+    before each step."""
     import vllm
 
     sampling = vllm.SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
@@ -114,13 +105,9 @@ def in_one_batch() -> tuple[list[list[int]], list[bool]]:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 @pytest.mark.few(1)
-def test_nan_does_not_spread_to_other_sequences(
-    name: str, dtype: str, poisoned: Callable, open_engine: Callable, record_property: Callable
-) -> None:
-    """Sequences without NaN equal those of a clean run to the last bit. This holds beside failing sequences, in blocks
-    that failing sequences have freed, and after a request that was aborted within its prompt.
-    """
-    engine = open_engine(POLICIES[name], poisoned(POLICIES[name]), dtype=dtype, max_num_batched_tokens=CHUNK)
+def test_nan_does_not_spread_to_other_sequences(name: str, dtype: str, open_engine: Callable) -> None:
+    """To the last bit: beside failing sequences, in blocks that they freed, and after an abort within a prompt."""
+    engine = open_engine(POLICIES[name], poisoned(name), dtype=dtype, max_num_batched_tokens=CHUNK)
     clean = served(engine, GOOD)
     assert [reason for reason, *_ in clean] == [("length", None)] * len(GOOD)
     mixed, is_bad = in_one_batch()
@@ -129,9 +116,7 @@ def test_nan_does_not_spread_to_other_sequences(
     harmless = served(engine, [[7] * len(prompt) if prompt in BAD else prompt for prompt in mixed])
     for output, control, bad in zip(outputs, harmless, is_bad, strict=True):
         assert bad or output == control
-    assert [failed for failed, bad in zip(outputs, is_bad, strict=True) if bad] == [
-        (("error", "not finite"), [], [])
-    ] * len(BAD)
+    assert [failed for failed, bad in zip(outputs, is_bad, strict=True) if bad] == FAILED
     for _ in range(3):  # until the failing requests have used every block
         served(engine, BAD * 5)
     abort_in_the_prompt(engine)
@@ -155,30 +140,25 @@ def test_nan_does_not_spread_to_other_sequences(
 
 
 @pytest.mark.slow
-def test_control_without_cleared_blocks_a_nan_spreads(
-    poisoned: Callable, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control of the test above: if vLLM does not clear new blocks, a NaN spreads to other sequences."""
+def test_control_without_cleared_blocks_a_nan_spreads(open_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.compat import plugin
 
     plugin.register()
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda self: False))
-    engine = open_engine(POLICIES["full"], poisoned(POLICIES["full"]))
+    engine = open_engine(POLICIES["full"], poisoned("full"))
     clean = served(engine, GOOD)
     for _ in range(3):
         served(engine, BAD * 5)
     assert served(engine, GOOD) != clean
 
 
-def test_a_nan_in_the_scores_of_an_eviction_ends_the_request(poisoned: Callable, open_engine: Callable) -> None:
-    """A NaN in the scores of an eviction ends its request, even if all logits are finite. Here the NaN is in a stored
-    query of the last layer, which influences no logit. The other requests are as without the NaN.
-    """
+def test_a_nan_in_the_scores_of_an_eviction_ends_the_request(open_engine: Callable) -> None:
+    """Here in a stored query of the last layer, which influences no logit; other requests are unchanged."""
     from rollout.vllm.compat.paged import live_state
 
-    engine = open_engine(POLICIES["gkv"], poisoned(POLICIES["gkv"]))
+    engine = open_engine(POLICIES["gkv"], poisoned("gkv"))
     clean, spoilt_blocks = served(engine, GOOD), []
 
     def spoil(step: int) -> None:
@@ -192,19 +172,15 @@ def test_a_nan_in_the_scores_of_an_eviction_ends_the_request(poisoned: Callable,
     failed = [number for number, output in enumerate(sampled_again) if output[0] == ("error", "not finite")]
     assert len(failed) == len(spoilt_blocks) == 1
     assert 10 <= len(sampled_again[failed[0]][1]) <= 10 + GKV["period"]
-    assert [output for number, output in enumerate(sampled_again) if number not in failed] == [
-        output for number, output in enumerate(clean) if number not in failed
-    ]
+    assert all(sampled_again[number] == output for number, output in enumerate(clean) if number not in failed)
     assert served(engine, GOOD) == clean
 
 
 @pytest.mark.slow
-def test_nan_scorers_fail_only_requests_that_evict(poisoned: Callable, open_engine: Callable) -> None:
-    """If the scorers are NaN, only requests that evict entries fail. After finite scorers are loaded, all requests
-    succeed again.
-    """
+def test_nan_scorers_fail_only_requests_that_evict(open_engine: Callable) -> None:
+    """After finite scorers are loaded, all requests succeed again."""
     policy = POLICIES["kvpop"]
-    folder = poisoned(policy)
+    folder = poisoned("kvpop")
     engine = open_engine(policy, folder)
     sampling = SamplingConfig(TOKENS, temperature=0, ignore_eos=True)
     expected = engine.generate(GOOD, sampling)

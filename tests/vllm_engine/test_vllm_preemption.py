@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 from judging import same
+from ties import replay_gap
+from tiny import policy_of, random_prompts
 from watching import pool_of, scheduler_of, watched
 
 from rollout import SamplingConfig
-from sparse_rl.policies import Policy
 
 SAMPLING = SamplingConfig(150, seed=0, ignore_eos=True)
 LENGTHS = (10, 12, 90, 14, 16, 130, 18, 20)
-
-
-@pytest.fixture
-def policy(policy_of: Callable) -> Policy:
-    return policy_of("gkv", budget=64, window=8, period=32)
+POLICY = policy_of("gkv", budget=64, window=8, period=32)
 
 
 @contextmanager
@@ -43,9 +40,7 @@ def before_steps(engine: Any, act: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
-    """At each step for which `now` returns True, an allocation fails once, so that the scheduler preempts the latest
-    request.
-    """
+    """At each step for which `now` is True, an allocation fails once, so the scheduler preempts the latest request."""
     manager = scheduler_of(engine).kv_cache_manager
     allocate, due = manager.allocate_slots, False
 
@@ -67,11 +62,9 @@ def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_preemption_without_free_blocks_does_not_change_results(
-    exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
-) -> None:
-    """Free blocks are removed while sequences grow, so that vLLM preempts some sequences. The results do not change."""
-    engine, prompts = open_engine(policy, max_batch=8, exact=exact), random_prompts(LENGTHS)
+def test_preemption_without_free_blocks_does_not_change_results(exact: bool, open_engine: Callable) -> None:
+    """Free blocks are removed while sequences grow."""
+    engine, prompts = open_engine(POLICY, max_batch=8, exact=exact), random_prompts(LENGTHS)
     expected = engine.generate(prompts, SAMPLING)
     pool = pool_of(engine)
     free = pool.get_num_free_blocks()
@@ -103,20 +96,13 @@ def test_preemption_without_free_blocks_does_not_change_results(
     ],
     ids=str,
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_preemption_around_evictions_does_not_change_results(
-    policy_name: str,
-    steps: Sequence[int],
-    policy_of: Callable,
-    open_engine: Callable,
-    random_prompts: Callable,
-    replay_gap: Callable,
+    policy_name: str, steps: Sequence[int], open_engine: Callable
 ) -> None:
-    """Requests that are preempted before or after an eviction, once or repeatedly, are sampled again with the same
-    results.
-    """
+    """Preempted before or after an eviction, once or repeatedly."""
     policy = policy_of(policy_name, budget=64, window=8, period=32)
-    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    engine, prompts = open_engine(policy, shared=True, max_batch=5), random_prompts(LENGTHS)
     expected = engine.generate(prompts, SAMPLING)
     with watched(engine) as records, preempting(engine, lambda step: step in steps):
         rollouts = engine.generate(prompts, SAMPLING)
@@ -126,31 +112,24 @@ def test_preemption_around_evictions_does_not_change_results(
 
 
 def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
-    policy: Policy,
-    open_engine: Callable,
-    random_prompts: Callable,
-    replay_gap: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the record ignores a preemption after an eviction, the trace is wrong: the replay gap is at least 1e-3."""
-    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
 
     def forgetful(self: Any, request_id: str) -> int:
         self.dropped.pop(request_id, None)
         return 0
 
-    monkeypatch.setattr("rollout.vllm.record.RunRecord.begin", forgetful)
+    monkeypatch.setattr("rollout.vllm.sampling.RunRecord.begin", forgetful)
     with preempting(engine, lambda step: step == 120):
         rollouts = engine.generate(prompts, SAMPLING)
     assert replay_gap(rollouts) >= 1e-3
 
 
 @pytest.mark.slow
-def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
-    """If a request is preempted at every attempt, an error names the settings to change. The engine can be used
-    again.
-    """
-    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+def test_repeated_preemption_is_an_error(open_engine: Callable) -> None:
+    """It names the settings to change, and the engine can be used again."""
+    engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
     expected = engine.generate(prompts, SAMPLING)
     error = pytest.raises(RuntimeError, match=r"1 sequences were preempted 3 times; lower max_batch or raise kv_cache")
     with preempting(engine, lambda step: step % 50 == 20), error:
@@ -159,11 +138,9 @@ def test_repeated_preemption_is_an_error(policy: Policy, open_engine: Callable, 
 
 
 @pytest.mark.slow
-def test_preemption_of_all_requests_does_not_change_results(
-    policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
-) -> None:
-    """vLLM's reset of running requests, which preempts and readmits them in one step, does not change the results."""
-    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+def test_preemption_of_all_requests_does_not_change_results(open_engine: Callable) -> None:
+    """vLLM's reset of running requests preempts and readmits them in one step."""
+    engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
     expected = engine.generate(prompts, SAMPLING)
 
     def reset(step: int) -> None:

@@ -1,8 +1,5 @@
-"""A vLLM engine in separate processes gives the results of an engine in this process. This also holds if two processes
-share the heads.
-
-The processes find the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
-"""
+"""A vLLM engine in separate processes, also if two share the heads, gives the results of one in this process. The
+processes find the plugin by its entry point, so sparse-rl must be installed."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from judging import gap, wrong_traces
+from judging import trainer_gap, wrong_traces
+from ties import agrees_with_hf
+from tiny import directory_of, new_model, policy_of, random_prompts
 
 from rollout import SamplingConfig
-from sparse_rl.attention.logprobs import replay_logprobs
 
 LENGTHS = (5, 33, 64, 80, 81, 130, 200, 300)
 APART = [{"multiprocess": True}, {"tensor_parallel": 2}]
@@ -27,14 +25,11 @@ APART = [{"multiprocess": True}, {"tensor_parallel": 2}]
 
 @pytest.fixture(autouse=True)
 def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable vLLM's binding of each worker to a separate NUMA node, which fails if there are fewer
-    nodes than workers.
-    """
+    """vLLM's binding of each worker to its own NUMA node fails if there are fewer nodes than workers."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def test_the_plugin_is_installed() -> None:
-    """vLLM finds the plugin by its entry point in every process."""
     values = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
     assert set(values) == {"rollout.vllm:register"}
 
@@ -61,7 +56,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.few(1)
 def test_vllms_processes_end_if_their_parent_is_killed(method: str, tmp_path: Path) -> None:
-    """vLLM's processes end if their parent is killed; other child processes do not."""
+    """Other child processes do not."""
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE, text=True) as parent:
@@ -81,17 +76,8 @@ def test_vllms_processes_end_if_their_parent_is_killed(method: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("options", APART, ids=str)
 @pytest.mark.parametrize("policy_name", ["streaming", "h2o", "tova", "gkv", "am"])
-def test_an_engine_in_another_process_equals_hf(
-    policy_name: str,
-    options: dict,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    agrees_with_hf: Callable,
-) -> None:
-    """Tokens and traces of greedy and of sampled rollouts equal the reference engine's except for ties. Prompts are
-    prefilled in chunks, and some requests wait for others.
-    """
+def test_an_engine_in_another_process_equals_hf(policy_name: str, options: dict, open_engine: Callable) -> None:
+    """Prompts are prefilled in chunks, and some requests wait for others."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=8), random_prompts(LENGTHS)
     engine = open_engine(policy, "qwen3", max_batch=6, max_num_batched_tokens=128, **options)
     for temperature in (0.0, 1.0):
@@ -104,17 +90,8 @@ def test_an_engine_in_another_process_equals_hf(
     ("family", "options"),
     [*((family, APART[1]) for family in ("phi3", "olmo2", "starcoder2", "qwen3_moe")), ("ministral3", APART[0])],
 )
-def test_families_work_in_another_process(
-    family: str,
-    options: dict,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    agrees_with_hf: Callable,
-) -> None:
-    """Other processes get our correction of Ministral 3 (compat/models.py). Two processes share the heads of families
-    with fused weights (phi3), of vLLM's Transformers backend, and with a norm over all heads (olmo2).
-    """
+def test_families_work_in_another_process(family: str, options: dict, open_engine: Callable) -> None:
+    """Ministral 3 needs our correction (compat/models.py); heads of fused weights and of norms over all are shared."""
     policy, prompts = policy_of("gkv", budget=64, window=8, period=8), random_prompts(LENGTHS)
     engine = open_engine(policy, family, max_batch=6, max_num_batched_tokens=128, **options)
     sampling = SamplingConfig(50, seed=4, ignore_eos=True)
@@ -123,19 +100,8 @@ def test_families_work_in_another_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "tied"), [(APART[0], False), (APART[1], False), (APART[1], True)], ids=str)
-def test_weights_reach_an_engine_in_another_process(
-    options: dict,
-    tied: bool,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    directory_of: Callable,
-    new_model: Callable,
-    record_property: Callable,
-) -> None:
-    """Weight updates reach every process: replay with the new weights gives the engine's log-probs, also with top_p.
-    Missing and unknown weights are refused.
-    """
+def test_weights_reach_an_engine_in_another_process(options: dict, tied: bool, open_engine: Callable) -> None:
+    """Also with top_p. Missing and unknown weights are refused."""
     folder = directory_of("llama", tie_word_embeddings=tied)
     model = type(new_model("llama")).from_pretrained(folder, dtype=torch.float32).eval()
     engine = open_engine(policy_of("gkv", budget=64, window=8, period=8), folder, **options)
@@ -146,11 +112,10 @@ def test_weights_reach_an_engine_in_another_process(
                 weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
             engine.load_weights(model.named_parameters())
             rollouts = engine.generate(prompts, sampling)
-            largest_gap = gap(replay_logprobs(model, rollouts), rollouts)
-            record_property("gap", largest_gap)
+            largest_gap = trainer_gap(model, rollouts)
             assert largest_gap <= 1e-5
             for name, wrong_rollouts in wrong_traces(rollouts).items():
-                assert gap(replay_logprobs(model, wrong_rollouts), rollouts) >= 1e-3, name
+                assert trainer_gap(model, wrong_rollouts) >= 1e-3, name
     weights = dict(model.named_parameters())
     with pytest.raises(ValueError, match="were not handed over"):
         engine.load_weights((n, w) for n, w in weights.items() if n != "model.norm.weight")
@@ -161,11 +126,9 @@ def test_weights_reach_an_engine_in_another_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", APART, ids=str)
 def test_an_engine_in_another_process_continues_after_errors(
-    options: dict, open_engine: Callable, policy_of: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+    options: dict, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an interrupted and a refused call, the engine samples as before. There are few blocks, so that some
-    requests wait.
-    """
+    """An interrupted and a refused call, with few blocks, so that some requests wait."""
     engine = open_engine(
         policy_of("h2o", budget=64, window=8, period=8),
         max_model_len=512,

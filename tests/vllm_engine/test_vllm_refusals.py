@@ -10,95 +10,84 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from judging import same
+from tiny import directory_of, loaded, new_model, policy_of, random_prompts
 from torch import distributed
 
 from rollout import SamplingConfig, make_engine
 from rollout.vllm.engine import OTHERWISE
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import make_policy
 
 SAMPLING = SamplingConfig(40, seed=0, ignore_eos=True)
+SHARED = {"shared": True, "max_model_len": 512, "max_prompt": 300, "max_batch": 4, "max_num_batched_tokens": 64}
+POLICY = policy_of("gkv", budget=64, window=8, period=16)
 
 
-@pytest.fixture
-def policy(policy_of: Callable) -> Policy:
-    return policy_of("gkv", budget=64, window=8, period=16)
-
-
-def test_invalid_requests_are_refused(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+def test_invalid_requests_are_refused(open_engine: Callable) -> None:
     """Each invalid request raises a ValueError that names the mistake, before any token is sampled."""
-    engine = open_engine(policy, max_model_len=256, max_prompt=100)
+    engine = open_engine(POLICY, **SHARED)
     good = random_prompts((100,))
     expected = engine.generate(good, SAMPLING)
     for prompts, sampling, message in (
         ([[3], []], SAMPLING, "prompt 1 is empty"),
-        ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, but max_prompt is 100"),
+        ([[3], [4] * 301], SAMPLING, "prompt 1 has 301 tokens, but max_prompt is 300"),
         ([[5, 6], ["x"]], SAMPLING, "prompt 1 is not a list of token ids.*'str'"),
         ([[5, 6], [1.5]], SAMPLING, "prompt 1 is not a list of token ids.*'float'"),
         ([[5], 6], SAMPLING, "prompt 1 is not a list of token ids.*'int'"),
         ([[5], [6, 64]], SAMPLING, "prompt 1 has token 64; the model's token ids are 0 to 63"),
         ([[5], [-1]], SAMPLING, "prompt 1 has token -1; the model's token ids are 0 to 63"),
-        ([[4] * 100], SamplingConfig(157), r"prompt 0 has 100 tokens.*max_tokens 157.*max_model_len 256"),
+        ([[4] * 300], SamplingConfig(213), r"prompt 0 has 300 tokens.*max_tokens 213.*max_model_len 512"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts, sampling)
     assert engine.generate([], SAMPLING) == []
     assert same(engine.generate(good, SAMPLING), expected)
-    longest = engine.generate([[4] * 100], SamplingConfig(156, seed=0, ignore_eos=True))
-    assert len(longest[0].completion_ids) == 156
-
-
-@pytest.mark.parametrize("head_dim", [8, 16, 24])
-def test_unsupported_head_sizes_are_refused(
-    head_dim: int, policy: Policy, open_engine: Callable, directory_of: Callable
-) -> None:
-    folder = directory_of("qwen3", head_dim=head_dim)
-    with pytest.raises(ValueError, match=rf"head size {head_dim} .*use the hf engine"):
-        open_engine(policy, folder)
-
-
-def test_a_family_that_only_hf_samples_from_is_refused(
-    policy: Policy, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model family that only hf supports is refused with an error of one line, before vLLM loads the model."""
-    monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
-    monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
-    with pytest.raises(UserError) as caught:
-        open_engine(policy, directory_of("qwen3"))
-    assert str(caught.value) == f"model: qwen3: vllm has no code for it{OTHERWISE}"
+    longest = engine.generate([[4] * 300], SamplingConfig(212, seed=0, ignore_eos=True))
+    assert len(longest[0].completion_ids) == 212
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *(({"model": {"head_dim": size}}, rf"head size {size} .*use the hf engine") for size in (8, 16, 24)),
         ({"max_batch": 0}, "max_batch must be >= 1"),
         ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide the model's 2 kv heads"),
         ({"max_bach": 3}, "no option 'max_bach'"),
     ],
+    ids=str,
 )
-def test_invalid_options_are_refused(options: dict, message: str, policy: Policy, open_engine: Callable) -> None:
+def test_invalid_options_are_refused(options: dict, message: str) -> None:
+    folder = directory_of("qwen3", **options.get("model", {}))
     with pytest.raises(ValueError, match=message):
-        open_engine(policy, **options)
+        make_engine("vllm", **{**options, "model": folder}, policy=POLICY)
 
 
-def test_a_live_module_is_refused(policy: Policy, new_model: Callable) -> None:
+def test_a_family_that_only_hf_samples_from_is_refused(open_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before vLLM loads the model."""
+    monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
+    monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
+    with pytest.raises(UserError) as caught:
+        open_engine(POLICY, directory_of("qwen3"))
+    assert str(caught.value) == f"model: qwen3: vllm has no code for it{OTHERWISE}"
+
+
+def test_a_live_module_is_refused() -> None:
     with pytest.raises(ValueError, match="pass the directory of a model, or use the engine hf"):
-        make_engine("vllm", model=new_model("qwen2"), policy=policy)
+        make_engine("vllm", model=new_model("qwen2"), policy=POLICY)
 
 
 @pytest.mark.parametrize(
     ("installed", "message"), [("0.30.1", r"needs vLLM 0\.31\.\*, found .* 0\.30\.1"), (None, "not installed")]
 )
 def test_another_version_of_vllm_is_refused(
-    installed: str | None, message: str, policy: Policy, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+    installed: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
         if installed is None:
@@ -107,32 +96,18 @@ def test_another_version_of_vllm_is_refused(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ValueError, match=message):
-        make_engine("vllm", model=directory_of("qwen2"), policy=policy)
+        make_engine("vllm", model=directory_of("qwen2"), policy=POLICY)
 
 
 @pytest.mark.parametrize(("first", "second"), [("gkv", "full"), ("full", "gkv")])
 @pytest.mark.few(1)
-def test_a_second_engine_is_refused(
-    first: str,
-    second: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    directory_of: Callable,
-    random_prompts: Callable,
-) -> None:
-    """A process has at most one engine. A second one is refused, and the first one continues to work; after the first
-    one is closed, another can be opened.
-    """
+def test_a_second_engine_is_refused(first: str, second: str, open_engine: Callable) -> None:
+    """The first one continues to work; after it is closed, another can be opened."""
     policies = {name: policy_of(name, budget=64, window=8, period=16) for name in (first, second)}
     engine, prompts = open_engine(policies[first]), random_prompts((90, 200))
     expected = engine.generate(prompts, SAMPLING)
-    opened = []
-    try:
-        with pytest.raises(ValueError, match="has a vllm engine already; close it first"):
-            opened.append(make_engine("vllm", model=directory_of("qwen2"), policy=policies[second], kv_cache_gb=0.03))
-    finally:
-        for other in opened:
-            other.close()
+    with pytest.raises(ValueError, match="has a vllm engine already; close it first"):
+        make_engine("vllm", model=directory_of("qwen2"), policy=policies[second], kv_cache_gb=0.03)
     assert same(engine.generate(prompts, SAMPLING), expected)
     engine.close()
     engine.close()
@@ -140,13 +115,10 @@ def test_a_second_engine_is_refused(
 
 
 def test_an_interrupt_frees_all_requests_rows_and_blocks(
-    policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+    open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an interrupt at any step, the engine holds no request, row or block, and samples as a fresh engine does."""
-    engine, prompts = (
-        open_engine(policy, max_batch=4, max_num_batched_tokens=64),
-        random_prompts((90, 200, 17, 64, 300, 5)),
-    )
+    """At any step; the engine then samples as a fresh engine does."""
+    engine, prompts = open_engine(POLICY, **SHARED), random_prompts((90, 200, 17, 64, 300, 5))
     core = engine.llm.llm_engine.engine_core.engine_core
     pool, step = core.scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.step
     free = pool.get_num_free_blocks()
@@ -160,7 +132,7 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
         steps_left -= 1
         return step()
 
-    for steps in (0, 1, 3, 30, 60):
+    for steps in (0, 3, 60):
         steps_left = steps
         with monkeypatch.context() as patch:
             patch.setattr(engine.llm.llm_engine, "step", interrupted)
@@ -173,13 +145,9 @@ def test_an_interrupt_frees_all_requests_rows_and_blocks(
 
 
 @pytest.mark.slow
-def test_an_error_while_adding_requests_frees_them(
-    policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM adds a request in several steps. An error in any of them, before or after the step's work, frees all
-    requests, and the engine samples as before.
-    """
-    engine, prompts, sampling = open_engine(policy), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
+def test_an_error_while_adding_requests_frees_them(open_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any of vLLM's steps of adding one, before or after the step's work."""
+    engine, prompts, sampling = open_engine(POLICY, **SHARED), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
     core, expected = engine.llm.llm_engine, engine.generate(prompts, sampling)
     steps = {core: "add_request", core.input_processor: "process_inputs", core.output_processor: "add_request"}
     cases = itertools.product((*steps.items(), (core.engine_core, "add_request")), (1, 3), (False, True))
@@ -202,11 +170,9 @@ def test_an_error_while_adding_requests_frees_them(
 
 
 @pytest.mark.slow
-def test_calls_from_several_threads_wait_for_one_another(
-    policy: Policy, open_engine: Callable, random_prompts: Callable
-) -> None:
-    """Four threads call the same engine at once. Each gets the rollouts that it gets alone."""
-    engine = open_engine(policy)
+def test_calls_from_several_threads_wait_for_one_another(open_engine: Callable) -> None:
+    """Each gets the rollouts that it gets alone."""
+    engine = open_engine(POLICY, **SHARED)
     prompts_of_threads = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
     expected = [engine.generate(prompts, SAMPLING) for prompts in prompts_of_threads]
     with ThreadPoolExecutor(4) as pool:
@@ -214,50 +180,11 @@ def test_calls_from_several_threads_wait_for_one_another(
     assert all(same(output, reference) for output, reference in zip(outputs, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("value", "policy_name", "sleep_mode", "refused"),
-    [
-        ("expandable_segments:True", "gkv", False, True),
-        ("max_split_size_mb:64,expandable_segments:True", "gkv", False, True),
-        ("expandable_segments:True", "gkv", True, False),
-        ("expandable_segments:True", "full", False, False),
-        ("expandable_segments:False", "gkv", False, False),
-        ("", "gkv", False, False),
-    ],
-)
-def test_an_allocator_setting_is_refused_if_vllm_would_refuse_it(
-    value: str, policy_name: str, sleep_mode: bool, refused: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU, our check refuses an allocator setting in exactly the cases in which vLLM would refuse it with a long
-    error.
-    """
-    from vllm.config import VllmConfig
-
-    from rollout.vllm.compat import refusals
-
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
-    policy = policy_of("full") if policy_name == "full" else policy_of("gkv", budget=64, window=8, period=16)
-    refusals.refuse_expandable_segments(policy, sleep_mode)  # accepted: a CPU has no such allocator
-    monkeypatch.setattr(refusals, "on_cpu", lambda: False)
-    connector = SimpleNamespace(kv_connector="EvictionConnector") if policy_name == "gkv" else None
-    config = SimpleNamespace(
-        kv_transfer_config=connector, model_config=SimpleNamespace(enable_cumem_allocator=sleep_mode)
-    )
-    for refusing, error in (
-        (lambda: refusals.refuse_expandable_segments(policy, sleep_mode), UserError),
-        (lambda: VllmConfig._verify_kv_transfer_compat(config), ValueError),
-    ):
-        with pytest.raises(error, match="expandable_segments:True") if refused else nullcontext():
-            refusing()
-
-
 @pytest.mark.parametrize("name", ["gkv", "full"])
 def test_a_sliding_window_set_by_an_override_is_refused(
-    name: str, policy_of: Callable, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+    name: str, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sliding window that an override sets is refused: our float32 attention would ignore it. The check of the
-    model's own configuration does not see overrides.
-    """
+    """Our float32 attention would ignore it, and the check of the model's own configuration does not see it."""
     import vllm
 
     slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
@@ -267,20 +194,14 @@ def test_a_sliding_window_set_by_an_override_is_refused(
         open_engine(policy, "llama")
 
 
-@pytest.fixture(scope="module")
-def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
-    """configuration_of(dtype) -> vLLM's own configuration of an engine with a full cache."""
+@cache
+def configuration_of(dtype: str) -> Any:
+    from vllm import EngineArgs
 
-    @cache
-    def make(dtype: str) -> Any:
-        from vllm import EngineArgs
+    from rollout.vllm.compat.arguments import engine_arguments
 
-        from rollout.vllm.compat.arguments import engine_arguments
-
-        arguments = engine_arguments(make_policy("full"), dtype=dtype)
-        return EngineArgs(str(directory_of("llama")), dtype=dtype, **arguments).create_engine_config()
-
-    return make
+    arguments = engine_arguments(make_policy("full"), dtype=dtype)
+    return EngineArgs(str(directory_of("llama")), dtype=dtype, **arguments).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -297,14 +218,12 @@ def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_our_attention_does_not_support_are_refused(
-    dtype: str, given: dict[str, Any], what: str | None, configuration_of: Callable, monkeypatch: pytest.MonkeyPatch
+    dtype: str, given: dict[str, Any], what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that our float32 attention would compute wrongly are refused on a CPU, also with a full cache. In other
-    dtypes vLLM's own kernel supports them.
-    """
+    """On a CPU, also with a full cache. In other dtypes vLLM's own kernel supports them."""
     from vllm.config import set_current_vllm_config
 
-    from rollout.vllm import backend, backend_cpu
+    from rollout.vllm.compat import backend
 
     monkeypatch.setattr(backend.EvictingImpl, "config", None)
     monkeypatch.setattr(backend.EvictingImpl, "longest", 0)
@@ -315,13 +234,11 @@ def test_layers_that_our_attention_does_not_support_are_refused(
         set_current_vllm_config(configuration_of(dtype)),
         pytest.raises(UserError, match=message) if refused else nullcontext(),
     ):
-        backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**supported, **given})
+        backend.EvictingCPUImpl(4, 32, 1.0, 2, **{**supported, **given})
 
 
 def test_the_start_of_an_engine_uses_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine reads and sets the random state of its own GPU only. On another GPU, this would create a CUDA context
-    of half a gigabyte in each process.
-    """
+    """Reading another GPU's random state would create a CUDA context of half a gigabyte there."""
     from rollout.vllm.compat import plugin
 
     touched: list[Any] = []
@@ -339,13 +256,9 @@ def test_the_start_of_an_engine_uses_only_its_own_gpu(monkeypatch: pytest.Monkey
     assert touched == [3, 3]
 
 
-def test_weights_that_are_not_finite_raise_an_error(
-    policy: Policy, open_engine: Callable, directory_of: Callable, loaded: Callable, random_prompts: Callable
-) -> None:
-    """With weights that make keys NaN, the engine raises an error and returns no trace. After finite weights are
-    loaded, it works again.
-    """
-    engine, prompts = open_engine(policy), random_prompts((90, 200))
+def test_weights_that_are_not_finite_raise_an_error(open_engine: Callable) -> None:
+    """Keys become NaN; no trace is returned. After finite weights are loaded, the engine works again."""
+    engine, prompts = open_engine(POLICY, **SHARED), random_prompts((90, 200))
     expected = engine.generate(prompts, SAMPLING)
     good = {name: weight.detach().clone() for name, weight in loaded(directory_of("qwen2")).named_parameters()}
     bad = {name: weight.clone() for name, weight in good.items()}
@@ -359,10 +272,8 @@ def test_weights_that_are_not_finite_raise_an_error(
 
 @pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.slow
-def test_an_engine_does_not_change_its_process(
-    with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
-) -> None:
-    """An engine does not change its process's random state, number of threads, default dtype and process group."""
+def test_an_engine_does_not_change_its_process(with_group: bool, tmp_path: Path) -> None:
+    """Random state, number of threads, default dtype and process group."""
     if with_group:
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
 
@@ -381,12 +292,11 @@ def test_an_engine_does_not_change_its_process(
         before = state()
         assert before[-1] is with_group
         with pytest.raises(ValueError, match="KV cache"):  # fails after vLLM has made its process groups
-            make_engine("vllm", model=directory_of("qwen2"), policy=policy, kv_cache_gb=1e-4, max_model_len=2048)
+            make_engine("vllm", model=directory_of("qwen2"), policy=POLICY, kv_cache_gb=1e-4, max_model_len=2048)
         assert state() == before
         for _ in range(2):
-            engine = make_engine(
-                "vllm", model=directory_of("qwen2"), policy=policy, kv_cache_gb=0.03, max_model_len=512
-            )
+            sizes = {"kv_cache_gb": 0.03, "max_model_len": 512}
+            engine = make_engine("vllm", model=directory_of("qwen2"), policy=POLICY, **sizes)
             engine.generate(random_prompts((90, 200)), SAMPLING)
             engine.close()
             assert state() == before

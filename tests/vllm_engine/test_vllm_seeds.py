@@ -1,17 +1,15 @@
-"""A request to a server with a seed gets the tokens of a rollout with that seed, for any other requests in the batch.
-
-vLLM's own engine runs in this process, and gets requests as a server gives them to its engine.
-"""
+"""A request to a server with a seed gets the tokens of a rollout with that seed, whatever else is in the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from counting import DEVICE, Counted
+from tiny import directory_of, loaded, policy_of, random_prompts
 from watching import watched
 
 from rollout import SamplingConfig, make_engine
@@ -22,15 +20,14 @@ TOKENS = 20
 
 
 @pytest.fixture
-def as_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process handle seeds as a server does, and restore it afterwards."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from rollout.vllm.compat.seeds import give_sequences_their_seeds
+    from rollout.vllm.compat.server import give_sequences_their_seeds
 
     monkeypatch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
     give_sequences_their_seeds()
-    yield
 
 
 def served(engine: Any, prompts: Sequence[list[int]], requests: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
@@ -51,12 +48,10 @@ def served(engine: Any, prompts: Sequence[list[int]], requests: Sequence[dict[st
 
 
 def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
-    """Rows with a seed are sampled without a wait for the device, each at its own step, even before earlier tokens have
-    reached the host. vLLM samples the other rows.
-    """
+    """Each at its own step, even before earlier tokens reach the host. vLLM samples the other rows."""
     pytest.importorskip("vllm")
     from rollout.vllm.compat.arguments import KEY
-    from rollout.vllm.samplers import SeededSampler
+    from rollout.vllm.sampling import SeededSampler
 
     def vllm_sampler(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         """Overwrite the logits and return int32, as vLLM's sampler may do."""
@@ -64,20 +59,14 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 
     settings = [None, (5, 1.0, 0), (6, 0.9, 0), None, (7, 1.0, 4), (5, 1.0, 0)]
     steps = [3, 0, 700, 1, 2, 9]
-    requests = {
-        str(i): SimpleNamespace(
-            output_token_ids=[-1] * step,
-            sampling_params=SimpleNamespace(
-                extra_args={KEY: {"seed": row_settings[0]}} if row_settings else {"seed": 3},
-                top_p=row_settings[1] if row_settings else 1,
-                top_k=row_settings and row_settings[2],
-            ),
-        )
-        for i, (row_settings, step) in enumerate(zip(settings, steps, strict=True))
-    }
-    sampler = SeededSampler(
-        SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(requests)), requests=requests), vllm_sampler
-    )
+    requests = {}
+    for i, (row_settings, step) in enumerate(zip(settings, steps, strict=True)):
+        seed, top_p, top_k = row_settings or (None, 1, None)
+        extra = {KEY: {"seed": seed}} if row_settings else {"seed": 3}
+        parameters = SimpleNamespace(extra_args=extra, top_p=top_p, top_k=top_k)
+        requests[str(i)] = SimpleNamespace(output_token_ids=[-1] * step, sampling_params=parameters)
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(requests)), requests=requests)
+    sampler = SeededSampler(runner, vllm_sampler)
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     expected = [0] * 6
     for i, row_settings in enumerate(settings):
@@ -98,13 +87,8 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 @pytest.mark.usefixtures("as_a_server")
 @pytest.mark.parametrize("name", ["gkv", "full"])
 @pytest.mark.few(1)
-def test_a_seed_gives_the_tokens_of_a_rollout(
-    name: str, policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Any
-) -> None:
-    """Requests with a seed get the tokens of a rollout with that seed. Their prompts have several chunks, and each
-    request has two samples and its own top_p and top_k. Greedy requests and requests without a seed run beside them.
-    With vLLM's own random generators, the engine would stop at the first chunk.
-    """
+def test_a_seed_gives_the_tokens_of_a_rollout(name: str, open_engine: Callable) -> None:
+    """Prompts have several chunks, and two samples each; greedy and unseeded requests run beside them."""
     policy = policy_of(name, budget=48, window=8, period=16)
     engine = open_engine(policy, max_num_batched_tokens=64, max_batch=12)
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
@@ -127,12 +111,8 @@ def test_a_seed_gives_the_tokens_of_a_rollout(
 
 
 @pytest.mark.usefixtures("as_a_server")
-def test_preempted_requests_keep_their_random_numbers(
-    policy_of: Callable, open_engine: Callable, loaded: Callable, directory_of: Callable, random_prompts: Callable
-) -> None:
-    """A preempted request continues with its own random numbers. The cache is full, since only then a recomputed cache
-    equals the lost one.
-    """
+def test_preempted_requests_keep_their_random_numbers(open_engine: Callable) -> None:
+    """The cache is full, since only then a recomputed cache equals the lost one."""
     policy = policy_of("full")
     engine = open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64)
     prompts = random_prompts([70] * 8)

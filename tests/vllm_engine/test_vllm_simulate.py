@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny import directory_of, loaded, policy_of, random_prompts
 
 from rollout import SamplingConfig, make_engine
 
@@ -14,17 +15,8 @@ LENGTHS = (5, 90, 33, 200, 12)
 
 @pytest.mark.parametrize("name", ["streaming", "gkv", "h2o"])
 @pytest.mark.few(1)
-def test_simulation_equals_sampling(
-    name: str,
-    open_engine: Callable,
-    policy_of: Callable,
-    random_prompts: Callable,
-    loaded: Callable,
-    directory_of: Callable,
-) -> None:
-    """Tokens and evictions of a simulation, on vLLM and on hf, equal those of the sampling, and log-probs are equal up
-    to 1e-5. Control: under gkv, other completions give other evictions.
-    """
+def test_simulation_equals_sampling(name: str, open_engine: Callable) -> None:
+    """On vLLM and on hf. Control: under gkv, other completions give other evictions."""
     policy = policy_of(name, budget=40, window=8, period=16)
     engine = open_engine(policy)
     prompts = random_prompts(LENGTHS)
@@ -43,7 +35,7 @@ def test_simulation_equals_sampling(
         assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(changed, expected, strict=True))
 
 
-def test_empty_and_too_long_completions_are_refused(open_engine: Callable, policy_of: Callable) -> None:
+def test_empty_and_too_long_completions_are_refused(open_engine: Callable) -> None:
     engine = open_engine(policy_of("streaming", budget=40, period=16), max_model_len=128)
     with pytest.raises(ValueError, match="completion 1 is empty"):
         engine.simulate([[3], [4]], [[5], []])

@@ -1,8 +1,5 @@
-"""Sleep mode, tested without a GPU: vLLM's worker code runs with a substitute for the allocator that unmaps memory.
-
-In a sleep, all memory that vLLM allocated for the model and the cache is overwritten, since unmapped memory may come
-back with any contents. tests/gpu has the same test with the real allocator.
-"""
+"""Sleep mode without a GPU: in a sleep, all memory of model and cache is overwritten, as unmapped memory may be.
+tests/gpu has the same test with the real allocator."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from judging import same
+from tiny import directory_of, loaded, policy_of, random_prompts
 
 from rollout import SamplingConfig
 
@@ -41,9 +39,7 @@ def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """A substitute for vLLM's sleep mode backend. Its "weights" are the tensors that `load` allocates; its "kv_cache"
-    is the caches of a runner.
-    """
+    """A substitute for vLLM's backend: "weights" are what `load` allocates, "kv_cache" is a runner's caches."""
 
     def __init__(self) -> None:
         self.weights: list[torch.UntypedStorage] = []
@@ -89,17 +85,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 @pytest.mark.parametrize("policy_name", ["full", "gkv"])
 def test_an_engine_samples_the_same_tokens_after_a_sleep(
-    policy_name: str,
-    memory: Memory,
-    open_engine: Callable,
-    policy_of: Callable,
-    directory_of: Callable,
-    loaded: Callable,
-    random_prompts: Callable,
+    policy_name: str, memory: Memory, open_engine: Callable
 ) -> None:
-    """Level 1 restores the weights by itself. Level 2 drops them, and `load_weights` restores all of them; vLLM itself
-    keeps the buffers. The old contents of the cache are not needed.
-    """
+    """Level 2 drops the weights, and `load_weights` restores them; vLLM keeps the buffers."""
     engine = open_engine(policy_of(policy_name, budget=64, window=8, period=16), "qwen3")
     engine.can_sleep, prompts = True, random_prompts(LENGTHS)
     expected = engine.generate(prompts, SAMPLING)

@@ -1,24 +1,26 @@
-"""A running clock sees the steps, compactions and blocks of a vLLM engine (rollout/vllm/observed.py)."""
+"""A running clock sees the steps, compactions and blocks of a vLLM engine (rollout/vllm/engine.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from tiny import random_prompts
+
 from rollout import SamplingConfig
-from rollout.timing.sampling import time_sampling
-from rollout.vllm.observed import observed
+from rollout.measure.timing import time_sampling
+from rollout.vllm.engine import steps_reported
 from sparse_rl.policies import make_policy
 
 PROMPT, LENGTH, BATCH = 10, 60, 3
 CACHE = {"policy": "streaming", "budget": 16, "period": 8}
 
 
-def test_a_clock_sees_steps_compactions_and_blocks(open_engine: Callable, random_prompts: Callable) -> None:
+def test_a_clock_sees_steps_compactions_and_blocks(open_engine: Callable) -> None:
     """Tokens, steps, compactions and used blocks are those of the schedule. Afterwards the engine samples as before."""
     engine, prompts = open_engine(CACHE), random_prompts([PROMPT] * BATCH)
     sampling = SamplingConfig(LENGTH - PROMPT, seed=0, ignore_eos=True)
     short, whole = time_sampling(
-        lambda: engine.generate(prompts, sampling), BATCH, PROMPT, [30, LENGTH], observed=observed(engine.llm)
+        lambda: engine.generate(prompts, sampling), BATCH, PROMPT, [30, LENGTH], observed=steps_reported(engine.llm)
     )
     schedule = make_policy(CACHE).schedule
     for measured in (short, whole):

@@ -84,8 +84,6 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "engine.arg_utils.AsyncEngineArgs.create_engine_config": "usage_context headless",
     "engine.arg_utils.EngineArgs.create_model_config": "",
     "model_executor.models.transformers.base.Base._decorate_for_torch_compile": "",
-    "sampling_params.SamplingParams._validate_structured_outputs": "model_config structured_outputs_config tokenizer",
-    "entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error": "finish_reason request_id",
     "forward_context.get_forward_context": "",
     "config.get_current_vllm_config": "",
     "config.get_layers_from_vllm_config": "vllm_config layer_type layer_names",
@@ -156,7 +154,7 @@ ASSIGNED = {  # class -> attributes that its objects get when they are created
     "kv_sharing_target_layer_name attn_type",
     "v1.request.Request": "request_id status stop_reason resumable",
     "v1.engine.parallel_sampling.ParentRequest": "sampling_params",
-    "v1.engine.input_processor.InputProcessor": "vllm_config speculative_config",
+    "v1.engine.input_processor.InputProcessor": "vllm_config",
     "config.ModelConfig": "hf_text_config",
     "v1.engine.llm_engine.LLMEngine": "engine_core model_config",
     "entrypoints.llm.LLM": "llm_engine",
@@ -194,9 +192,7 @@ def test_functions_of_vllm_have_the_expected_parameters(name: str) -> None:
 
 
 def test_replaced_functions_have_the_expected_parameters() -> None:
-    """vLLM's functions that our plugin replaces have the expected parameters. They are replaced already when this test
-    runs, so it reads their parameters from vLLM's source file.
-    """
+    """They are replaced already when this test runs, so it reads vLLM's source file."""
     module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
     parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}
     assert parameters["check_cpu_sgl_kernel"] == ["n", "k", "dtype"]
@@ -218,18 +214,17 @@ def test_objects_get_the_attributes_that_we_use(name: str) -> None:
 
 
 def test_replaced_members_reach_their_callers_in_vllm() -> None:
-    """Callers in vLLM use the members that we replace by assignment, since they look them up at each call."""
+    """The callers look them up at each call."""
     from rollout.vllm.compat import plugin
 
     assert of_vllm("_custom_ops._supports_onednn") is False
     assert of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear
-    runner, scheduler = (
-        of_vllm(name) for name in ("v1.worker.gpu_model_runner.GPUModelRunner", "v1.core.sched.scheduler.Scheduler")
-    )
+    runner = of_vllm("v1.worker.gpu_model_runner.GPUModelRunner")
+    scheduler = of_vllm("v1.core.sched.scheduler.Scheduler")
     for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
-        assert replaced.__globals__["__name__"] == "rollout.vllm.compat.finite"
+        assert replaced.__globals__["__name__"] == "rollout.vllm.compat.plugin"
     assert "self._sample(" in inspect.getsource(runner.sample_tokens.__wrapped__)
-    assert runner.__init__.__globals__["__name__"] == "rollout.vllm.compat.seeds"
+    assert runner.__init__.__globals__["__name__"] == "rollout.vllm.compat.plugin"
     assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
@@ -238,10 +233,8 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
     assert "batched_count_greater_than(" in source
     assert "self.topk_topp_sampler(" in source
-    for engine in (
-        "v1.engine.async_llm.AsyncLLM",
-        "v1.engine.llm_engine.LLMEngine",
-    ):  # both add each sequence to the output processor before they send it to the engine
+    # both add each sequence to the output processor before they send it to the engine
+    for engine in ("v1.engine.async_llm.AsyncLLM", "v1.engine.llm_engine.LLMEngine"):
         assert "output_processor.add_request(" in inspect.getsource(of_vllm(engine))
     assert "resumable=True" in inspect.getsource(of_vllm("v1.engine.async_llm.AsyncLLM._add_streaming_input_request"))
     for route in ("openai.completion", "openai.chat_completion", "speech_to_text.base"):
@@ -250,7 +243,6 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
 
 
 def test_vllms_processes_have_the_expected_names() -> None:
-    """The processes of an engine and of a tensor-parallel rank have the names by which we recognise them."""
     from rollout.vllm.compat.processes import OF_VLLM
 
     sources = [inspect.getsource(of_vllm(name)) for name in ("v1.engine.utils", "v1.executor.multiproc_executor")]
@@ -259,7 +251,6 @@ def test_vllms_processes_have_the_expected_names() -> None:
 
 
 def test_the_padding_of_a_graphs_batch_uses_the_null_block() -> None:
-    """The padding of a graph's batch uses the null block, so that padding is not written to a request's block."""
     from vllm.v1.core.block_pool import BlockPool
 
     assert of_vllm(f"{BACKENDS}.utils.NULL_BLOCK_ID") == 0 == BlockPool(4, False, 16).null_block.block_id
@@ -268,22 +259,20 @@ def test_the_padding_of_a_graphs_batch_uses_the_null_block() -> None:
 
 
 def test_both_runners_call_the_connector() -> None:
-    """vLLM has two model runners. Both call the connector's `handle_preemptions`, by which our plugin works before a
-    forward pass.
-    """
+    """Its `handle_preemptions`, by which our plugin works before a forward pass."""
     for runner in ("v1.worker.gpu_model_runner", "v1.worker.gpu.kv_connector"):
         assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
 
 
 def test_our_head_sizes_equal_those_of_the_cpu_kernel() -> None:
-    from rollout.choice import CPU_HEAD_SIZES
+    from rollout.engine import CPU_HEAD_SIZES
 
     assert set(CPU_HEAD_SIZES) == set(of_vllm(f"{BACKENDS}.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")())
 
 
 def test_the_null_block_belongs_to_no_request() -> None:
-    """No request gets the null block, to which our padding is written."""
-    from rollout.vllm.plan import NOBODYS
+    """To which our padding is written."""
+    from rollout.vllm.compat.paged import NOBODYS
 
     pool = of_vllm("v1.core.block_pool.BlockPool")(4, False, 16)
     assert pool.null_block.block_id == NOBODYS

@@ -1,21 +1,23 @@
-"""With the quickstart's trained model, which amplifies rounding, the gap in float32 is within 1e-5, and evictions add
-nothing to the gap in bfloat16.
-"""
+"""The quickstart's trained model amplifies rounding: the gap in float32 is within 1e-5, and evictions add nothing in
+bfloat16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from judging import wrong_traces
 from policy_cases import ON_VLLM
+from ties import agrees_with_hf, replay_gap
+from tiny import policy_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
 from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.data.running_sum import rows
+from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.policies import Policy, make_policy
 
 pytestmark = pytest.mark.slow
@@ -24,25 +26,16 @@ TRAINED = Path(__file__).parents[2] / "recipes/quickstart/model"
 BUDGET = {"budget": 40, "window": 8, "period": 8}
 
 
-@pytest.fixture(scope="session")
+@cache
 def problems() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(TRAINED)
-    return [tokenizer(row["prompt"])["input_ids"] for row in rows("calibration", 192, seed=0)]
+    return [tokenizer(row["prompt"])["input_ids"] for row in RunningSum().rows("calibration", 192, seed=0)]
 
 
 @pytest.mark.parametrize("policy_name", ON_VLLM)
-def test_float32_equals_the_reference_engine(
-    policy_name: str,
-    problems: list[list[int]],
-    open_engine: Callable,
-    policy_of: Callable,
-    agrees_with_hf: Callable,
-    replay_gap: Callable,
-) -> None:
-    """In float32, tokens and traces equal the reference engine's, and the gap is at most 1e-5, although a trained model
-    amplifies rounding (`agrees_with_hf`). Control: under wrong traces the gap is at least 1e-2.
-    """
-    policy, prompts = policy_of(policy_name, **BUDGET), problems[:32]
+def test_float32_equals_the_reference_engine(policy_name: str, open_engine: Callable) -> None:
+    """Control: under wrong traces the gap is at least 1e-2."""
+    policy, prompts = policy_of(policy_name, **BUDGET), problems()[:32]
     rollouts = open_engine(policy, TRAINED, max_batch=32).generate(prompts, SAMPLING)
     agrees_with_hf(policy, prompts, SAMPLING, {"trained": rollouts}, TRAINED)
     if policy_name != "full":  # control: with wrong traces the gap, which agrees_with_hf has bounded, is large
@@ -50,27 +43,19 @@ def test_float32_equals_the_reference_engine(
             assert replay_gap(wrong_rollouts, TRAINED) >= 1e-2, name
 
 
-def test_evictions_add_nothing_to_the_gap_of_bfloat16(
-    problems: list[list[int]], open_engine: Callable, policy_of: Callable, record_property: Callable
-) -> None:
-    """Evictions add nothing to the gap that bfloat16 causes, by the 99th percentile over 10,000 tokens.
-
-    With a sufficient budget, the gap is at most 1.5 times that of a full cache. With a small budget the model is less
-    certain, and its log-probs are more sensitive to rounding. The gap is then divided by the trainer's own rounding on
-    the same tokens, |bfloat16 - float32|.
-    """
+def test_evictions_add_nothing_to_the_gap_of_bfloat16(open_engine: Callable) -> None:
+    """By the 99th percentile over 10,000 tokens: at most 1.5 times that of a full cache under a large budget; under a
+    small one, where log-probs are more sensitive, both in units of |bfloat16 - float32| of the trainer."""
     models = [AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.bfloat16).eval() for _ in range(2)]
     models[1].float()  # the same weights, converted from bfloat16
 
     def measure(policy: Policy) -> tuple[float, float, list[Rollout]]:
-        rollouts = open_engine(policy, TRAINED, dtype="bfloat16", max_batch=64).generate(problems, SAMPLING)
+        rollouts = open_engine(policy, TRAINED, dtype="bfloat16", max_batch=64).generate(problems(), SAMPLING)
         with torch.no_grad():
             bfloat16, float32 = (torch.cat(replay_logprobs(model, rollouts, batch_size=16)) for model in models)
         sampled = torch.cat([torch.tensor(r.model_logprobs) for r in rollouts])
         assert len(bfloat16) >= 64 * 100
         gap, noise = (float((bfloat16 - other).abs().quantile(0.99)) for other in (sampled, float32))
-        record_property(f"{policy}: gap", gap)
-        record_property(f"{policy}: gap/noise", gap / noise)
         return gap, gap / noise, rollouts
 
     full_gap, full_units, _ = measure(make_policy("full"))

@@ -10,9 +10,7 @@ from typing import Any
 
 @dataclass
 class Watched:
-    """For each scheduled step: the number of running requests and the number of used blocks. `preempted` counts all
-    preempted requests.
-    """
+    """For each scheduled step, the numbers of running requests and of used blocks; and all preemptions."""
 
     running: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)

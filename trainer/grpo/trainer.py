@@ -2,53 +2,145 @@
 
 The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 
-- rollouts come from our engine, with an eviction trace per sequence; the engine samples from the live module, or has
-  its own copy of the weights, which is synced after each update and then probed (probe.py);
-- a trace stays with its row from sampling to the loss, and in checkpoints (rows.py);
-- with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace
-  (forward.py); with `train_attention: full`, the traces are ignored, which is the mismatched control. RL-Full is
-  another setting: the cache policy `full`;
+- rollouts come from our engine, with an eviction trace per sequence (engine.py);
+- a trace stays with its row from sampling to the loss, and in checkpoints (TracedBatch);
+- with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace; with
+  `full`, the traces are ignored, which is the mismatched control (RL-Full is the cache policy `full`);
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
-- truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline (advantages.py);
-- our setting importance_correction selects TRL's importance correction (with `none`, the old log-probs are the
-  trainer's own);
-- the gap between sampler and trainer is measured on every rollout, logged, and guarded (measures.py).
-
-All other features of TRL (loss types, epsilon_high, GSPO, beta, ...) are unchanged.
+- truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline;
+- our setting importance_correction selects TRL's importance correction;
+- the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
+import trl
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
+from trl.models.utils import _ForwardRedirection
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler
 
-from rollout.engine import Engine, SamplingConfig
-from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
-from sparse_rl.data.tokens import prompt_ids
+from rollout.engine import Engine, Rollout, SamplingConfig
+from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.views import make_view
+from sparse_rl.data.tokens import prompt_ends, prompt_ids
 from sparse_rl.errors import UserError
-from sparse_rl.models.base import base_of
-from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
-from trainer.grpo.arguments import SparseGRPOArguments, check_given, check_made
-from trainer.grpo.clock import StepClock
-from trainer.grpo.forward import ReplayedForward
-from trainer.grpo.measures import Measures
-from trainer.grpo.probe import ProbedEngine
-from trainer.grpo.rows import Learned, Rows, Sampled, packed, unpacked
-from trainer.grpo.table import load_table, plain_values, show_advantages, table_state
-from trainer.loading import text_parts
-from trainer.resumable import EpochSampler, Resumable
+from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
+from sparse_rl.models.load import base_of
+from sparse_rl.trace import EvictionTrace
+from trainer.arguments import ReplayedArguments, check_adapters
+from trainer.base import Resumable, text_parts
+from trainer.config import ScorersConfig, SparseGRPOConfig
+from trainer.grpo.engine import SyncedEngine
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
 from trainer.weights import load_reference, reference_state
 
 
-class RewardError(UserError):
-    """Raised if a reward function raised an exception. The message names the reward functions and the exception."""
+@dataclass
+class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
+    """TRL's GRPOConfig with our configuration as additional fields. Use `grpo_arguments` to build it."""
+
+    kind: ClassVar[str] = "grpo"
+    sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
+    scorers: ScorersConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sparse.check_options(vars(self))
+        if self.sparse.importance_correction != "none":
+            self.vllm_importance_sampling_mode = self.sparse.importance_correction
+            self.vllm_importance_sampling_clip_max = self.sparse.importance_clip
+
+
+def grpo_arguments(
+    sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
+) -> SparseGRPOArguments:
+    """Return the arguments of a SparseGRPOTrainer. Fields that TRL and `sparse` share get the values of `sparse`.
+
+    options : options of TRL and transformers (trainer.arguments.training_options), and fields of SparseGRPOArguments
+
+    Raises UserError for an option that this project, TRL or transformers refuses.
+    """
+    trl_names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
+    shared = {f.name: getattr(sparse, f.name) for f in dataclasses.fields(sparse) if f.name in trl_names}
+    shared["top_k"] = sparse.top_k or 0
+    shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
+    return SparseGRPOArguments(sparse=sparse, **shared, **options)
+
+
+def _check_given(given: Mapping[str, Any]) -> None:
+    """Raise UserError if SparseGRPOTrainer does not support one of the parameters `given` to GRPOTrainer."""
+    if not isinstance(args := given.get("args"), SparseGRPOArguments):
+        wrong = f"must be made by grpo_arguments (trainer/grpo/trainer.py), got {type(args).__name__}"
+        raise UserError(wrong, "args")
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if given.get(name):
+            raise UserError(f"a trace covers one completion, sampled in one call of our engine; remove {name}", name)
+    check_adapters(given["model"], given.get("peft_config"))
+
+
+def check_made(trainer: Any) -> None:
+    """Raise UserError if TRL or PEFT has enabled an unsupported feature because of the model or the launch.
+
+    The balancing loss of experts is switched off in a dense model, whose config.json may have the keys of experts.
+    """
+    check_adapters(trainer.model)
+    if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; lower zero_stage"
+        raise UserError(wrong)
+    trainer.aux_loss_enabled = trainer.aux_loss_enabled and has_experts(base_of(trainer.model))
+
+
+class EpochSampler(Sampler):
+    """TRL's sampler with an order that depends only on the seed and the epoch, as a resumed run needs it."""
+
+    def __init__(self, sampler: RepeatSampler) -> None:
+        self.sampler, self.epoch = sampler, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed((self.sampler.seed or 0) + self.epoch)
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+@dataclass
+class TracedBatch:
+    """The rows that TRL works on, with their traces and all else that TRL's methods do not pass to one another.
+
+    A generation and a loss begin with a TracedBatch each. At the end of a generation the engine's traces become the
+    column `traces` of TRL's batch, which is a dict: TRL shuffles and splits the list like its tensors, and a checkpoint
+    keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
+
+    rollouts : rollouts that were just sampled; empty while a loss is computed
+    rewards : rewards of all ranks, float [rows, reward functions]
+    advantages : of each rollout, float [rows]
+    logprobs : the trainer's log-probs from the last forward pass, float [rows, completion width], detached
+    auxiliary : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
+    """
+
+    traces: Sequence[EvictionTrace] = ()
+    rollouts: Sequence[Rollout] = ()
+    rewards: Tensor = field(default_factory=lambda: torch.empty(0))
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    auxiliary: AuxiliaryLosses | None = None
 
 
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
@@ -56,8 +148,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     It takes the parameters of GRPOTrainer, with `args` from `grpo_arguments`, and:
 
-    make_engine : function that takes the live transformers model and returns the engine, which may sample from that
-        model; called once, before training allocates memory
+    make_engine : function from the live transformers model to the engine; called once, before training needs memory
     sleep : True frees the engine's memory while the weights are updated, if the engine supports this
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
@@ -72,39 +163,58 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         thinking: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
+        _check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
         self.thinking = thinking
-        with text_parts():
+        with text_parts(grpo_trainer):
             super().__init__(*args, **kwargs)
         check_made(self)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
-        # use_vllm is TRL's only switch for its importance correction. In the arguments, True would start a vLLM engine.
-        # Here, after construction, it has no other effect: TRL's other code that reads use_vllm is overridden by this
-        # class, or runs only with rollout_func or tools.
+        # TRL's only switch for its importance correction. Here, after construction, it has no other effect: TRL's other
+        # code that reads use_vllm is overridden by this class, or runs only with rollout_func or tools.
         self.use_vllm = self.args.sparse.importance_correction != "none"
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
-        self.probed_engine = ProbedEngine(self.engine, self, sleep)
-        self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
-        self.measures, self.rows = Measures(self), Rows([])
-        self.last_sampled: Sampled | None = None  # the newest generation in training
+        self.synced_engine, self.own_metrics = SyncedEngine(self.engine, self, sleep), GRPOMetrics(self)
+        self._redirect = _ForwardRedirection()
+        self.batch = TracedBatch()
         self._generations = 0  # number of generations so far, for the sampling seed
 
     @property
     def mode(self) -> str:
-        """TRL's name of the current mode: train or eval."""
         return "train" if cast(Any, self.model).training else "eval"
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
 
+    # ---- a generation: from prompts to TRL's batch ----------------------------------------------------------------
+
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochSampler(cast(Any, super()._get_train_sampler(dataset)))
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
+        sampler's log-probs before top-p and top-k, float [rows, completion width]."""
+        batch = self.batch = TracedBatch()
+        out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
+        out["traces"] = batch.traces
+        width = out["completion_ids"].shape[1]
+        logprobs = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in batch.rollouts]
+        out["model_per_token_logps"] = torch.tensor(logprobs, device=self.accelerator.device)
+        out["advantages"] = batch.advantages = self._own_advantages(out["advantages"])
+        shown, column = self.accelerator.gather(out["advantages"]).tolist(), cast(Any, self._logs["advantages"])
+        before = list(column)[: -len(shown)]  # without those that TRL has written for these rows
+        column.clear()
+        column.extend([*before, *shown])
+        if self.mode == "train":
+            self.own_metrics.warn_if_nothing_is_learnt()
+        if "old_per_token_logps" in out:
+            self.own_metrics.record_gap(out, out["old_per_token_logps"])
+        return out
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
         return [prompt_ids(p, self.processing_class, self.thinking) for p in prompts], None, {}
@@ -122,66 +232,51 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             seed=self.sampling_seed(None if self.mode == "eval" else self._generations),
             stop_token_ids=self.eos_token_ids,
         )
-        with self.refused_at_this_step(), self.probed_engine.ready(), self.clock.timed("generate"):
+        with self.refused_at_this_step(), self.synced_engine.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
         replayed = self.args.sparse.train_attention == "replay"
-        self.rows = Rows([r.trace if replayed else r.trace.dense_like() for r in rollouts], rollouts)
-        self.measures.rollouts(rollouts)
+        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
+        self.batch.rollouts = rollouts
+        self.own_metrics.record_rollouts(rollouts)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
+        ends = prompt_ends([rollout.prompt_ids for rollout in self.batch.rollouts], self.processing_class)
+        inputs = [{**row, "prompt_ends": end} for row, end in zip(inputs, ends, strict=True)]
         with self.clock.timed("rewards"):
             try:
-                self.rows.rewards = super()._calculate_rewards(*args, **kwargs)
-                return self.rows.rewards
-            except KeyboardInterrupt:
+                self.batch.rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+                return self.batch.rewards
+            except (KeyboardInterrupt, UserError):  # a recipe's reward raises UserError
                 raise
             except BaseException as error:  # a user's function may even call sys.exit
                 names = ", ".join(self.reward_func_names)
                 what = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RewardError(f"a reward function (one of: {names}) raised {what}") from error
+                raise UserError(f"a reward function (one of: {names}) raised {what}") from error
 
     def _log_completion_extra(self, column: str, values: list) -> None:
         super()._log_completion_extra(column, plain_values(column, values))
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        out = super()._generate_and_score_completions(inputs)
-        rows, sparse, metrics = self.rows, self.args.sparse, self._metrics[self.mode]
+    def _own_advantages(self, advantages: Tensor) -> Tensor:
+        """Return the advantages, float [rows], set to exactly 0 in groups without reward variance (`uniform_groups:
+        drop` also excludes these from the loss's mean over rows) and for truncated outputs (G-KV)."""
+        batch, sparse = self.batch, self.args.sparse
         if self.multi_objective_aggregation == "sum_then_normalize":
             size = cast(int, self.num_generations if self.mode == "train" else self.num_generations_eval)
-            varied = varied_groups(rows.rewards, self.reward_weights, size)
-            metrics["frac_reward_zero_std"][-1] = 1.0 - float(varied.float().mean())
-            rank, drop = self.accelerator.process_index, sparse.uniform_groups == "drop"
-            out["advantages"] = over_varied_groups(out["advantages"], varied, size, rank, drop)
+            varied = varied_groups(batch.rewards, self.reward_weights, size)
+            share = float(varied.float().mean())
+            self._metrics[self.mode]["frac_reward_zero_std"][-1] = 1.0 - share
+            start = self.accelerator.process_index * len(advantages)
+            own = varied.repeat_interleave(size)[start : start + len(advantages)]
+            advantages = advantages.masked_fill(~own, 0.0)
+            if sparse.uniform_groups == "drop" and share > 0:
+                advantages = advantages / share
         if sparse.zero_truncated_advantages:
-            out["advantages"] = without_truncated(out["advantages"], [r.finish_reason for r in rows.rollouts])
-        show_advantages(cast(Any, self._logs), self.accelerator.gather(out["advantages"]).tolist())
-        width = out["completion_ids"].shape[1]
-        out["model_per_token_logps"] = rows.model_logprobs(width).to(self.accelerator.device)
-        out["traces"] = rows.traces
-        if self.mode == "train":
-            first = self.accelerator.process_index * len(rows.rollouts)  # rewards are of all processes
-            rewards = rows.rewards[first : first + len(rows.rollouts)]
-            self.last_sampled = Sampled(rows.rollouts, rewards.tolist(), out["advantages"].tolist())
-        if "old_per_token_logps" in out:
-            self.measures.batch(out, out["old_per_token_logps"])
-        return out
+            truncated = torch.tensor([rollout.finish_reason == "length" for rollout in batch.rollouts])
+            advantages = advantages.masked_fill(truncated.to(advantages.device), 0.0)
+        return advantages
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        rows = self.rows = Rows(inputs["traces"])
-        # off_policy_mask_threshold needs the sampler's log-probs before top_p and top_k
-        loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
-        if rows.learned is not None:
-            loss = loss + self._own_loss(rows.learned)
-        if "old_per_token_logps" not in inputs:  # then no update has followed the rollout yet
-            self.measures.batch(inputs, rows.logprobs)
-        return loss
-
-    def _own_loss(self, learned: Learned) -> Tensor:
-        """Return the scorers' boundary loss (or the loss of another method), scaled in the same way as TRL's loss."""
-        self.measures.learned(learned)
-        weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
-        return weight * learned.losses.mean() / self.current_gradient_accumulation_steps
+    # ---- forward passes under traces ------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -194,39 +289,107 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return log-probs, entropies and the load-balancing loss of experts in TRL's format; takes text only.
-
-        They are computed with each row under its trace.
-        """
+        """Return log-probs, entropies and the load-balancing loss of experts in TRL's format, with each row under its
+        trace in `batch`."""
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")
-        size, logps, entropies, balancing = batch_size or len(input_ids), [], [], []
+        size, logps, entropies, balancing, auxiliary = batch_size or len(input_ids), [], [], [], []
         with nullcontext() if torch.is_grad_enabled() else self.clock.timed("logprobs"):
             for start in range(0, len(input_ids), size):
                 part = slice(start, start + size)
-                ids, mask, traces = input_ids[part], attention_mask[part], self.rows.traces[part]
-                out, self.rows.learned = self.replayed(model, ids, mask, logits_to_keep, traces, compute_aux_loss)
+                ids, mask, traces = input_ids[part], attention_mask[part], self.batch.traces[part]
+                out, losses = self.replay(model, ids, mask, logits_to_keep, traces, compute_aux_loss)
+                auxiliary += [] if losses is None else [losses]
                 logps.append(out.log_probs[:, -logits_to_keep:])
                 if compute_entropy:
                     entropies.append(out.entropy[:, -logits_to_keep:])
                 if compute_aux_loss:
                     balancing.append(out.aux_loss)
         scored = torch.cat(logps)
-        self.rows.logprobs = scored.detach()
+        self.batch.logprobs = scored.detach()
+        self.batch.auxiliary = AuxiliaryLosses.of_chunks(auxiliary, list(map(len, logps))) if auxiliary else None
         aux_loss = torch.stack(balancing).mean() if compute_aux_loss else None
         return scored, torch.cat(entropies) if compute_entropy else None, aux_loss
 
+    def replay(
+        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace], balance: bool = False
+    ) -> tuple[Any, AuxiliaryLosses | None]:
+        """Run a model under traces on rows that TRL has padded: prompts on the left, completions on the right.
+
+        Returns the model's output and the auxiliary losses, which are None if nothing besides GRPO learns. The output
+        holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens; and aux_loss, the
+        load-balancing loss of experts, if `balance` is True.
+
+        ids, mask : token ids, and 1 for tokens and 0 for padding, int64 [rows, width]
+        keep : width of the completions, the last columns of `ids`
+        traces : trace of each row
+        """
+        width, args, device = ids.shape[1], self.args, ids.device
+        starts, columns = mask.long().argmax(-1)[:, None], torch.arange(width, device=device)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-keep] = -100
+        learns, positions, real = torch.is_grad_enabled(), (columns - starts).clamp(min=0), mask
+        student: Any = self.accelerator.unwrap_model(model)
+        if scorers_learn := learns and self.scorer_loss is not None:
+            # Rotate rows to begin at column 0: padding in front of them would enter the scorers' state.
+            order, lengths, prompts = (columns + starts) % width, mask.long().sum(1), mask[:, :-keep].long().sum(1)
+            row = student, lengths, prompts, width
+            view = self.scorer_loss.view(*row, kernel=args.attention_kernel, traces=traces)
+            ids, positions, labels = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order)
+            real = mask.gather(1, order)
+        else:
+            through = args.match_gradient == "through"
+            view = make_view(traces, starts.flatten().tolist(), width, device, args.attention_kernel, through)
+        if balance and view.routers is None:  # full attention in training replays no experts
+            view.routers = RouterReplay.unrecorded(base_of(student).config, ids)
+        others = learns and view.of_policy.losses is not None
+        if not others and not balance:
+            return self._forward(model, ids, positions, labels, view), None
+
+        def with_losses(*inputs: Any) -> tuple[Any, Tensor | None]:
+            out = self._forward(student.forward, *inputs)
+            if balance:
+                out.aux_loss = balancing_loss(view.routers.choices, real)
+            return out, torch.stack(list(view.of_policy.losses.values())) if others else None
+
+        # DDP and DeepSpeed track the outputs of their forward: a loss outside these outputs would get no gradient.
+        out, losses = self._redirect(model, student, with_losses, ids, positions, labels, view)
+        if losses is None:
+            return out, None
+        if scorers_learn:
+            back = (columns[:-1] - starts).clamp(min=0)
+            out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
+        return out, AuxiliaryLosses(losses, view.of_policy.recalls if scorers_learn else {})
+
+    def _forward(self, model: Any, ids: Tensor, positions: Tensor, labels: Tensor, view: Any) -> Any:
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
+        with self.accelerator.autocast():
+            return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)
+
+    # ---- the loss of a part of TRL's batch ------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        batch = self.batch = TracedBatch(inputs["traces"])
+        # off_policy_mask_threshold needs the sampler's log-probs before top_p and top_k
+        loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
+        if batch.auxiliary is not None:
+            self.own_metrics.record_auxiliary(batch.auxiliary)
+            weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
+            loss = loss + weight * batch.auxiliary.losses.mean() / self.current_gradient_accumulation_steps
+        if "old_per_token_logps" not in inputs:  # then no update has followed the rollout yet
+            self.own_metrics.record_gap(inputs, batch.logprobs)
+        return loss
+
+    # ---- logs and checkpoints -------------------------------------------------------------------------------------
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs.update(self.measures.read())
+        logs.update(self.own_metrics.read())
         if self.mode == "train":
             logs.update(self.clock.read(self.state.global_step))
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate, and restore the random state afterwards.
-
-        The data loader of the evaluation draws from this state, and TRL shuffles the next training buffer with it.
-        """
+        # The evaluation's data loader draws from the random state, and TRL shuffles the next training buffer with it.
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
 
@@ -237,30 +400,73 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.clock.restart()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the counters, the buffer of scored rollouts with traces, and the table of the last completions."""
         used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
         buffer = [] if used_up else cast(list, self._buffered_inputs)
         return {
             **super().extra_state(),
             "step": self._step,
             "generations": self._generations,
-            "gap_limit": self.probed_engine.limit,
-            "probed": self.probed_engine.probed,
-            "gaps": self.measures.gaps,
-            "buffer": [packed(batch) for batch in buffer],
-            "logs": table_state(cast(Any, self._logs)),
+            "gap_limit": self.synced_engine.limit,
+            "probed": self.synced_engine.probed,
+            "gaps": self.own_metrics.gaps,
+            "buffer": [{**part, "traces": [trace.sections for trace in part["traces"]]} for part in buffer],
+            "logs": log_state(cast(Any, self._logs)),
             "reference": reference_state(self.ref_model, self.accelerator) if self.args.sync_ref_model else {},
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        self._step, self._generations, self.measures.gaps = state["step"], state["generations"], state["gaps"]
-        probed = self.probed_engine  # its engine is new, and has no weights of this run
-        probed.limit, probed.probed, probed.synced = state["gap_limit"], state["probed"], None
-        buffer = [unpacked(batch, self.accelerator.device) for batch in state["buffer"]]
+        self._step, self._generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
+        synced = self.synced_engine  # its engine is new, and has no weights of this run
+        synced.limit, synced.probed, synced.synced = state["gap_limit"], state["probed"], None
+        buffer = []
+        for part in state["buffer"]:
+            tensors = {name: value.to(self.accelerator.device) for name, value in part.items() if name != "traces"}
+            buffer.append({**tensors, "traces": [EvictionTrace.from_state(trace) for trace in part["traces"]]})
         self._buffered_inputs = cast(Any, buffer or None)
-        load_table(cast(Any, self._logs), state["logs"])
+        load_log(cast(Any, self._logs), state["logs"])
         if self.args.sync_ref_model:
             load_reference(self.ref_model, self.accelerator, state["reference"])
         self.clock.logged_step = self.state.global_step
         self.clock.restart()
+
+
+def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
+    """Return a mask that is True for each group of `size` rows that differ in reward, bool [groups].
+
+    It is not computed from the advantages: the mean of equal rewards may be rounded, and then no advantage is 0.
+
+    rewards : rewards of all ranks, float [rows, functions]; NaN if a reward function returned None
+    weights : weight of each reward function, float [functions]
+    """
+    total = (rewards * weights.to(rewards.device)).nansum(1)
+    scored = ~rewards.isnan().all(1)
+    low = total.masked_fill(~scored, float("inf")).view(-1, size).amin(1)
+    high = total.masked_fill(~scored, float("-inf")).view(-1, size).amax(1)
+    return high > low
+
+
+# TRL's log of the last completions, `_logs`, has columns of values, and dicts of columns as `rewards` and `extra`.
+KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
+
+
+def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
+    """Return the values that a reward function logs in `column` as plain data, which checkpoints can store."""
+    try:
+        return list(json.loads(json.dumps(values, default=lambda value: value.item())))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        wrong = "log_extra takes numbers, strings, None, and lists and mappings of them"
+        raise UserError(f"{wrong}, not what is in the column {column!r}: {error}") from error
+
+
+def log_state(logs: dict[str, Any]) -> dict[str, Any]:
+    def lists(columns: Any) -> Any:
+        return {name: list(rows) for name, rows in columns.items()} if isinstance(columns, dict) else list(columns)
+
+    return {name: lists(logs[name]) for name in KEPT}
+
+
+def load_log(logs: dict[str, Any], state: dict[str, Any]) -> None:
+    for name, kept in state.items():
+        for inner, rows in kept.items() if isinstance(kept, dict) else [(None, kept)]:
+            (logs[name] if inner is None else logs[name][inner]).extend(rows)

@@ -1,4 +1,19 @@
-"""Registers our parts with vLLM and replaces some of vLLM's functions; undoes vLLM's side effects on the caller."""
+"""The plugin: registers our parts with vLLM, replaces some of vLLM's functions, undoes side effects on the caller.
+
+*Log-probs that are not finite* end a request in the step that would sample from them; other requests continue. In place
+of the token, a worker sends NOT_FINITE, which needs no further copy from the device. The scheduler ends the request
+with finish_reason "error" and stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises
+NotFiniteError (engine.py); the server answers with status 500 (server.py).
+
+*Models* must compute the function that the trainer computes. A Hugging Face checkpoint of Ministral 3 has the constants
+by which queries grow with their position in `rope_parameters`, but vLLM reads them only from `llama_4_scaling` (vLLM
+issue 48621). And vLLM's Transformers backend replaces methods of transformers' own classes, with which a model of the
+trainer in the same process would fail.
+
+*Experts*: vLLM's own record of routed experts (`enable_return_routed_experts`) needs prefix caching and vLLM's second
+model runner, which eviction excludes; ours uses the routers' `capture_fn`. On a CPU vLLM would pack the experts'
+weights when it loads a model, and later updates would be written over the packed copies, without any error.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +21,27 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from rollout.vllm.compat import processes
-from rollout.vllm.compat.arguments import on_cpu
-from rollout.vllm.compat.experts import keep_experts_in_place
-from rollout.vllm.compat.finite import refuse_what_is_not_finite
-from rollout.vllm.compat.models import correct_models
-from rollout.vllm.compat.seeds import draw_seeded_requests
-from sparse_rl.kernels.products import padded
+from rollout.vllm.compat.arguments import KEY, cache_config, on_cpu
+from rollout.vllm.compat.paged import live_state
+from rollout.vllm.sampling import NOT_FINITE, SeededSampler
+from sparse_rl.experts import experts_forward
+from sparse_rl.kernels.exact import padded
 
+REASON = "not finite"  # the stop_reason of a request whose log-probs are not finite
 _registered = False
 
 
 def register() -> None:
-    """Install our parts in vLLM, in this process."""
     global _registered
     if _registered:
         return
@@ -34,9 +51,7 @@ def register() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from rollout.vllm.compat.clients import refuse_input_sessions
-    from rollout.vllm.context_spec import ContextManager, ContextSpec
-    from rollout.vllm.spec import CleanSpec, EvictingManager, EvictingSpec
+    from rollout.vllm.scheduler import CleanSpec, ContextManager, ContextSpec, EvictingManager, EvictingSpec
 
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
@@ -50,19 +65,42 @@ def register() -> None:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
         # The CPU platform supports no other backend. Without a policy of ours, it behaves like the stock one.
-        register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.compat.backend.EvictingCPUBackend")
         keep_weights_in_place()
         keep_experts_in_place()
         run_uncompiled()
     else:
-        register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")
+        register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.compat.backend.EvictingBackend")
+
+
+# ---- what we change in vLLM ------------------------------------------------------------------------------------------
+
+
+def refuse_input_sessions() -> None:
+    """Make engines in which our code assigns the slots of the cache refuse input sessions: vLLM schedules each piece of
+    a prompt again after the tokens sampled before, which our connectors would treat as a new request.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    process: Any = InputProcessor.process_inputs
+
+    @wraps(process)
+    def process_whole_prompts(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
+        if resumable and (config := cache_config(self.vllm_config)) is not None and config.physical:
+            raise VLLMValidationError(
+                "an input session cannot be served if the cache evicts or requests continue a context"
+            )
+        return process(self, *args, resumable=resumable, **kwargs)
+
+    InputProcessor.process_inputs = process_whole_prompts  # type: ignore[method-assign]
 
 
 def give_out_clean_blocks() -> None:
     """Make vLLM clear the blocks of our cache specifications when it allocates them (`CleanSpec`)."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from rollout.vllm.spec import CleanSpec
+    from rollout.vllm.scheduler import CleanSpec
 
     needed: Any = KVCacheConfig.needs_kv_cache_zeroing
 
@@ -91,31 +129,26 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a Linear layer on a CPU, with padded rows (sparse_rl/kernels/products.py)."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
+
+
+# ---- the caller's process --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def undisturbed(had_group: bool) -> Iterator[None]:
     """Restore the state of the caller's process after an in-process engine is started or closed.
 
-    had_group : True if there was a process group before the engine was started
-
-    vLLM seeds every random generator, and disables torch.set_num_threads on a CPU. When vLLM closes, it destroys the
-    caller's process group; when it fails to start, it leaves its own group behind. vLLM inspects models in separate
-    processes; without PYTHONSAFEPATH, these processes would import our plugin from the working directory.
+    vLLM seeds every random generator, and disables torch.set_num_threads on a CPU. When it closes, it destroys the
+    caller's process group, if there was one (`had_group`); when it fails to start, it leaves its own behind. Without
+    PYTHONSAFEPATH, the processes in which it inspects models would import our plugin from the working directory.
     """
-    safe_path = os.environ.get("PYTHONSAFEPATH")
+    environment = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
     os.environ["PYTHONSAFEPATH"] = "1"
     states = random.getstate(), np.random.get_state()
     set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
-
-    def destroy_theirs(group: Any = None) -> None:
-        if group is not None:
-            destroy(group)
-
     if had_group:
-        distributed.destroy_process_group = destroy_theirs
+        distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     try:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
@@ -127,9 +160,176 @@ def undisturbed(had_group: bool) -> Iterator[None]:
         raise
     finally:
         os.environ.pop("PYTHONSAFEPATH")
-        if safe_path is not None:
-            os.environ["PYTHONSAFEPATH"] = safe_path
+        os.environ.update(environment)
         distributed.destroy_process_group = destroy
         torch.set_num_threads = set_num_threads
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+# ---- log-probs that are not finite -----------------------------------------------------------------------------------
+
+
+def refuse_what_is_not_finite() -> None:
+    """Make vLLM's V1 runner and scheduler end requests whose log-probs are not finite, in engines of ours."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample_tokens: Any = GPUModelRunner.sample_tokens
+    sample, update = GPUModelRunner._sample, Scheduler._update_request_with_output
+
+    @wraps(sample_tokens)
+    def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
+        """Check the model's logits before a grammar writes -inf into them."""
+        state = self.execute_model_state
+        ours = KEY in (self.vllm_config.additional_config or {})
+        self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
+        return sample_tokens(self, grammar_output)
+
+    @wraps(sample)
+    def sample_or_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample(self, *args, **kwargs)
+        if self.not_finite is not None:
+            output.sampled_token_ids.masked_fill_(self.not_finite[:, None], NOT_FINITE)
+        return output
+
+    @wraps(update)
+    def update_or_fail(self: Any, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        if NOT_FINITE not in new_token_ids:
+            return update(self, request, new_token_ids, *args, **kwargs)
+        request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, REASON, False
+        return [], True
+
+    GPUModelRunner.sample_tokens = look_and_sample_tokens  # type: ignore[assignment, method-assign]
+    GPUModelRunner._sample = sample_or_mark  # type: ignore[method-assign]
+    Scheduler._update_request_with_output = update_or_fail  # type: ignore[method-assign]
+
+
+def not_finite(logits: Tensor) -> Tensor:
+    """Return bool [B]: True for a request whose logits [B, V] have NaN, +inf or only -inf, or with a NaN score of the
+    policy.
+    """
+    failed = ~logits.amax(-1).isfinite()
+    state = live_state()
+    return failed if state is None else failed | state.failed_rows(len(logits))
+
+
+# ---- a server's seeds, models, experts -------------------------------------------------------------------------------
+
+
+def draw_seeded_requests() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    init: Any = GPUModelRunner.__init__
+
+    @wraps(init)
+    def init_with_sampler(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if KEY in (self.vllm_config.additional_config or {}):
+            self.sampler.topk_topp_sampler = SeededSampler(self, self.sampler.topk_topp_sampler)
+
+    GPUModelRunner.__init__ = init_with_sampler  # type: ignore[method-assign]
+
+
+def correct_models() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    create: Any = EngineArgs.create_model_config
+
+    @wraps(create)
+    def create_and_correct(self: Any) -> Any:
+        model_config = create(self)
+        if KEY in (self.additional_config or {}):
+            scale_queries(model_config.hf_text_config)
+            if model_config.using_transformers_backend():
+                keep_transformers_classes()
+        return model_config
+
+    EngineArgs.create_model_config = create_and_correct  # type: ignore[method-assign]
+
+
+def scale_queries(config: Any) -> None:
+    """Give a model's configuration the entry `llama_4_scaling` if its `rope_parameters` have the two constants."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (beta := rope.get("llama_4_scaling_beta")) is not None and getattr(config, "llama_4_scaling", None) is None:
+        length = rope["original_max_position_embeddings"]
+        config.llama_4_scaling = {"beta": beta, "original_max_position_embeddings": length}
+
+
+def keep_transformers_classes() -> None:
+    """Stop vLLM's Transformers backend from replacing methods of transformers' classes, by which it compiles models, if
+    engines run in this process.
+    """
+    from vllm import envs
+    from vllm.model_executor.models.transformers.base import Base
+
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        Base._decorate_for_torch_compile = lambda self: None  # type: ignore[method-assign]
+
+
+def capture(runner: Any) -> Tensor | None:
+    """Let the routers of a worker's model record their choices. Returns the experts that the tokens of a step take,
+    int16 [tokens, layers, K], -1 in layers without experts, at an address into which a CUDA graph can write; None for a
+    model without experts.
+
+    Call this after the model is loaded, and before vLLM compiles it or captures CUDA graphs. On a GPU, fused kernels
+    that choose experts themselves would not be recorded; `moe_backend: triton` (arguments.py) excludes them.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+    if not layers:
+        return None
+    model, tokens = runner.model_config, runner.vllm_config.scheduler_config.max_num_batched_tokens
+    sizes = tokens, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
+    captured = torch.full(sizes, -1, dtype=torch.int16, device=runner.device)
+
+    def take(layer: int, experts: Tensor) -> None:
+        captured[: len(experts), layer] = experts.to(torch.int16)
+
+    for module in layers:
+        module.router.set_capture_fn(partial(take, module.layer_id))
+    return captured
+
+
+def keep_experts_in_place() -> None:
+    """Stop the CPU build from packing the weights of experts; compute experts and their weights as the trainer does."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, X86CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    plain: Any = CPUUnquantizedExperts
+    plain.process_weights_after_loading = lambda self, layer: None
+    plain._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    plain.apply = _apply
+    X86CPUUnquantizedExperts._supports_current_device = staticmethod(lambda: False)  # type: ignore[method-assign]
+    cpu_router._softmax_topk = _softmax_topk
+
+
+def _apply(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Compute experts in place of `CPUUnquantizedExperts.apply`; vLLM defines the signature."""
+    assert activation.value == "silu", activation
+
+    def gated(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    layer = SimpleNamespace(gate_up_proj=w1, down_proj=w2, _apply_gate=gated)
+    output.copy_(experts_forward(layer, hidden_states, topk_ids, topk_weights))
+
+
+def _softmax_topk(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts as transformers does, by the softmax over all experts."""
+    weights, chosen = router_logits.softmax(-1, dtype=torch.float).topk(top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, chosen.to(torch.int32)

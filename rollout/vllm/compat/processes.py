@@ -1,4 +1,4 @@
-"""Ends vLLM's processes when the process that started them ends, even if that process is killed."""
+"""Ends vLLM's processes when the process that started them ends, even if it is killed. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ _run_engine_core: Any = None  # vLLM's own function, once our function has repla
 
 
 def end_with_parent() -> None:
-    """In a process of vLLM, start a thread that kills the process once its parent has ended.
-
-    A parent that is killed cannot notify its engine, which would wait for requests forever, with the model in memory.
-    Linux could send a signal (PR_SET_PDEATHSIG), but does so when the thread that started the process ends: too early.
+    """In a process of vLLM, start a thread that kills the process once its parent has ended: the engine of a killed
+    parent would wait for requests forever. (Linux's PR_SET_PDEATHSIG comes when the starting thread ends: too early.)
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(OF_VLLM):
@@ -36,9 +34,8 @@ def end_with_parent() -> None:
 
 
 def watch_from_the_start() -> None:
-    """Make an engine process watch its parent before it does anything else.
-
-    The engine process loads plugins only after its handshake with the server, which may take up to 5 minutes.
+    """Make an engine process watch its parent before its handshake with the server, which may take 5 minutes: only then
+    does it load plugins.
     """
     global _run_engine_core
     from vllm.v1.engine.core import EngineCoreProc

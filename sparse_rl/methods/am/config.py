@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from sparse_rl.config import Positive, PositiveInt
 from sparse_rl.errors import UserError
-from sparse_rl.methods.eviction.config import EvictingConfig
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.config import EvictingConfig, PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class AMConfig(EvictingConfig):
     name: ClassVar[str] = "am"
     policy_class: ClassVar[str] = "sparse_rl.methods.am.policy:AM"
     view_class: ClassVar[str] = "sparse_rl.methods.am.view:MatchedView"
-    context_view_class: ClassVar[str] = "sparse_rl.methods.am.context_view:ContextView"  # for one-shot compaction
+    context_view_class: ClassVar[str | None] = "sparse_rl.methods.am.view:ContextView"
     sections: ClassVar[str | None] = "sparse_rl.methods.am.sections"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
@@ -50,10 +49,8 @@ class AMConfig(EvictingConfig):
             object.__setattr__(self, "reference_queries", min(128, first))
         super().__post_init__()
         if self.reference_queries > first:
-            message = (
-                f"{self.reference_queries} is too many: the first compaction has budget + period = {first} queries"
-            )
-            raise UserError(message, "reference_queries")
+            have = f"the first compaction has budget + period = {first} queries"
+            raise UserError(f"{self.reference_queries} is too many: {have}", "reference_queries")
 
     @property
     def refitted(self) -> int:
@@ -64,15 +61,11 @@ class AMConfig(EvictingConfig):
         if self.fit == "paper":
             raise UserError("the paper's own solvers cannot be replayed in training; use ridge", "fit")
 
-    def conditions(self, group: int) -> int:
-        """Return the number of reference queries of a kv head, counted over its `group` query heads."""
-        assert self.reference_queries is not None
-        return self.reference_queries * group
-
     def remark(self, group: int, layers: int) -> str | None:
-        if (queries := self.conditions(group)) >= self.refitted:
+        assert self.reference_queries is not None
+        if (conditions := self.reference_queries * group) >= self.refitted:
             return None
-        shortage = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
         return (
-            f"{shortage} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
+            f"{self.reference_queries} reference queries of {group} heads are {conditions} conditions for the "
+            f"{self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
         )

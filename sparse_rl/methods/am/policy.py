@@ -1,34 +1,30 @@
-"""Attention Matching during sampling: kept entries get biases and new values (sparse_rl/matching).
-
-The policy applies section 3 of "Fast KV compaction via attention matching" (AM) at every compaction. Among the
-competing entries, it keeps the keys that receive the most attention, or that orthogonal matching pursuit chooses. Each
-kept entry gets a new value, and a bias that attention adds to its logits. The biases are fitted to preserve the
-attention mass, and the values to preserve the attention output. A new bias adds to the bias of an earlier compaction.
+"""Attention Matching during sampling (section 3 of "Fast KV compaction via attention matching", AM; match.py).
 
 A departure from appendix F.3, where the model repeats the context to get reference queries: here these are the
 sampler's own queries of the last tokens. The trace records only the evictions, and the times and settings of the
-compactions. From these, a trainer recomputes biases and values, with gradients (view.py).
+compactions. From these, a trainer recomputes biases and values, with gradients (view.py). A new bias adds to the bias
+of an earlier compaction.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparse_rl.attention.logprobs import read_under
+from sparse_rl.attention.views import map_of_traces
 from sparse_rl.errors import NotFiniteError
-from sparse_rl.matching import Block, Fit, Record, match
-from sparse_rl.matching.block import fit_bytes
+from sparse_rl.methods.am.match import Block, Fit, match
+from sparse_rl.methods.am.sections import Record
+from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.methods.config import AMConfig
-from sparse_rl.policies.base import Policy
-from sparse_rl.policies.entries import Entries, Kept
+from sparse_rl.policies.base import Entries, Kept, Policy
+from sparse_rl.trace import batch_traces, policy_part
 
 BIAS = "bias"
 FITTED_AT_ONCE = 2**25  # maximum number of float64 logits in one fit, which allocates several arrays of that size
-
-
-def rows_at_once(logits: int) -> int:
-    """Return the number of rows of a layer to fit in one call, if each row has `logits` logits."""
-    return max(1, FITTED_AT_ONCE // logits)
 
 
 class AM(Policy):
@@ -66,7 +62,8 @@ class AM(Policy):
             scaling=entries.scaling,
         )
         try:
-            at_once = rows_at_once(block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2])
+            logits = block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2]  # of a row
+            at_once = max(1, FITTED_AT_ONCE // logits)
             parts = [match(part, self.config.refitted, self.fit) for part in block.parts(at_once)]
         except NotFiniteError as error:
             reason = "the model's keys, queries or values are not finite"
@@ -77,17 +74,21 @@ class AM(Policy):
         new_values = entries.values.scatter(2, slots[..., None].expand_as(values), values)
         return Kept(keep, {BIAS: entries.state[BIAS].scatter(2, slots, bias)}, new_values)
 
-    def compaction_bytes(
-        self, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, device: str, dtype: str
-    ) -> dict[str, tuple[int, str]]:
-        queries = self.config.conditions(group)
-        fitted = min(rows, rows_at_once(kv_heads * queries * entries))
-        fits = fit_bytes(fitted, kv_heads, queries, entries, self.config.refitted, head_dim)
-        return {"fits": (fits, f"{fitted} rows at a time, in float64")}
-
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
-        times, seen = [], self.schedule.first(prompt)
-        while seen < length - 1:  # no query comes after a later compaction
-            times.append(seen)
-            seen = self.schedule.next_due(prompt, seen)
+        # no query comes after a compaction at `length` - 1 tokens or later
+        times = [seen for seen in range(prompt, length - 1) if self.schedule.due(prompt, seen)]
         return Record.of(self.config).sections(times)
+
+    def metrics(self, model: Any, rollout: Any) -> dict[str, float]:
+        """Return the mean residuals of the fits in one sequence, and the largest |bias|; {} without a compaction."""
+        device = next(model.parameters()).device
+        recorded = batch_traces([rollout.trace], [0], len(rollout.trace))
+        part = policy_part(recorded)
+        view = MatchedView({name: part[name] for name in MatchedView.replays}, device)
+        view.residuals = []
+        read_under(map_of_traces(view, recorded, device), model, rollout)
+        if not view.residuals:
+            return {}
+        mass, output, bias = zip(*view.residuals, strict=True)
+        means = {"match/mass": sum(mass) / len(mass), "match/output": sum(output) / len(output)}
+        return {**means, "match/bias_max": max(bias), "match/ridge": view.record.ridge}

@@ -1,4 +1,1 @@
-"""KVpop: keeps sinks, window, and the other tokens that a model's scorers rank highest.
-
-The retrofit is in trainer/kvpop; the training of scorers during GRPO and distillation is in trainer/scored.
-"""
+"""KVpop keeps sinks, window, and the other tokens that a model's scorers rank highest. DMS evicts by learned gates."""

@@ -14,18 +14,12 @@ from sparse_rl.methods.kvpop.view import LayerTarget
 
 @dataclass(frozen=True)
 class Pairs:
-    """One pair of tokens for each of N sampled queries, in each kv head of B rows.
+    """One pair of tokens for each of N sampled queries, in each kv head of B rows: [B, Hkv, N] each."""
 
-    new : int64 [B, Hkv, N], the token that leaves the window when the query arrives
-    boundary : int64 [B, Hkv, N], the worst of the tokens that the training target keeps at this query
-    label : float [B, Hkv, N], +1 if the target keeps the new token, else -1
-    weight : float [B, Hkv, N], omega, the weight of the pair in the loss; 0 if the query has no pair
-    """
-
-    new: Tensor
-    boundary: Tensor
-    label: Tensor
-    weight: Tensor
+    new: Tensor  # int64, the token that leaves the window when the query arrives
+    boundary: Tensor  # int64, the worst of the tokens that the training target keeps at this query
+    label: Tensor  # float, +1 if the target keeps the new token, else -1
+    weight: Tensor  # float, omega, the weight of the pair in the loss; 0 if the query has no pair
 
 
 class BoundaryLoss:
@@ -43,10 +37,10 @@ class BoundaryLoss:
     rho is, among the pairs of the kv head, the share with the same label (kept or dropped) as this pair. The balance
     beta is normalised to a mean of 1 before it is multiplied by the margin weight, so that a layer with small margins
     has a small loss. If the new token is itself the worst of the k, there is no pair. Decayed scores are compared, as
-    in equation 7 of the full paper and equation 2 of the workshop paper, so that gamma is trained too. (The full paper
-    says that the decay is the same for both tokens, so that raw scores could be compared. But it depends on their age.)
-    The workshop paper has no balance; balance_min and balance_max of 1 turn it off. Our choices: the values of
-    omega_min, tau_omega, c_min and c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
+    in equation 7 of the full paper and equation 2 of the workshop paper, so that gamma is trained too; the decay of two
+    tokens differs, because it depends on their age. The workshop paper has no balance; balance_min and balance_max of 1
+    turn it off. Our choices: the values of omega_min, tau_omega, c_min and c_max, the mean E[beta] over all pairs of a
+    layer, and the distribution of queries.
 
     `BoundaryConfig` names these parameters. Queries are drawn with repetition; a share `late` of them has a density
     that grows linearly towards the row's end.
@@ -58,8 +52,8 @@ class BoundaryLoss:
     def draw(self, lengths: Tensor, first: int, width: int) -> Tensor:
         """Draw the positions of N queries for each of B rows, from position `first` up to the row's end: int64 [B, N].
 
-        Rows that are too short have -1. If the configuration sets no number of queries, every token from `first` on is
-        a query, so that N is `width`, the length of the longest row.
+        Rows that are too short have -1. If no number of queries is set, all tokens from `first` on are, and N is
+        `width`.
         """
         count = (lengths - first).clamp(min=0)[:, None]
         if self.config.queries is None:
@@ -73,11 +67,9 @@ class BoundaryLoss:
 
     @torch.no_grad()
     def pairs(self, target: LayerTarget, log_decay: Tensor, queries: Tensor, *, window: int, decay_every: int) -> Pairs:
-        """Return the pairs of one layer at the sampled queries, with their labels and weights.
+        """Return the pairs of one layer at the sampled queries, int64 [B, N] from `draw`; -1 means no query.
 
-        target : the layer's target scores r*, and the tokens that a cache holds if it ranks tokens by r*
         log_decay : log gamma, float32 [Hkv]
-        queries : int64 [B, N], from `draw`; -1 means no query
         """
         best, heads = target.best, target.scores.shape[1]
         at = queries.clamp(min=0)[:, None].expand(-1, heads, -1)

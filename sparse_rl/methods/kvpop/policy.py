@@ -12,14 +12,72 @@ come back. In training, `sparse_rl.kernels.running_topk` decides for all queries
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
-from sparse_rl.errors import NotFiniteError
+from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.kernels import running_topk
-from sparse_rl.methods.config import KVpopPolicyConfig
-from sparse_rl.methods.kvpop.learned import LearnedPolicy
-from sparse_rl.policies.entries import Arriving, Chunk, Entries
+from sparse_rl.methods.config import KVpopPolicyConfig, LearnedConfig
+from sparse_rl.methods.kvpop.config import ATTACHED_AS as SCORERS
+from sparse_rl.methods.kvpop.config import ScorerConfig
+from sparse_rl.methods.kvpop.scorers import Scorer, sketch_scorer
+from sparse_rl.methods.kvpop.view import decisions_agree
+from sparse_rl.policies.base import Arriving, Chunk, Entries, Policy
+
+
+class LearnedPolicy(Policy):
+    """Base class of policies that evict by the scores of the tokens, before a query attends."""
+
+    config: LearnedConfig
+    layered_parameters = True
+    score_reads = ()
+    scorers: Sequence[Scorer] = ()  # one per layer after `bound_to`
+
+    def bound_to(self, model: Any) -> Self:
+        scorers: Sequence[Scorer] = getattr(model, SCORERS, ())
+        self.check(scorers[0].config if scorers else None, "the model")
+        return self.with_scorers(scorers)
+
+    def check(self, scorer: ScorerConfig | None, whose: str) -> None:
+        """Raise UserError if the model `whose` has no scorers (None), or scorers other than the policy asks for."""
+        if scorer is None:
+            remedy = "train some with kind: kvpop, or use another policy"
+            raise UserError(f"{whose} has no scorers, which {self.name} needs; {remedy}", "cache.policy")
+        if scorer != self.config.scorer:
+            theirs, ours = scorer.as_block(), self.config.scorer.as_block()
+            raise UserError(f"the scorers of {whose} are {theirs}, but the policy asks for {ours}", "cache.scorer")
+
+    def with_scorers(self, scorers: Sequence[Scorer]) -> Self:
+        bound = copy.copy(self)
+        bound.scorers = scorers
+        return bound
+
+    @property
+    def delay(self) -> int:
+        """The window if a token is scored when it leaves the window, 0 if it is scored when it arrives."""
+        return self.config.window if getattr(self.config.scorer, "readout", "immediate") == "delayed" else 0
+
+    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
+        return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
+
+    def scores_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return the scores, float32 [R, Hkv, T], and positions, int64 [R, T] >= 0, of the tokens `delay` positions
+        before those of the chunk.
+        """
+        count = chunk.keys.shape[2]
+        x = torch.cat([chunk.keys, chunk.values], dim=-1)
+        to_score = x
+        if self.delay:
+            earlier = torch.cat([chunk.earlier_keys, chunk.earlier_values], dim=-1)
+            to_score = torch.cat([earlier, x], dim=2)[:, :, :count]
+        positions = chunk.start[:, None] + torch.arange(count, device=x.device) - self.delay
+        positions = positions.clamp(min=0)
+        return self.scorers[layer].follow(chunk.memory, x, to_score, positions, chunk.lengths), positions
+
 
 PRIORITY = "priority"  # r_t - floor(t / n) log gamma; it orders tokens as r_t(q) does at every query q
 
@@ -31,7 +89,6 @@ class KVpop(LearnedPolicy):
     entry_memory = {PRIORITY: 0.0}
 
     def priority(self, scores: Tensor, log_decay: Tensor, positions: Tensor) -> Tensor:
-        """Return r_t - floor(t / n) log gamma, [R, Hkv, T], the priority by which `running_topk` ranks tokens too."""
         return scores - self.aged(log_decay[:, None], positions[:, None])
 
     def aged(self, log_decay: Tensor, positions: Tensor) -> Tensor:
@@ -42,7 +99,9 @@ class KVpop(LearnedPolicy):
         scores, positions = self.scores_of(layer, chunk)
         return {PRIORITY: self.priority(scores, self.scorers[layer].log_decay().to(scores), positions)}
 
-    # ---- evictions ------------------------------------------------------------------------------------------------
+    def metrics(self, model: Any, rollout: Any) -> dict[str, float]:
+        share = decisions_agree(model, self.config, [rollout])
+        return {} if share is None else {"cache/decisions_agree": share}
 
     def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
         config = self.config
@@ -68,9 +127,8 @@ class KVpop(LearnedPolicy):
         if self.delay:
             priorities = entries.state[PRIORITY]
             real = (leaving >= 0)[:, None, None]
-            priorities.scatter_(
-                -1, leaving_slot[..., None], torch.where(real, priority, priorities.gather(-1, leaving_slot[..., None]))
-            )
+            at = leaving_slot[..., None]
+            priorities.scatter_(-1, at, torch.where(real, priority, priorities.gather(-1, at)))
         else:
             arriving.state[PRIORITY].copy_(priority[..., 0])
         worst_slot, _, is_nan = self.worst(entries)
@@ -82,12 +140,9 @@ class KVpop(LearnedPolicy):
         return entries.valid() & ~(full & (slots == worst_slot[..., None]))
 
     def worst(self, entries: Entries, but: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the worst competing entry of each kv head when the newest query arrives.
-
-        but : number of tokens that do not compete although they have left the window: those that left the window last
-
-        Returns the slot of the entry, its priority, and a flag that is True if a priority is NaN, each [R, Hkv] for R
-        rows. Among equal priorities, the latest entry is the worst.
+        """Return the slot of the worst competing entry of each kv head when the newest query arrives (the latest among
+        equal ones), its priority, and True if a priority is NaN: [R, Hkv] each. The `but` tokens that left the window
+        last do not compete.
         """
         competing = entries.competing(self.config.sinks, self.config.window + but)
         among = entries.state[PRIORITY].masked_fill(~competing, float("inf"))

@@ -1,4 +1,4 @@
-"""LuKA's caches: clustered attention, and a separate policy for each range of layers (files layered*.py).
+"""LuKA's caches: clustered attention, and a separate policy for each range of layers (layered*.py).
 
 Clustered attention divides the tokens after the sinks into pages of n tokens: page p consists of the tokens
 [sinks + p n, sinks + (p + 1) n). For a prompt of P tokens, page p closes at c_p = max(P, sinks + (p + 1) n + window);

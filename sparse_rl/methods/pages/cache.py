@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.clock import part
 from sparse_rl.errors import UserError
-from sparse_rl.methods.eviction.cache import EvictingCache, Layer, at_slots
-from sparse_rl.methods.pages.clustered import Clustered
-from sparse_rl.methods.pages.pages import attention_weights, choose, random_weights, summarise
+from sparse_rl.kernels.exact import computing_dtype
+from sparse_rl.methods.pages.policy import Clustered, choose, random_weights, summarise
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.cache import EvictingCache, Layer, at_slots
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: summaries [B, Hkv, M, D], rounded to the cache's dtype
 OPENED = "opened"  # in a layer's memory: the pages that each query opened, int16 [B, Hkv, S, K]
@@ -52,7 +51,6 @@ class PagedCache(EvictingCache):
             self._plan_cover(active, device)
 
     def _plan_cover(self, active: Sequence[bool], device: torch.device) -> None:
-        """Prepare a forward pass for all layers: store the columns of the raw tokens to read, and the closed pages."""
         pages = self.pages
         start = [pages.sinks + count * pages.size for count in self._closed]
         # A row that is not active reads only its last token: the tail of a row that fills up the batch is its prompt.
@@ -78,7 +76,6 @@ class PagedCache(EvictingCache):
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
     def further(self, row: int, length: int) -> dict[str, Tensor]:
-        """Return the trace sections paged_with, closed_at, opened, and, if summaries are not plain means, pi."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
         missing = length - opened.shape[2]
@@ -135,9 +132,8 @@ class PagedCache(EvictingCache):
             is_open = opened[:, :, None] >= 0
             opened_logits = _logits(grouped, at_slots(layer.keys, opened_slots)).unflatten(-1, (-1, pages.size))
             if not pages.joint:
-                summary_logits = page_logits.gather(
-                    -1, opened.clamp(min=0)[:, :, None].expand(*page_logits.shape[:3], -1)
-                )
+                of_opened = opened.clamp(min=0)[:, :, None].expand(*page_logits.shape[:3], -1)
+                summary_logits = page_logits.gather(-1, of_opened)
                 opened_logits = opened_logits.log_softmax(-1) + summary_logits[..., None]
             opened_logits = opened_logits.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
             opened_or_none = opened.masked_fill(opened < 0, most)[:, :, None].expand(*page_logits.shape[:3], -1)
@@ -162,25 +158,22 @@ class PagedCache(EvictingCache):
         shape = (len(numbers), pages.size)
         weights = None
         if self.config.compressor == "attention":
-            weights = attention_weights(layer.state[RECEIVED].gather(2, slots).unflatten(2, shape))
+            weights = layer.state[RECEIVED].gather(2, slots).unflatten(2, shape).softmax(-1).float()
         elif self.config.compressor == "random":
             weights = random_weights(index, heads, numbers, pages.size).expand(batch, -1, -1, -1)
-        page_tokens = [at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
-        for name, summary in zip(
-            (KEYS, VALUES), summarise(page_tokens[0], page_tokens[1], pages, weights), strict=True
-        ):
+        page_keys, page_values = (at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values))
+        summaries = summarise(page_keys, page_values, pages, weights)
+        for name, summary in zip((KEYS, VALUES), summaries, strict=True):
             stored = layer.memory[name]
             if high > stored.shape[2]:
                 stored = F.pad(stored, (0, 0, 0, high + ROOM - stored.shape[2]))
-            stored[:, :, low:high] = torch.where(
-                new[:, None, :, None], summary.to(stored.dtype), stored[:, :, low:high]
-            )
+            earlier = stored[:, :, low:high]
+            stored[:, :, low:high] = torch.where(new[:, None, :, None], summary.to(stored.dtype), earlier)
             layer.memory[name] = stored
         if weights is not None:
             in_new_pages = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
-            layer.state[WEIGHTS].scatter_reduce_(
-                -1, slots, weights.flatten(2).masked_fill(~in_new_pages, 0.0), reduce="amax"
-            )
+            new_weights = weights.flatten(2).masked_fill(~in_new_pages, 0.0)
+            layer.state[WEIGHTS].scatter_reduce_(-1, slots, new_weights, reduce="amax")
 
 
 @part("logits", detail=True)
@@ -190,11 +183,8 @@ def _logits(query: Tensor, keys: Tensor) -> Tensor:
 
 @part("sum", detail=True)
 def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attend from T queries to several parts of N entries each, with one softmax over all parts.
-
-    read : (logits [..., T, N], values [..., N, D]) of each part
-
-    Returns the attention output [..., T, D], and the attention weights of the first part [..., T, N].
+    """Attend with one softmax over several parts, each logits [..., T, N] and values [..., N, D]. Returns the output
+    [..., T, D], and the attention weights of the first part [..., T, N].
     """
     shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
     parts = [a @ v for a, (_, v) in zip(shares, read, strict=True)]
@@ -202,9 +192,8 @@ def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _prompt_attention(query: Tensor, key: Tensor, scaling: float, lengths: Tensor) -> Tensor:
-    """Return the attention that each prompt token receives: [B, Hkv, S].
-
-    The attention is summed over the queries of the prompt, and averaged over the query heads of a group.
+    """Return the attention that each prompt token receives, summed over the queries of the prompt, and averaged over
+    the query heads of a group: [B, Hkv, S].
     """
     heads, width = key.shape[1:3]
     grouped, key_positions = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Probability
 from sparse_rl.errors import UserError
-from sparse_rl.methods.eviction.config import LinedConfig
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.methods.kvpop.config import LearnedConfig
+from sparse_rl.policies.config import LinedConfig, PolicyConfig
 from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
 
 
@@ -35,7 +35,7 @@ class ClusteredConfig(PolicyConfig):
     """
 
     name: ClassVar[str] = "clustered"
-    policy_class: ClassVar[str] = "sparse_rl.methods.pages.clustered:Clustered"
+    policy_class: ClassVar[str] = "sparse_rl.methods.pages.policy:Clustered"
     cache_class: ClassVar[str] = "sparse_rl.methods.pages.cache:PagedCache"
     view_class: ClassVar[str] = "sparse_rl.methods.pages.view:PagedView"
     sections: ClassVar[str | None] = "sparse_rl.methods.pages.sections"
@@ -95,11 +95,8 @@ class PartConfig(Configuration):
 
 def mixed() -> list[PartConfig]:
     """Return the default parts: the layers of LuKA's mixed attention (section 4.2), with our default parameters."""
-    return [
-        PartConfig(layers=8, cache=LinedConfig()),
-        PartConfig(layers=20, cache=ClusteredConfig()),
-        PartConfig(layers=8, cache=LinedConfig()),
-    ]
+    policies = (8, LinedConfig()), (20, ClusteredConfig()), (8, LinedConfig())
+    return [PartConfig(layers=layers, cache=cache) for layers, cache in policies]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +109,8 @@ class LayeredConfig(PolicyConfig):
 
     name: ClassVar[str] = "layered"
     policy_class: ClassVar[str] = "sparse_rl.methods.pages.layered:Layered"
-    cache_class: ClassVar[str] = "sparse_rl.methods.pages.layered_cache:LayeredCache"
-    view_class: ClassVar[str] = "sparse_rl.methods.pages.layered_view:LayeredView"
+    cache_class: ClassVar[str] = "sparse_rl.methods.pages.layered:layered_cache"
+    view_class: ClassVar[str] = "sparse_rl.methods.pages.layered:LayeredView"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     parts: list[PartConfig] | None = None  # __post_init__ sets a list
@@ -126,8 +123,8 @@ class LayeredConfig(PolicyConfig):
             raise UserError("name at least one part, for example [{layers: 1, cache: full}]", "parts")
         for place, part in enumerate(self.ranges):
             if not part.cache.in_parts:
-                message = f"{part.cache.name} is for all layers together and cannot be a part"
-                raise UserError(message, f"parts[{place}].cache")
+                why = "is for all layers together and cannot be a part"
+                raise UserError(f"{part.cache.name} {why}", f"parts[{place}].cache")
         if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
             raise UserError("clustered parts must have the same settings", "parts")
 
@@ -155,6 +152,9 @@ class LayeredConfig(PolicyConfig):
 
     def check_trainable(self) -> None:
         for place, part in enumerate(self.ranges):
+            if isinstance(part.cache, LearnedConfig):
+                wrong = f"{part.cache.name} is trained only in all layers; use another policy in this part"
+                raise UserError(wrong, f"parts[{place}].cache.policy")
             try:
                 part.cache.check_trainable()
             except UserError as error:
@@ -163,9 +163,8 @@ class LayeredConfig(PolicyConfig):
     def remark(self, group: int, layers: int) -> str | None:
         if layers == sum(part.layers for part in self.ranges):
             return None
-        layers_by_part = ", ".join(
-            f"{n} {part.cache.name}" for n, part in zip(self.spans(layers), self.ranges, strict=True)
-        )
+        counted = zip(self.spans(layers), self.ranges, strict=True)
+        layers_by_part = ", ".join(f"{n} {part.cache.name}" for n, part in counted)
         return f"the {layers} layers under the policy are: {layers_by_part}"
 
 

@@ -1,20 +1,19 @@
 """Trace sections of clustered attention: the division into pages, their closing, and the pages that queries opened.
 
-Each check compares a section with other sections of the trace. It returns an error message, or None if the section is
-valid (see sparse_rl/trace/checks.py).
+Checks are those of sparse_rl/trace/sections.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sparse_rl.trace.checks import NEVER, Sections, last_query
-from sparse_rl.trace.sections import Section, batch_times, by_layer, numbers
+from sparse_rl.methods.pages.policy import Pages
+from sparse_rl.trace.sections import NEVER, Section, Sections, batch_times, by_layer, last_query, numbers
 
-PAGING = 8  # length of paged_with
 ROUNDING = 1e-4  # tolerance of the sum of a page's pi, in float32
 PAGED = ("paged_with", "closed_at", "opened")
 
@@ -24,8 +23,8 @@ def paged_layers(sections: Sections) -> Tensor:
     return sections.get("paged_layers", torch.arange(sections["evict_at"].shape[0])).long()
 
 
-def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that each query opens only closed pages, no page twice, and no page in a layer without pages."""
+def _check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Each query opens only closed pages, no page twice, and no page in a layer without pages."""
     most = int(sections["paged_with"][3])
     if values.shape[-1] != most:
         return f"opened has {values.shape[-1]} places for pages, but paged_with says {most}"
@@ -47,10 +46,9 @@ def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str 
     return None
 
 
-def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that each page closes `window` tokens after its last token, or at the end of the prompt if that is later.
-
-    The section closed_at must list all pages that close by the last query.
+def _check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """Each page closes `window` tokens after its last token, or at the end of the prompt if that is later; all pages
+    that close by the last query are listed.
     """
     size, window, sinks = (int(number) for number in sections["paged_with"][:3])
     shown, last = values.tolist()[:20], last_query(sections)
@@ -72,10 +70,9 @@ def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> s
     return None
 
 
-def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check the settings of the pages: size, window, sinks, most, and four flags (sparse_rl/methods/pages/pages.py)."""
+def _check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     numbers = values.tolist()
-    if len(numbers) != PAGING or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
+    if len(numbers) != len(fields(Pages)) or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
         return f"paged_with {numbers[:20]} is not a valid division of tokens into pages"
     if max(numbers) >= NEVER:
         return f"paged_with {numbers} has a number that is too large for a count of tokens"
@@ -84,16 +81,15 @@ def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> 
     return None
 
 
-def check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that paged_layers lists at least one layer, and that its layers ascend."""
+def _check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     layers, count = values.tolist(), sections["evict_at"].shape[0]
     if not layers or layers != sorted({layer for layer in layers if 0 <= layer < count}):
         return f"paged_layers {layers[:20]} is not an ascending list of layers from 0 to {count - 1}"
     return None
 
 
-def check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Check that the weights pi are between 0 and 1, sum to 1 over each closed page, and are 0 outside closed pages."""
+def _check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """The weights are between 0 and 1, sum to 1 over each closed page, and are 0 outside closed pages."""
     if not bool(((values >= 0) & (values <= 1)).all()):
         return "pi has a weight that is not between 0 and 1"
     size, _, sinks = (int(number) for number in sections["paged_with"][:3])
@@ -116,18 +112,18 @@ def _outside(values: Tensor, sections: Sections) -> Tensor:
 
 SECTIONS = (
     # the division of tokens into pages (pages.py)
-    numbers("paged_with", torch.int32, "page_setting", check_paged_with, needs=PAGED),
+    numbers("paged_with", torch.int32, "page_setting", _check_paged_with, needs=PAGED),
     # the global layers whose tokens are paged, if not all are
-    numbers("paged_layers", torch.int32, "paged_layer", check_paged_layers, needs=PAGED),
+    numbers("paged_layers", torch.int32, "paged_layer", _check_paged_layers, needs=PAGED),
     # for each page that closes, from page 0 on, the first query that reads the page's summary
-    numbers("closed_at", torch.int32, "closed_page", check_closed_at, batch_times, PAGED),
+    numbers("closed_at", torch.int32, "closed_page", _check_closed_at, batch_times, PAGED),
     # the pages that each query reads token by token, numbered within their row; -1 means no page
     Section(
         name="opened",
         dtype=torch.int16,
         axes=("global_layer", "kv_head", "token", "open_page"),
         joined="token",
-        check=check_opened,
+        check=_check_opened,
         batch=partial(by_layer, empty=-1),
         needs=PAGED,
     ),
@@ -137,7 +133,7 @@ SECTIONS = (
         dtype=torch.float32,
         axes=("global_layer", "kv_head", "token"),
         joined="token",
-        check=check_pi,
+        check=_check_pi,
         batch=partial(by_layer, empty=0.0),
         needs=PAGED,
     ),

@@ -5,8 +5,7 @@ in summaries depend on the model too, but are also treated as decisions, without
 
 For a chunk of queries, the view gathers the entries that the queries read: the sinks, the tail that any query of the
 chunk sees, the summaries, and for each query the tokens of the pages that it opens. So the cost of a layer grows with
-the number of tokens times the number of entries that a query reads, and no mask of tokens x tokens is made. The kernel
-`dense` is the reference: every query attends, under a mask, to all tokens and all summaries of its row.
+the number of tokens times the number of entries that a query reads, and no mask of tokens x tokens is made.
 
 Sizes in shapes: L layers, B rows, S columns, P pages, K pages that a query opens, Hkv kv heads with G query heads each,
 C queries of a chunk, R raw entries (sinks and tail) that a chunk reads, D head_dim.
@@ -17,34 +16,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl.attention.interface import Replayed, TraceView
-from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
-from sparse_rl.methods.pages.pages import Pages, summarise
-from sparse_rl.trace import NEVER, TraceError
+from sparse_rl.attention.interface import TraceView
+from sparse_rl.kernels.exact import computing_dtype
+from sparse_rl.methods.pages.policy import Pages, summarise
+from sparse_rl.trace import NEVER, TraceError, pinned
 
 CHUNK = 128  # queries at a time
 
 
 @dataclass
 class Chunk:
-    """A chunk of consecutive queries, from column `first` to column `last` - 1.
-
-    low : int64 [B], the first column after the sinks that the first query of the chunk reads as a raw token
-    tail : number of columns from the smallest `low` to `last`
-    closed : number of pages that are closed for the last query of the chunk, the maximum over rows
-    """
+    """A chunk of consecutive queries, from column `first` to column `last` - 1."""
 
     first: int
     last: int
-    low: Tensor
-    tail: int
-    closed: int
+    low: Tensor  # int64 [B], the first column after the sinks that the chunk's first query reads as a raw token
+    tail: int  # number of columns from the smallest `low` to `last`
+    closed: int  # number of pages that are closed for the last query, the maximum over rows
 
 
 class PagedView(TraceView):
@@ -52,15 +46,16 @@ class PagedView(TraceView):
 
     The view reads these trace sections: opened int16 [L, B, Hkv, S, K]; closed_at int32 [B, P]; paged_with int32 [8];
     pi float32 [L, B, Hkv, S], if summaries are not plain means; and evict_at int32 [L, B, Hkv, S], only to find the
-    padding. The kernel `dense` is the reference; any other name selects the code that gathers entries. Raises
-    TraceError if the trace was sampled under softmax: nested, which cannot be replayed.
+    padding. `kernel` is ignored. Raises TraceError if the trace was sampled under softmax: nested, which cannot be
+    replayed.
     """
 
     replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
     requires: ClassVar = replays - {"pi"}
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
-        self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
+        self.opened, self.pages = pinned(batch["opened"], self.device), Pages.read(batch["paged_with"])
+        self.pi = pinned(batch["pi"], self.device) if "pi" in batch else None
         if not self.pages.joint:
             raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
         real = batch["evict_at"][0, :, 0] > 0  # False for padding
@@ -70,34 +65,14 @@ class PagedView(TraceView):
         # the first query that no longer reads a column token by token, [B, S]
         until = torch.where(real, NEVER, 0).to(torch.int32)
         until.scatter_reduce_(1, columns.flatten(1), closes.repeat_interleave(self.pages.size, dim=1), reduce="amin")
-        behind = torch.arange(width) - start[:, None] - self.pages.sinks
-        page_of = behind.div(self.pages.size, rounding_mode="floor").masked_fill(behind < 0, -1)
-        self.chunks = list(self._chunks(until, behind >= 0))
-        self.start, self.columns, self.closes = (x.to(self.device) for x in (start, columns, closes))
-        self.until, self.page_of = until.to(self.device), page_of.to(self.device)
-
-    @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        sizes = replayed.rows, replayed.heads, replayed.kv_heads, replayed.head_dim, replayed.length
-        size = pages_bytes(*sizes, config) * replayed.itemsize
-        return [("pages of one layer", size, "estimate, of one chunk of queries at a time")]
+        self.chunks = list(self._chunks(until, torch.arange(width) - start[:, None] >= self.pages.sinks))
+        self.start, self.columns, self.closes, self.until = (x.to(self.device) for x in (start, columns, closes, until))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        opened = self.opened[layer].to(self.device, non_blocking=True).long()
-        heads, dim = key.shape[1], key.shape[3]
-        at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
-        inside = [x.gather(2, at).unflatten(2, self.columns.shape[1:]) for x in (key, value)]
-        weights = None
-        if self.pi is not None:
-            pi = self.pi[layer].to(self.device, non_blocking=True)
-            columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
-            weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
-        summaries = summarise(inside[0], inside[1], self.pages, weights)
-        if self.kernel == "dense":
-            return self._masked(query, key, value, *summaries, scaling, opened)
+        opened, summaries = self.decided(layer, key, value)
         dtype = value.dtype
         wide = computing_dtype(query, value)
-        grouped = query.to(wide).unflatten(1, (heads, -1))
+        grouped = query.to(wide).unflatten(1, (key.shape[1], -1))
         tensors = [x.to(wide) for x in (key, value, *summaries)]
         parts = []
         for chunk in self.chunks:
@@ -108,6 +83,19 @@ class PagedView(TraceView):
             else:
                 parts.append(work(part, *tensors))
         return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
+
+    def decided(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the pages that each query of a layer opens, int64 [B, Hkv, S, K], and the summaries of all pages."""
+        opened = self.opened[layer].to(self.device, non_blocking=True).long()
+        heads, dim = key.shape[1], key.shape[3]
+        at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
+        inside = [x.gather(2, at).unflatten(2, self.columns.shape[1:]) for x in (key, value)]
+        weights = None
+        if self.pi is not None:
+            pi = self.pi[layer].to(self.device, non_blocking=True)
+            columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
+            weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
+        return opened, summarise(inside[0], inside[1], self.pages, weights)
 
     def _chunks(self, until: Tensor, behind: Tensor) -> Iterator[Chunk]:
         """Yield the chunks of queries, which are the same for every layer; computed in host memory.
@@ -121,27 +109,16 @@ class PagedView(TraceView):
             held = (until > first) & behind
             held[:, last:] = False
             low = torch.where(held.any(-1), held.int().argmax(-1), last)
-            closed_tokens = ((until > 0) & (until < last) & behind).sum(-1)
-            yield Chunk(
-                first, last, low.to(self.device), int(last - low.min()), int(closed_tokens.max()) // self.pages.size
-            )
+            closed = int(((until > 0) & (until < last) & behind).sum(-1).max()) // self.pages.size
+            yield Chunk(first, last, low.to(self.device), int(last - low.min()), closed)
 
-    def _gathered(
-        self,
-        chunk: Chunk,
-        scaling: float,
-        opened: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        page_keys: Tensor,
-        page_values: Tensor,
-    ) -> Tensor:
+    def _gathered(self, chunk: Chunk, scaling: float, opened: Tensor, query: Tensor, *tensors: Tensor) -> Tensor:
         """Attend from the queries of a chunk, [B, Hkv, G, C, D], to the entries that they read.
 
-        opened : int64 [B, Hkv, S, K], pages that each query opens
-        page_keys, page_values : [B, Hkv, P, D], the summaries
+        The tensors are keys, values, and the keys and values of the summaries, [B, Hkv, P, D]; `opened` has the pages
+        that each query opens, int64 [B, Hkv, S, K].
         """
+        key, value, page_keys, page_values = tensors
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
         sinks = self.start[:, None] + torch.arange(pages.sinks, device=self.device)
@@ -171,72 +148,15 @@ class PagedView(TraceView):
         raw_keys, raw_values = read(key, columns), read(value, columns)
         open_keys, open_values = (read(x, inside).unflatten(2, shape) for x in (key, value))
         query = query * scaling
-        low = float("-inf")
-        logits = torch.cat(
-            [
-                torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys).masked_fill(~seen[:, None, None], low),
-                (torch.einsum("bhgcd,bhmd->bhgcm", query, page_keys[:, :, :count]) + pages.bias).masked_fill(
-                    ~summaries[:, :, None], low
-                ),
-                torch.einsum("bhgcd,bhcnd->bhgcn", query, open_keys).masked_fill(~inside_open[:, :, None], low),
-            ],
-            dim=-1,
-        )
-        raw_weights, summary_weights, opened_weights = logits.softmax(-1).split(
-            [columns.shape[2], count, shape[1]], dim=-1
-        )
+        raw = torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys)
+        of_pages = torch.einsum("bhgcd,bhmd->bhgcm", query, page_keys[:, :, :count]) + pages.bias
+        of_open = torch.einsum("bhgcd,bhcnd->bhgcn", query, open_keys)
+        masks = ((raw, seen[:, None, None]), (of_pages, summaries[:, :, None]), (of_open, inside_open[:, :, None]))
+        logits = torch.cat([part.masked_fill(~visible, float("-inf")) for part, visible in masks], dim=-1)
+        widths = [columns.shape[2], count, shape[1]]
+        raw_weights, summary_weights, opened_weights = logits.softmax(-1).split(widths, dim=-1)
         return (
             torch.einsum("bhgcn,bhnd->bhgcd", raw_weights, raw_values)
             + torch.einsum("bhgcm,bhmd->bhgcd", summary_weights, page_values[:, :, :count])
             + torch.einsum("bhgcn,bhcnd->bhgcd", opened_weights, open_values)
         )
-
-    def _masked(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        page_keys: Tensor,
-        page_values: Tensor,
-        scaling: float,
-        opened: Tensor,
-    ) -> Tensor:
-        """The reference implementation: attend with one masked call over all tokens and all summaries."""
-        batch, heads, width, dim = key.shape
-        now = torch.arange(width, device=self.device)
-        count = self.closes.shape[1]
-        seen = ((now <= now[:, None]) & (now[:, None] < self.until[:, None]))[:, None]
-        is_open = torch.zeros(batch, heads, width, count + 1, dtype=torch.bool, device=self.device)
-        is_open = is_open.scatter(3, torch.where(opened < 0, count, opened), True)
-        is_open[..., count] = False
-        inside = (self.page_of >= 0) & (self.page_of < count)
-        place = torch.where(inside, self.page_of, count)[:, None, None].expand(-1, heads, width, -1)
-        seen = seen | is_open.gather(3, place) | torch.eye(width, dtype=torch.bool, device=self.device)
-        summaries = (self.closes[:, None, None] <= now[:, None]) & ~is_open[..., :count]
-        bias = torch.zeros(1, dtype=computing_dtype(query, value), device=self.device)
-        mask = torch.cat(
-            [
-                bias.expand(seen.shape).masked_fill(~seen, float("-inf")),
-                (bias + self.pages.bias).expand(summaries.shape).masked_fill(~summaries, float("-inf")),
-            ],
-            dim=-1,
-        ).flatten(0, 1)[:, None]
-        keys, values = torch.cat([key, page_keys], dim=2), torch.cat([value, page_values], dim=2)
-        group = query.shape[1] // heads
-        grouped = query.reshape(batch * heads, group, width, dim)  # kv heads join the rows: a group shares a mask
-        keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-        return sdpa(grouped, keys, values, scaling, mask).reshape(query.shape)
-
-
-def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int, cache: Any) -> int:
-    """Return the number of elements that the replay of clustered attention gathers for a chunk of queries of one layer.
-
-    The elements, in the attention's dtype, are keys, values and logits of the entries that are read. The number is
-    doubled for the backward pass.
-    """
-    assert cache.open_pages is not None
-    opened, summaries = cache.open_pages * cache.page, length // cache.page
-    raw = cache.sinks + min(cache.window + cache.page + CHUNK, length)
-    read = 2 * head_dim * (CHUNK * opened + raw + summaries)
-    logits = heads // kv_heads * CHUNK * (opened + raw + summaries)
-    return 2 * rows * kv_heads * (read + 2 * logits)

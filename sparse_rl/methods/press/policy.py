@@ -16,13 +16,7 @@ from torch import Tensor
 from sparse_rl.attention.families import global_layers
 from sparse_rl.errors import UserError, did_you_mean, one_line
 from sparse_rl.methods.press.config import PressConfig
-from sparse_rl.policies.base import Policy
-from sparse_rl.policies.entries import Entries
-
-READ_ATTENTION = ("ObservedAttentionPress",)
-NOT_BY_SCORES = (
-    "only presses that evict the entries with the lowest scores, in every kv head as many, can be a cache policy"
-)
+from sparse_rl.policies.base import Entries, Policy
 
 
 class Press(Policy):
@@ -50,12 +44,12 @@ class Press(Policy):
         return bound
 
     def _take(self, module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
-        if getattr(keywords.get("kv_view"), "policy", None) is self:
+        view = keywords.get("kv_view")
+        if view is not None and view.policy is self:
             self._inputs[module.layer_idx] = keywords
 
     def score(self, layer: int, entries: Entries) -> Tensor:
-        assert entries.keys is not None
-        assert entries.values is not None
+        assert entries.keys is not None and entries.values is not None
         keywords = self._inputs.pop(self._modules[layer].layer_idx)
         hidden, (cos, sin) = keywords["hidden_states"], keywords["position_embeddings"]
         width, scores = entries.keys.shape[2], []
@@ -86,18 +80,15 @@ def make_press(config: PressConfig) -> Any:
     kind: Any = getattr(kvpress, config.press)
     base = kvpress.ScorerPress
     if not issubclass(kind, base) or kind is base or kind.compress is not base.compress:
-        raise UserError(f"{config.press}: {NOT_BY_SCORES} (docs/elsewhere.md)", "cache.press")
-    if config.press in READ_ATTENTION:
+        can = "only presses that evict the entries with the lowest scores, in every kv head as many, can be a policy"
+        raise UserError(f"{config.press}: {can} (docs/elsewhere.md)", "cache.press")
+    if config.press == "ObservedAttentionPress":
         raise UserError(f"{config.press} needs the weights of attention, which are not kept here", "cache.press")
-    accepted = [name for name in inspect.signature(kind).parameters if name != "compression_ratio"]
-    for name in config.options:
-        if name not in accepted:
-            takes = ", ".join(accepted) or "no further options"
-            raise UserError(f"{config.press} has no {name!r}; it has {takes}", "cache.options")
     try:
         return kind(compression_ratio=config.compression_ratio, **config.options)
     except Exception as error:  # kvpress checks its arguments by assertions
-        raise UserError(f"{config.press} refuses {config.options}: {error}", "cache.options") from error
+        takes = inspect.signature(kind)
+        raise UserError(f"{config.press}{takes} refuses {config.options}: {error}", "cache.options") from error
 
 
 def kvpress_module() -> Any:
@@ -108,9 +99,8 @@ def kvpress_module() -> Any:
     try:
         import kvpress
     except ImportError as error:
-        raise UserError(
-            f"kvpress is not installed: {error}; pip install 'sparse-rl[kvpress]'", "cache.press"
-        ) from error
+        missing = f"kvpress is not installed: {error}; pip install 'sparse-rl[kvpress]'"
+        raise UserError(missing, "cache.press") from error
     for name, function in before.items():
         ALL_ATTENTION_FUNCTIONS[name] = function
     return kvpress

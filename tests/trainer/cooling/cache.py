@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cooling.policy import Cooling
-from sparse_rl.methods.eviction.cache import EvictingCache
+from sparse_rl.policies.cache import EvictingCache
 
 
 class CoolingCache(EvictingCache):

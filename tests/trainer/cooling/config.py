@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparse_rl.config import Probability
-from sparse_rl.methods.eviction.config import StreamingConfig
+from sparse_rl.policies.config import StreamingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cooling.config import CoolingConfig
-from sparse_rl.methods.eviction.streaming import Streaming
+from sparse_rl.policies.rules import Streaming
 
 
 class Cooling(Streaming):
@@ -14,11 +14,7 @@ class Cooling(Streaming):
 
     def times(self, prompt: int, seen: int) -> list[int]:
         """Return the number of tokens seen at each compaction, up to `seen` tokens."""
-        times, due = [], self.schedule.first(prompt)
-        while due <= seen:
-            times.append(due)
-            due = self.schedule.next_due(prompt, due)
-        return times
+        return [count for count in range(prompt, seen + 1) if self.schedule.due(prompt, count)]
 
     def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
         return {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_rl.trace.checks import Sections, last_query
-from sparse_rl.trace.sections import batch_times, numbers
+from sparse_rl.trace.sections import Sections, batch_times, last_query, numbers
 
 
 def check_times(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:

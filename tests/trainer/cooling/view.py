@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from sparse_rl.attention.interface import Replayed, TraceView
-from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.attention.interface import TraceView
+from sparse_rl.attention.views import ReplayView
 
 WEIGHT = 0.5
 
@@ -30,7 +30,3 @@ class CoolingView(TraceView):
         out = self.evictions.attend(layer, query * self.factors.to(query), key, value, scaling)
         self.losses.setdefault(layer, WEIGHT * out.float().square().mean())
         return out
-
-    @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        return [*ReplayView.holds(config, replayed), ("cooled queries", 8 * replayed.rows * replayed.length, "factors")]

@@ -1,0 +1,88 @@
+"""Bytes that a worker holds in addition to weights, cache and vLLM's own forward pass. Does not import vLLM.
+
+vLLM gives its share of a GPU, minus the memory of its own forward pass and sampler, to the cache. It does not count the
+buffers of state.py and the float64 sampler of rollout/sampling.py, whose bytes are subtracted from that share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.engine import CPU_HEAD_SIZES
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.errors import UserError
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
+
+BLOCK = {"cuda": 16, "cpu": 32}  # tokens in a block of vLLM's cache
+STEP = 8  # kernels on GPUs support head sizes that are multiples of STEP
+LOGIT = 2 * 4 + 8  # bytes per logit in sampling: float32 log-probs before and after top-k, and a float64 number
+
+
+@dataclass(frozen=True)
+class Beside:
+    """GPU memory that one worker holds in addition to vLLM's cache.
+
+    per_byte : bytes per byte of the cache, for the positions of its entries and the policy's state of each entry
+    requests : bytes for the last queries of all requests, and for the policy's state of each request
+    sampler : bytes while the next tokens of all requests are sampled
+    """
+
+    per_byte: float
+    requests: int
+    sampler: int
+
+    def share(self, share: float, total: int) -> float:
+        """Return the share of a GPU with `total` bytes for vLLM alone, so that it and our buffers fit into `share`."""
+        need = self.requests + self.sampler
+        vllm_share = (share - need / total) / (1 + self.per_byte)
+        if vllm_share <= 0:
+            wrong = f"max_batch sequences need {need / 2**30:.1f} GiB in addition to the cache"
+            wrong = f"{share:g} of {total / 2**30:.0f} GiB is too little: {wrong}"
+            raise UserError(f"{wrong}; raise gpu_memory_utilization, or lower max_batch", "gpu_memory_utilization")
+        return vllm_share
+
+
+def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:
+    """Compute the memory that each worker holds in addition to its cache, for numbers of `itemsize` bytes."""
+    layers, kv_heads, head_dim = cache_shape(config)
+    per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
+    memory = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
+    stored = policy.last_queries or int(policy.every_query)  # queries of each request
+    queries = stored * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
+    return Beside(
+        per_byte=per_entry / (2 * head_dim * itemsize),
+        requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in memory)),  # 1: row for padding
+        sampler=LOGIT * max_batch * config.vocab_size,
+    )
+
+
+def wide_head(head_dim: int, on_cpu: bool) -> int:
+    """Return the smallest supported head size above `head_dim`. Raises UserError if there is none."""
+    if not on_cpu:
+        return (head_dim // STEP + 1) * STEP
+    if head_dim >= CPU_HEAD_SIZES[-1]:
+        wrong = f"this policy stores biases in wider heads, and vLLM on a CPU has no head size above {head_dim}"
+        raise UserError(f"{wrong}; choose another policy, or the hf engine", "cache.policy")
+    return next(size for size in CPU_HEAD_SIZES if size > head_dim)
+
+
+def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
+    """Return the head size of vLLM's cache, wider than the model's if the heads store a bias (compat/paged.py), which
+    they do not if attention is computed in float64 (`exact`).
+    """
+    return head_dim if policy.bias is None or exact else wide_head(head_dim, on_cpu=not cuda)
+
+
+def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
+    """Return the bytes of one worker's cache for max_batch sequences of maximum length and one block for vLLM itself,
+    with the options `given` to `make_engine`.
+    """
+    layers, kv_heads, head_dim = cache_shape(config)
+    longest = given["max_model_len"] or config.max_position_embeddings
+    block = BLOCK["cuda" if cuda else "cpu"]
+    blocks = -(-policy.schedule.most_held(given["max_prompt"] or longest, longest) // block)
+    exact = given["exact"] and given["dtype"] == "float32" and not cuda
+    head, entries = held_head(policy, head_dim, exact, cuda), (given["max_batch"] * blocks + 1) * block
+    return cache_bytes(entries, layers, kv_heads // given["tensor_parallel"], head, ITEMSIZE[given["dtype"]])

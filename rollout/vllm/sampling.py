@@ -1,0 +1,293 @@
+"""The samplers of a worker, and its record: log-probs of the tokens, evicted ("dropped") entries, routed experts.
+
+The samplers replace one part of vLLM's (V1) sampler, top-k, top-p and sampling, by the reference engine's sampler
+(rollout/sampling.py). So everywhere a sampled token depends only on the logits and the seed. The settings of a request
+are in its `extra_args`, under KEY.
+
+The worker keeps the record until the run is over, and then sends the engine one result per request. So a result
+includes the request's last step, which is recorded after vLLM's scheduler has released the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.config import SamplingConfig
+from rollout.sampling import Uniforms, forced_token, sample
+from rollout.vllm.compat.arguments import KEY
+from sparse_rl.trace import NEVER
+
+NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
+STEPS = 64  # maximum number of decoding steps whose evictions are held on the device
+
+
+class Result(TypedDict):
+    """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
+
+    preempted : True if the request lost its cache before its end; the record then does not match its attention
+    evict_at : int32 [L, Hkv of this rank, number of tokens]; None means that nothing was dropped
+    logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
+    routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
+    """
+
+    preempted: bool
+    evict_at: bytes | None
+    logprobs: bytes
+    routed: bytes | None
+
+
+class Dropped(NamedTuple):
+    """Dropped entries of one request: `count` entries of each kv head of each layer.
+
+    at : int64 [count], position of the first query that no longer attends to the entry
+    positions : int32 [count, L, Hkv], positions of the entries
+    """
+
+    at: np.ndarray
+    positions: np.ndarray
+
+
+class RunRecord:
+    """Record of one run, for this worker's kv heads."""
+
+    def __init__(self) -> None:
+        self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
+        self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
+        self.preempted: set[str] = set()
+        self.dropped: dict[str, list[Dropped]] = {}
+        # (numbers of requests, positions of their new tokens, dropped positions): on the device, then in host memory
+        self._arrived: list[tuple[Tensor, ...]] = []
+        self._fetched: list[tuple[Tensor, ...]] = []
+        self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
+        # request id -> (position of the first token, experts of the tokens, int16 [tokens, L, K]), per step
+        self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
+        self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
+
+    def begin(self, request_id: str) -> int:
+        if request_id in self.numbers:  # it was preempted, and has lost its cache
+            self.preempted.add(request_id)
+            self.dropped.pop(request_id, None)
+        return self.numbers.setdefault(request_id, len(self.numbers))
+
+    def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
+        """Record the log-probs of the tokens that one step has sampled, float32 [B, 2] as in `Result`.
+
+        places : index of each request in the engine's list of requests
+        steps : index of each token in its completion; a token sampled before the prefill's end is sampled again
+        """
+        self.place_of.update(zip(request_ids, places, strict=True))
+        self.drawn.append((request_ids, steps, logprobs))
+
+    def route(self, request_ids: list[str], first: np.ndarray, counts: np.ndarray, experts: Tensor) -> None:
+        """Record the experts that the tokens of one step took. Waits for the device once in STEPS calls.
+
+        first, counts : int [R], position of the first token of each request in this step, and number of its tokens
+        experts : int16 [sum of counts, L, K]; the tensor may change after the call
+        """
+        self._routed.append((request_ids, first.copy(), counts.copy(), experts.clone()))
+        if len(self._routed) >= STEPS:
+            self._settle_routes()
+
+    def _settle_routes(self) -> None:
+        if not self._routed:
+            return
+        experts = torch.cat([step[-1] for step in self._routed]).cpu().numpy()
+        start = 0
+        for request_ids, first, counts, _ in self._routed:
+            for request_id, position, count in zip(request_ids, first.tolist(), counts.tolist(), strict=True):
+                self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
+                start += count
+        self._routed.clear()
+
+    def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
+        """Record a compaction of several requests.
+
+        at : for each request, position of the first query that no longer attends to the dropped entries
+        counts : for each request, number of entries that each kv head dropped
+        positions : int32 [L, Hkv x sum of counts], positions of the dropped entries, request by request, head by head
+        """
+        heads = positions.shape[1] // sum(counts)
+        parts = np.split(positions, heads * np.cumsum(counts)[:-1], axis=1)
+        for request_id, seen, count, part in zip(request_ids, at, counts, parts, strict=True):
+            by_token = part.reshape(len(part), heads, count).transpose(2, 0, 1)
+            self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
+
+    def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
+        """Record the evictions by one new token for each of R requests. Waits for the device once in STEPS calls.
+
+        numbers, now : int64 [R], numbers of the requests, and positions of the new tokens
+        dropped : int [L, R, Hkv], positions of the dropped tokens; -1 means none
+        """
+        self._arrived.append((numbers, now, dropped.int().transpose(0, 1)))
+        if len(self._arrived) >= STEPS:  # those of a long run would fill a GPU's memory
+            self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._arrived, strict=True)))
+            self._arrived.clear()
+
+    def _settle(self) -> None:
+        steps = self._fetched + [tuple(part.cpu() for part in step) for step in self._arrived]
+        self._arrived, self._fetched = [], []
+        if not steps:
+            return
+        numbers, now, dropped = (torch.cat(column).numpy() for column in zip(*steps, strict=True))
+        names = list(self.numbers)
+        evictions = np.flatnonzero(dropped[:, 0, 0] >= 0)
+        evictions = evictions[np.argsort(numbers[evictions], kind="stable")]
+        for part in np.split(evictions, np.flatnonzero(np.diff(numbers[evictions])) + 1):
+            if len(part):
+                self.dropped.setdefault(names[numbers[part[0]]], []).append(Dropped(now[part], dropped[part]))
+
+    def take(self, lengths: dict[int, int]) -> list[Result]:
+        """Return the results of requests, given as place -> number of tokens of the sequence, and forget them."""
+        if self._logprobs is None:
+            self._logprobs = _by_step(self.drawn)
+            self.drawn.clear()
+            self._settle()
+            self._settle_routes()
+        request_of = {place: request_id for request_id, place in self.place_of.items()}
+        results: list[Result] = []
+        for place, length in lengths.items():
+            request_id = request_of[place]
+            drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
+            logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+            results.append(
+                {
+                    "preempted": request_id in self.preempted,
+                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
+                    "logprobs": logprobs.tobytes(),
+                    "routed": _by_position(self.routed.pop(request_id, None), length),
+                }
+            )
+        return results
+
+
+def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
+    """Return request id -> step -> log-probs of the step's token, as recorded last."""
+    by_request: dict[str, dict[int, list[float]]] = {}
+    pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
+    for request_ids, steps, _ in drawn:
+        for request_id, step, pair in zip(request_ids, steps, pairs, strict=False):
+            by_request.setdefault(request_id, {})[step] = pair
+    return by_request
+
+
+def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
+    at, by_token = map(np.concatenate, zip(*dropped, strict=True))
+    _, layers, heads = by_token.shape
+    evict_at = np.full((layers * heads, length), NEVER, dtype=np.int32)  # filled by head: `dropped` may be by token
+    for row, positions in zip(evict_at, np.ascontiguousarray(by_token.reshape(-1, layers * heads).T), strict=True):
+        row[positions] = at
+    return evict_at.reshape(layers, heads, length)
+
+
+def _by_position(routed: list[tuple[int, np.ndarray]] | None, length: int) -> bytes | None:
+    """Return the experts of one request's tokens, int16 [length, L, K], with -1 for the last token, which is not fed.
+    The last record of a token counts.
+    """
+    if routed is None:
+        return None
+    experts = np.full((length, *routed[0][1].shape[1:]), -1, np.int16)
+    for first, part in routed:
+        experts[first : first + len(part)] = part[: length - first]
+    return experts.tobytes()
+
+
+# ---- the samplers ----------------------------------------------------------------------------------------------------
+
+
+class SequenceSampler(nn.Module):
+    """Samples all requests of a run, under one SamplingConfig, and writes the log-probs to the run's record: to return
+    some, vLLM itself would rank the whole vocabulary in each step.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.runner = runner
+        self.begin_run(SamplingConfig(1), None)
+
+    def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
+        self.sampling, self.record = sampling, record
+        self.stream = cache(Uniforms)  # one stream per seed
+
+    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, None]:
+        """Sample a token for each request from the model's logits [B, V], and record the token's log-probs.
+
+        Returns int64 [B], with NOT_FINITE for requests whose log-probs are not finite; and None in place of log-probs.
+        """
+        ids = list(self.runner.input_batch.req_ids)[: len(logits)]
+        states = [self.runner.requests[i] for i in ids]
+        settings = [state.sampling_params.extra_args[KEY] for state in states]  # written by the engine
+        steps = [len(state.output_token_ids) for state in states]
+        uniform = None
+        if self.sampling.temperature > 0 and "forced" not in settings[0]:
+            numbers = [self.stream(setting["seed"]).at(step) for setting, step in zip(settings, steps, strict=True)]
+            uniform = _sent(numbers, torch.float64, logits.device)
+        tokens = [
+            forced_token(n, setting.get("forced"), self.sampling) for setting, n in zip(settings, steps, strict=True)
+        ]
+        forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
+        sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
+        sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
+        if self.record is not None:
+            if (captured := self.runner.captured_experts) is not None:
+                first = self.runner.input_batch.num_computed_tokens_cpu[: len(ids)]
+                ends = self.runner.query_start_loc.np[: len(ids) + 1]
+                self.record.route(ids, first, np.diff(ends), captured[: int(ends[-1])])
+            self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
+        return sampled, None
+
+
+class SeededSampler(nn.Module):
+    """Samples a server's requests that have a seed (compat/server.py); vLLM's sampler `plain` samples the others.
+
+    A request's n-th token is sampled with the n-th uniform number of its seed. After each chunk of a prompt except the
+    last, vLLM discards the sampled token, so the next step uses the same uniform number again.
+    """
+
+    def __init__(self, runner: Any, plain: nn.Module) -> None:
+        super().__init__()
+        self.runner, self.plain = runner, plain
+        # (request id, seed) -> stream and settings, for the requests of the previous step
+        self.seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
+
+    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
+        drawn = self._draw(logits)  # first, because vLLM's own sampler writes into the logits
+        sampled, logprobs = self.plain(logits, generators, k, p)
+        for rows, tokens in drawn:
+            sampled.index_copy_(0, rows, tokens.to(sampled.dtype))
+        return sampled, logprobs
+
+    def _draw(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Sample tokens for the requests that have a seed: for each pair of top_p and top_k, (rows, tokens), int64."""
+        seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
+        by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
+        for row, request_id in enumerate(self.runner.input_batch.req_ids[: len(logits)]):
+            state = self.runner.requests[request_id]
+            settings = (state.sampling_params.extra_args or {}).get(KEY)
+            if settings is None:
+                continue
+            key = request_id, settings["seed"]
+            if key not in self.seeded:
+                top_p, top_k = state.sampling_params.top_p, state.sampling_params.top_k
+                support = SamplingConfig(1, top_p=top_p, top_k=top_k if top_k > 0 else None)
+                self.seeded[key] = Uniforms(key[1]), support
+            stream, support = seeded[key] = self.seeded[key]
+            by_support.setdefault(support, []).append((row, stream.at(len(state.output_token_ids))))
+        self.seeded = seeded
+        drawn = []
+        for support, members in by_support.items():
+            rows, numbers = map(list, zip(*members, strict=True))
+            index = _sent(rows, torch.int64, logits.device)
+            uniform = _sent(numbers, torch.float64, logits.device)
+            drawn.append((index, sample(logits.index_select(0, index), support, uniform)[0]))
+        return drawn
+
+
+def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

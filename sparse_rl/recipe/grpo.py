@@ -1,0 +1,177 @@
+"""kind: grpo, RL under a sparse cache; {policy: full} is RL with a full cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollout.config import SAMPLE_LIVE, SamplingConfig
+from sparse_rl.config import Text, as_mapping, flat
+from sparse_rl.errors import UserError
+from sparse_rl.methods.config import LearnedConfig
+from sparse_rl.recipe.run import Run, SampledRecipe
+from trainer.config import SparseGRPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORecipe(SampledRecipe):
+    """RL under a sparse cache; {policy: full} is RL with a full cache.
+
+    rewards : names of rewards, or mappings {name: ..., weight: ..., parameters of the reward}
+    """
+
+    kind: ClassVar[str] = "grpo"
+    rewards: list[dict[str, Any] | Text]
+    grpo: SparseGRPOConfig = flat(SparseGRPOConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grpo.check_options(self.trainer_options)
+        if self.trainer_options.get("sync_ref_model"):
+            self._check_sync_ref_model()
+        if not self.rewards or not all(self.rewards):
+            raise UserError("name at least one reward, for example [math]", "rewards")
+        if self.completions_per_generation % self.grpo.num_generations:
+            name = "steps_per_generation" if self.grpo.steps_per_generation else "gradient_accumulation_steps"
+            batch = self.completions_per_generation
+            raise UserError(
+                f"{self.grpo.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "
+                f"{self.training.per_device_train_batch_size} × launch.processes {self.launch.processes} × {name} "
+                f"{self.steps_per_generation}); groups must be whole",
+                "num_generations",
+            )
+        if self.validation is not None and self.validation.data.thinking != self.data.thinking:
+            raise UserError("must equal data.thinking", "validation.data.thinking")
+        if self.grpo.top_p < 1 or self.grpo.top_k is not None:
+            self.warnings.append(
+                "top_p < 1 or top_k truncates the sampler's support, which biases the importance ratio; "
+                "train with top_p: 1.0 and top_k: null, and truncate only in evaluation"
+            )
+
+    def _check_sync_ref_model(self) -> None:
+        """Raise UserError for settings that do not work with a reference model that follows the trained model."""
+        if self.lora is not None:
+            wrong = "with lora the reference model, which has no adapter, never changes; remove lora or sync_ref_model"
+            raise UserError(wrong, "sync_ref_model")
+        if isinstance(self.cache, LearnedConfig):
+            raise UserError(
+                f"cache.policy {self.cache.name} has scorers, but the reference model has none; remove sync_ref_model",
+                "sync_ref_model",
+            )
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Number of micro-batches per process whose completions are sampled in one generation."""
+        return self.grpo.steps_per_generation or self.training.gradient_accumulation_steps
+
+    @property
+    def completions_per_generation(self) -> int:
+        """Number of completions that are sampled in one generation, over all processes."""
+        return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
+
+    def check_prompts(self, count: int) -> int:
+        """Return the number of prompts in a generation. Raises UserError if the dataset's `count` prompts are fewer."""
+        need = self.completions_per_generation // self.grpo.num_generations
+        if count < need:
+            raise UserError(
+                f"holds {count} prompts, but one generation takes {need} (per_device_train_batch_size × processes × "
+                "steps / num_generations); lower the batch, or add data",
+                "data",
+            )
+        return need
+
+    def samples_behind_prompts(self) -> bool:
+        return True
+
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt",)
+
+    def evaluation(self, run: str) -> dict[str, Any] | None:
+        """Return an eval recipe, as a mapping, of the held-out problems under the policy saved with the model."""
+        if self.validation is None:
+            return None
+        sampling = self.sampling(self.validation.samples)
+        return {
+            "kind": "eval",
+            "model": run,
+            "output_dir": f"{run}/eval",
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "tasks": {"validation": as_mapping(self.validation.limited_data())},
+            "accuracy": self.rewards[0],
+            "samples": sampling.n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_completion_length": sampling.max_tokens,
+        }
+
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        grpo = self.grpo
+        return SamplingConfig(
+            grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k, n=samples, seed=self.seed
+        )
+
+    def named_rewards(self) -> tuple[str, list[Any]]:
+        return "rewards", self.rewards
+
+    def describe_batches(self, rows: int) -> str:
+        prompts = self.check_prompts(rows)
+        completions = (rows // prompts) * self.completions_per_generation * self.grpo.num_iterations
+        steps = self.count_steps(completions // self.update_rows())
+        samples = f"{prompts} prompts × {self.grpo.num_generations} samples a generation"
+        return f"{samples}, {self.update_rows()} completions a step, {steps} steps"
+
+    def sequences(self) -> int:
+        return self.training.per_device_train_batch_size * self.steps_per_generation
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def make_trainer(self, run: Run, folder: Path) -> Any:
+        from sparse_rl.policies.make import make_policy
+        from trainer import rundir
+        from trainer.arguments import adapters, model_options
+        from trainer.grpo.trainer import SparseGRPOTrainer, grpo_arguments
+        from trainer.weights import carry_scorers
+
+        options, validation = self.training_arguments(), self.validation
+        if validation is not None:
+            groups = -(-self.training.per_device_train_batch_size // validation.samples)
+            options |= {
+                "eval_strategy": "steps",
+                "eval_steps": validation.every,
+                "num_generations_eval": validation.samples,
+                "per_device_eval_batch_size": groups * validation.samples,
+            }
+        functions, weights = run.rewards
+        args = grpo_arguments(
+            self.grpo,
+            **vars(self.replay),
+            scorers=self.scorers,
+            model_init_kwargs=model_options(self.weights_dtype()),
+            reward_weights=weights,
+            **options,
+        )
+        policy = make_policy(self.cache)
+
+        def engine_of(live: Any) -> Any:
+            carry_scorers(live, policy, self.model)
+            return self.make_engine(live if self.rollout.engine in SAMPLE_LIVE else self.model)
+
+        completions = rundir.CompletionLog(folder)
+        trainer = SparseGRPOTrainer(
+            model=self.model,
+            reward_funcs=functions,
+            args=args,
+            train_dataset=run.rows,
+            eval_dataset=run.held_out,
+            processing_class=run.tokenizer,
+            peft_config=adapters(self.lora, run.skeleton),
+            callbacks=[rundir.RunLog(folder), completions],
+            make_engine=engine_of,
+            sleep=self.rollout.sleep,
+            thinking=self.data.thinking,
+        )
+        completions.trainer = trainer
+        return trainer

@@ -1,0 +1,687 @@
+"""The recipe of any kind, and the `Run` that a recipe resolves to: what is known before a model is loaded.
+
+A kind of recipe is a dataclass whose fields are the keys of its YAML. It nests the configurations of its components
+(trainer/*/config.py, rollout/config.py, ...); the keys of a `flat` field stand at the top level of the YAML. Its
+methods derive facts from the keys, and build what the kind needs: a kind that trains builds its trainer.
+
+    run = recipe.prepare()                 # or, for a training, prepare_training()
+    with engines(run)(run.policies[0]) as engine: ...      # sampling.py
+    trainer = recipe.make_trainer(run, folder)
+
+A recipe is read and checked without torch, so this module imports torch, and what needs it, only inside functions.
+
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
+
+from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
+from rollout.context.config import PromptCacheConfig
+from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
+from sparse_rl.data.config import DataConfig
+from sparse_rl.errors import UserError
+from sparse_rl.methods.config import FullConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.progress import say, stage, warn
+from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
+from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from rollout.engine import Engine
+    from sparse_rl.policies.base import Policy
+
+R = TypeVar("R", bound="Recipe", covariant=True)
+C = TypeVar("C", bound="Recipe")
+NOT_YAML = {"yaml": False}
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
+SHOWN = 3  # rows with unreadable golds in a message
+
+
+def command_of(kind: str) -> str:
+    """Return the command that runs recipes of a kind."""
+    return kind if kind in ("eval", "perplexity", "budgets", "bench") else "train"
+
+
+@dataclass(frozen=True)
+class Run(Generic[R]):
+    """A recipe, and facts about it. The fields from `rows` on are set only for a training run.
+
+    recipe : the recipe, with the engine chosen and, for training, the attention kernel
+    config : configuration of the recipe's model, or of `live`
+    shape : shape of the cache of the layers without a sliding window: (layers, kv heads, head dim)
+    policies : cache policies that the engine samples under
+    tokenizer : tokenizer of the recipe's model; None if it was not loaded
+    live : module in memory to sample from instead of the recipe's model
+    findings : topic -> text, as `sparse-rl train --dry-run` prints them
+    remarks : warnings about settings that are allowed but unwise
+    skeleton : the model on the meta device, without memory
+    rows, held_out : rows of the recipe's dataset, and of its validation dataset
+    rewards : (functions, weights) of the recipe's rewards
+    checkpoint : checkpoint from which the run resumes; None for a new run
+    """
+
+    recipe: R
+    config: Any
+    shape: tuple[int, int, int] = (0, 0, 0)
+    policies: list[Policy] = field(default_factory=list)
+    tokenizer: Any = None
+    live: Any = None
+    findings: Mapping[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    skeleton: Any = None
+    rows: Any = None
+    held_out: Any = None
+    rewards: tuple[list[Callable], list[float]] = ([], [])
+    checkpoint: Path | None = None
+
+    @property
+    def room(self) -> int | None:
+        """Maximum number of prompt tokens that leaves room for a completion in the context length; None if unknown."""
+        from sparse_rl.attention.families import context_length
+
+        window = context_length(self.config)
+        return None if window is None or self.recipe.rollout is None else window - self.recipe.sampling().max_tokens
+
+    def with_data(self) -> Run[R]:
+        """Return a copy with the rewards, and the rows of the datasets, of a recipe that trains."""
+        recipe: Any = self.recipe
+        room = self.room
+        (key, specs), columns, sampled = recipe.named_rewards(), recipe.columns(), recipe.samples_behind_prompts()
+        rewards = rewards_of(specs, key) if specs else self.rewards
+
+        def rows_of(data: DataConfig, where: str) -> Any:
+            from trainer.launch import once
+
+            rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
+            return rows
+
+        rows, validation = rows_of(recipe.data, "data"), recipe.validation
+        held_out = None if validation is None else rows_of(validation.limited_data(), "validation.data")
+        return replace(self, rewards=rewards, rows=rows, held_out=held_out)
+
+    def inputs(self) -> dict[str, str]:
+        """Return the fingerprints, by name, of all rows and files that a training run reads; computed once."""
+        from sparse_rl.recipe.resume import input_fingerprints
+        from trainer.launch import once
+
+        recipe: Any = self.recipe
+        arguments = (
+            {"data": self.rows, "validation.data": self.held_out},
+            recipe.input_files(),
+            recipe.named_rewards()[1],
+        )
+        return once(f"inputs of {recipe.output_dir}", lambda: input_fingerprints(*arguments))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Configuration):
+    """Keys that every kind of recipe has.
+
+    model : directory of a model, directory of a run with a final model, or name on the hub; only safetensors weights
+        are loaded
+    output_dir : directory of the run
+    seed : seed of sampling, of the order of the training data, and of newly initialized weights
+    dtype : dtype of the computation
+    """
+
+    kind: ClassVar[str]
+    wanting: ClassVar[str]  # end of the error of `expect` for a recipe of another class; {} is that recipe's kind
+    completion_key: ClassVar[str] = "max_completion_length"  # the key that limits a completion
+    rollout = cast(RolloutConfig | None, None)  # the sampling engine; only some kinds have this key
+    model: PathText
+    output_dir: PathText
+    seed: Seed = 42
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
+    """Options of TRL's and transformers' trainers (options.py), which are top-level keys in the YAML."""
+    warnings: list[str] = field(default_factory=list, init=False)
+    """Warnings about valid but unwise settings, one line each."""
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every key with its value, as plain YAML data, so that make_recipe(recipe.resolved()) == recipe."""
+        return {"kind": self.kind, **as_mapping(self), **self.trainer_options}
+
+    def as_yaml(self) -> str:
+        """Return the text of an equivalent recipe file, with every key written out."""
+        return dump_yaml(self.resolved())
+
+    def models(self) -> list[str]:
+        """Return the names of the models that the recipe uses one after another."""
+        return [self.model]
+
+    def with_models(self, directory_of: Callable[[str], str]) -> Self:
+        """Return a copy of the recipe with each model name replaced by `directory_of(name)`."""
+        return replace(self, model=directory_of(self.model))
+
+    def expect(self, cls: type[C]) -> C:
+        """Return the recipe itself if it is of class `cls`. Raises UserError otherwise."""
+        if not isinstance(self, cls):
+            wrong = f"a recipe of kind {self.kind} {cls.wanting.format(self.kind)}"
+            raise UserError(f"{wrong}; sparse-rl {command_of(self.kind)} runs this recipe", "kind")
+        return self
+
+    def evaluation(self, run: str) -> dict[str, Any] | None:
+        """Return an eval recipe, as a mapping, for the run in the folder `run`. None if this recipe has no problems."""
+        return None
+
+    # ---- sampling -----------------------------------------------------------------------------------------------
+
+    def with_rollout(self, **changed: Any) -> Self:
+        """Return a copy of the recipe with some engine settings replaced."""
+        assert self.rollout is not None
+        replacement: dict[str, Any] = {"rollout": replace(self.rollout, **changed)}
+        return replace(self, **replacement)
+
+    def check_model_len(self) -> None:
+        """Raise UserError if `rollout.max_model_len` is too small for a prompt and a completion."""
+        need = max(bound or 1 for bound in self.prompt_bounds()) + self.sampling().max_tokens
+        if self.rollout is not None and (self.rollout.max_model_len or need) < need:
+            wrong = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove this key"
+            raise UserError(wrong, "rollout.max_model_len")
+
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        """Return the engine's sampling settings for `samples` completions per prompt."""
+        raise NotImplementedError
+
+    def samples_behind_prompts(self) -> bool:
+        """True if completions of the dataset's prompts are sampled; False if the dataset has the completions."""
+        return True
+
+    def sequences(self) -> int | None:
+        """Return the maximum number of sequences that one call of the engine returns to a process; None if unknown."""
+        raise NotImplementedError
+
+    def caches(self) -> list[PolicyConfig | None]:
+        """Return the cache policies that the engine uses one after another; None is the policy saved with the model."""
+        return []
+
+    def prompt_caches(self) -> list[PromptCacheConfig]:
+        """Return the settings, used one after another, for compacting contexts; empty if no context is compacted."""
+        return []
+
+    def prompt_sources(self) -> dict[str, DataConfig]:
+        """Return the datasets that supply prompts: dotted key -> dataset."""
+        return {}
+
+    def prompt_bounds(self) -> list[int | None]:
+        """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
+        return [data.max_prompt_tokens for data in self.prompt_sources().values()]
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
+        rollout, bounds = self.rollout, self.prompt_bounds()
+        assert rollout is not None
+        arguments = {"dtype": self.dtype, "max_batch": rollout.max_batch}
+        if rollout.engine == "hf":
+            return arguments
+        prompt = None if None in bounds else max(bound or 0 for bound in bounds)
+        return {
+            **arguments,
+            "max_prompt": prompt,
+            "max_model_len": rollout.max_model_len or (prompt and prompt + self.sampling().max_tokens),
+            "kv_cache_gb": rollout.kv_cache_gb,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "tensor_parallel": rollout.tensor_parallel,
+            "sleep_mode": rollout.sleep,
+            "full_graphs": rollout.full_graphs,
+            "exact": rollout.exact,
+        }
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    @property
+    def from_scratch(self) -> bool:
+        """True if the model's weights are not read, but initialized."""
+        return False
+
+    def load_shape(self) -> Any:
+        """Return the configuration of the model, or that of the table of known models (models/hub.py)."""
+        from sparse_rl.models.load import load_shape
+
+        return load_shape(self.model)
+
+    def prepare(self, live: Any = None) -> Run[Self]:
+        """Resolve the recipe, check its model's files, and warn about unwise settings.
+
+        live : module in memory to sample from; by default the recipe's model is loaded later
+        """
+        from sparse_rl.models.load import load_config, load_tokenizer
+
+        run = self.prepare_model(load_config(self.model), live)
+        return replace(run, tokenizer=load_tokenizer(self.model))
+
+    def prepare_model(self, config: Any, live: Any = None) -> Run[Self]:
+        """Do what `prepare` does, for a model with this configuration, but load no tokenizer."""
+        from rollout.context import budgets
+        from rollout.context.reader import check_movable
+        from sparse_rl.attention.families import global_layers
+        from sparse_rl.models.directory import check_scorers
+        from sparse_rl.models.weights import check_weights, identify, meta_model
+
+        skeleton = (meta_model if self.from_scratch else check_weights)(config, self.model)
+        run = self.resolve(config, live)
+        for compaction in self.prompt_caches():
+            try:
+                if compaction.budgets is not None:
+                    model = identify(live or self.model)
+                    budgets.load(compaction.budgets, global_layers(config), run.shape[1], model)
+            except UserError as error:
+                raise UserError(error.message, "prompt_cache.budgets") from error
+            if compaction.by_text:
+                check_movable(config, "prompt_cache.chunking")
+        for policy in run.policies:
+            check_scorers(self.model, policy)
+        for remark in run.remarks:
+            warn(remark)
+        return replace(run, skeleton=skeleton)
+
+    def resolve(self, config: Any, live: Any = None, cuda: bool | None = None) -> Run[Self]:
+        """Resolve the recipe for a model configuration. Reads no file but the model's cache policy.
+
+        live : module in memory to sample from; None means the recipe's model
+        cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
+        """
+        from rollout.engine import choose_engine
+        from sparse_rl.attention.families import is_text_part, longest_text, policy_shape
+        from sparse_rl.policies.make import make_policy
+
+        layers, kv_heads, head_dim = shape = policy_shape(config)
+        caches, remarks, recipe = self._cache_configs(), list[str](), self
+        words = f"{self.model}: {config.model_type}, {_layer_words(config)}, {kv_heads} kv heads of {head_dim}"
+        if is_text_part(config):
+            words += ", the text part of a multimodal model"
+        if (limit := longest_text(config)) is not None:
+            words += f", for texts of at most {limit[0]:,} tokens: {limit[1]}"
+        findings, policies = {"model": words}, [make_policy(cache) for cache in caches]
+        if policies:
+            findings["cache"] = ", ".join(map(repr, policies))
+        if self.rollout is not None:
+            engine, findings["rollouts"] = choose_engine(self.rollout, config if live is None else None, caches, cuda)
+            recipe = self.with_rollout(engine=engine)
+            if live is None:
+                recipe.check_lengths(config)
+                group = config.num_attention_heads // kv_heads
+                named_remarks = [(cache.name, cache.remark(group, layers)) for cache in caches]
+                remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
+        config = config if live is None else live.config
+        return Run(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
+
+    def _cache_configs(self) -> list[PolicyConfig]:
+        """Return the cache policies. If none is named, the policy saved with the model is used, or else `full`."""
+        from sparse_rl.models.directory import saved_policy
+
+        caches = self.caches()
+        saved = saved_policy(self.model) if None in caches else None
+        fallback = FullConfig() if saved is None else saved.config
+        return [fallback if cache is None else cache for cache in caches]
+
+    def check_lengths(self, config: Any) -> None:
+        """Raise UserError if the longest allowed prompt and a completion together exceed the model's context length.
+
+        Prompts without a bound are checked against `Run.room` when the dataset is read. Completions from a dataset are
+        truncated, so they are checked only for vllm, which must hold the longest sequence.
+        """
+        from sparse_rl.attention.families import context_length
+
+        if (window := context_length(config)) is None or (rollout := self.rollout) is None:
+            return
+        bounds, sampled = self.prompt_bounds(), self.samples_behind_prompts()
+        if not sampled and (rollout.engine in SAMPLE_LIVE or None in bounds):
+            return
+        completion = self.sampling().max_tokens
+        prompt = max((bound or 1 for bound in bounds), default=1)
+        if prompt + completion > window:
+            lengths = f"{completion:,} tokens, after a prompt of {'at least 1' if prompt == 1 else f'up to {prompt:,}'}"
+            wrong = f"{lengths}, exceed the model's context length of {window:,} tokens; lower this value"
+            raise UserError(wrong, self.completion_key)
+        if (rollout.max_model_len or 0) > window:
+            wrong = f"{rollout.max_model_len:,} exceeds the model's context length of {window:,} tokens; lower this"
+            raise UserError(f"{wrong} value", "rollout.max_model_len")
+
+
+def _layer_words(config: Any) -> str:
+    """Describe a model's layers, for example "6 layers, of which 5 have a sliding window of 512 tokens"."""
+    from sparse_rl.attention.families import windows_of
+
+    windows = windows_of(config)
+    sliding, words = sum(map(bool, windows)), f"{len(windows)} layers"
+    return f"{words}, of which {sliding} have a sliding window of {max(windows)} tokens" if sliding else words
+
+
+# ---- rewards and rows --------------------------------------------------------------------------------------------
+
+
+def rewards_of(named: list[Any], key: str) -> tuple[list[Callable], list[float]]:
+    """Return (functions, weights) of the rewards that a recipe key names. Raises UserError for an invalid reward.
+
+    The functions raise UserError, too, if a reward fails (rewards/own.py).
+    """
+    from rewards import make_rewards
+    from rewards.own import Bounded
+
+    try:
+        functions, weights = make_rewards(named)
+    except ValueError as error:
+        raise UserError(str(error), key) from error
+    return [Bounded(function, partial(UserError, key=key)) for function in functions], weights
+
+
+def read_rows(
+    config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
+) -> Any:
+    """Return the rows of a dataset, which all processes of a launch share; the arguments are those of `load_data`."""
+    from sparse_rl.data.problems import load_data
+    from trainer.launch import once_on_disk
+
+    return once_on_disk(
+        f"{where} {require} {config} {room}",
+        lambda: load_data(config, tokenizer, require=require, where=where, room=room),
+    )
+
+
+def check_golds(rewards: Sequence[Any], rows: Any, where: str) -> None:
+    """Warn about rows that a reward can never score, because it cannot read their gold answer or tests.
+
+    Rewards with the attribute `golds` (rewards/__init__.py) are asked, with empty completions. Raises UserError if a
+    reward can score no row.
+    """
+    for reward in (reward for reward in rewards if getattr(reward, "golds", ())):
+        unread: list[int] = []
+        with stage("reading golds", where, total=len(rows), unit="row") as progress:
+            for start in range(0, len(rows), 256):
+                part = rows[start : start + 256]
+                columns = {name: values for name, values in part.items() if name not in ("prompt", "completion")}
+                try:
+                    scores = reward(completions=[""] * len(part["prompt"]), **columns)
+                except ValueError as error:  # a column is missing or of another type
+                    raise UserError(str(error), where) from error
+                unread += [start + place for place, score in enumerate(scores) if score is None]
+                progress.advance(len(scores))
+        if unread:
+            golds = [name for name in reward.golds if name in rows.column_names]
+            first = "; ".join(f"{i + 1}: {', '.join(show(rows[i][name]) for name in golds)}" for i in unread[:SHOWN])
+            count = (
+                f"the reward {reward.__name__} cannot read {' or '.join(golds)} of {len(unread)} of {len(rows)} rows"
+            )
+            if len(unread) == len(rows):
+                raise UserError(f"{count}, so it can score no completion; row {first}", where)
+            warn(f"{where}: {count}, whose completions it never scores; row {first}")
+
+
+# ---- recipes that train ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig(Configuration):
+    """Validation on held-out problems at regular intervals. GRPO measures the rewards and the entropy of sampled
+    completions. Distillation and KVpop measure KL and cross-entropy, also once before the first step. They do not use
+    `samples`.
+
+    every : number of training steps between two validations
+    problems : maximum number of held-out problems
+    samples : number of completions sampled for each problem
+    """
+
+    data: DataConfig
+    every: PositiveInt = 20
+    problems: PositiveInt = 32
+    samples: PositiveInt = 4
+
+    def limited_data(self) -> DataConfig:
+        """Return the configuration of the held-out dataset, limited to `problems` problems."""
+        return replace(self.data, limit=self.problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe(Recipe):
+    """Keys of every kind of recipe that trains a model."""
+
+    wanting: ClassVar[str] = "is not trained; use sparse-rl {}"
+    validation = cast(ValidationConfig | None, None)  # only the kinds that use held-out problems have this key
+    data: DataConfig
+    training: TrainingConfig = flat(TrainingConfig)
+    lora: LoraConfig | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options = self.trainer_options.get("gradient_checkpointing_kwargs")
+        options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
+        if isinstance(options, dict) and options.get("use_reentrant"):
+            wrong = "the eviction trace does not survive reentrant checkpointing; remove use_reentrant"
+            raise UserError(wrong, "gradient_checkpointing_kwargs.use_reentrant")
+        if self.lora is not None and self.launch.zero_stage == 3:
+            wrong = "LoRA under ZeRO-3 requires reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
+            raise UserError(wrong, "launch.zero_stage")
+
+    def make_trainer(self, run: Run, folder: Path) -> Any:
+        """Return the trainer of this recipe's run, with its engine, which writes to the run's folder."""
+        raise NotImplementedError
+
+    # ---- training data ------------------------------------------------------------------------------------------
+
+    def prompt_sources(self) -> dict[str, DataConfig]:
+        return {"data": self.data} | ({} if self.validation is None else {"validation.data": self.validation.data})
+
+    def samples_behind_prompts(self) -> bool:
+        return False
+
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns that the dataset must have."""
+        return ("prompt", "completion")
+
+    def named_rewards(self) -> tuple[str, list[Any]]:
+        """Return (the key under which the recipe names rewards, the list of these rewards)."""
+        return "rewards", []
+
+    def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        """Return the files that a run reads, which must not change: key -> (place or None, True if weights are read)"""
+        template = self.trainer_options.get("chat_template_path")
+        return {"model": (self.model, not self.from_scratch), "chat_template_path": (template, False)}
+
+    # ---- batches ------------------------------------------------------------------------------------------------
+
+    def update_rows(self) -> int:
+        """Return the number of training rows in one update, over all processes."""
+        training = self.training
+        return training.per_device_train_batch_size * training.gradient_accumulation_steps * self.launch.processes
+
+    def describe_batches(self, rows: int) -> str:
+        """Describe the batches and steps for a dataset of `rows` rows. Raises UserError if the dataset is too small."""
+        per_epoch = -(-rows // self.update_rows())
+        return f"{self.update_rows()} rows a step, {per_epoch} steps an epoch, {self.count_steps(per_epoch)} steps"
+
+    def count_steps(self, per_epoch: int) -> int:
+        """Return the number of steps of the whole training, if one epoch has `per_epoch` steps."""
+        training = self.training
+        return training.max_steps if training.max_steps > 0 else max(1, round(per_epoch * training.num_train_epochs))
+
+    def foresees(self) -> bool:
+        """True if KVpop's scorers are trained, which requires their target, the mass of future attention."""
+        return False
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def longest_row(self, prompt: int) -> int | None:
+        """Return the maximum number of tokens in a training row if a prompt has `prompt` tokens; None means unknown."""
+        raise NotImplementedError
+
+    def sequences(self) -> int:
+        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def prepare_training(self, resume: str | None = None, here: bool = True) -> Run[Self]:
+        """Resolve the recipe and check everything except its output folder.
+
+        resume : value of --resume; None means a new run
+        here : True if this process trains; choices are then printed, and attention kernels are checked on its GPU
+        """
+        from sparse_rl.models.directory import saved_policy
+        from sparse_rl.models.load import changed_generation_settings
+        from sparse_rl.recipe.resume import checkpoint_to_resume
+
+        for backend in self.training.report_to:
+            if importlib.util.find_spec(backend) is None:
+                raise UserError(f"{backend} is not installed; pip install {backend}, or leave it out here", "report_to")
+        run = self.prepare()
+        saved_policy(self.model)
+        findings = {"recipe": f"{self.kind}, into {self.output_dir}", **run.findings}
+        if changed := changed_generation_settings(self.model):
+            findings["generation config"] = changed
+        findings |= self.findings(run)
+        run = run.with_data()
+        if run.rewards[0]:
+            weighted = (f"{getattr(f, '__name__', f)} × {weight:g}" for f, weight in zip(*run.rewards, strict=True))
+            findings[self.named_rewards()[0]] = ", ".join(weighted)
+        findings["data"] = f"{len(run.rows)} rows, with {', '.join(run.rows.column_names)}"
+        findings["batch"] = self.describe_batches(len(run.rows))
+        if self.validation is not None:
+            findings["validation"] = f"{len(run.held_out)} problems, every {self.validation.every} steps"
+        recipe, kernels = run.recipe.choose_kernel(run.config, here)
+        findings |= kernels
+        checkpoint = None
+        if resume is not None:
+            checkpoint = checkpoint_to_resume(recipe.resolved(), resume, run.inputs())
+            findings["resume"] = str(checkpoint)
+        for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
+            if here and topic in findings:
+                say(topic, findings[topic])
+        return replace(run, recipe=recipe, findings=findings, checkpoint=checkpoint)
+
+    def findings(self, run: Run) -> dict[str, str]:
+        """Return topic -> text about the parts of the training. Raises UserError if a part does not suit the model."""
+        if self.lora is None:
+            return {}
+        from trainer.arguments import describe_adapters
+
+        return {"lora": describe_adapters(self.lora, run.skeleton)}
+
+    def choose_kernel(self, config: Any, here: bool) -> tuple[Self, dict[str, str]]:
+        """Return (the recipe with its attention kernel chosen, findings that give the reason for the choice)."""
+        return self, {}
+
+    def weights_dtype(self) -> str:
+        """Return the dtype in which the trained weights are kept."""
+        from trainer.arguments import weights_dtype
+
+        return weights_dtype(self.dtype, self.launch, self.lora)
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Return the options that transformers' TrainingArguments and TRL's configurations share."""
+        from trainer.arguments import training_options
+
+        return training_options(
+            self.training,
+            self.launch,
+            output_dir=self.output_dir,
+            seed=self.seed,
+            dtype=self.dtype,
+            more=self.trainer_options,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRecipe(TrainRecipe):
+    """Training whose attention reads only the entries that a cache under evictions would have held.
+
+    The evictions were recorded when the sequences were sampled or simulated, or are decided in training's forward pass.
+    """
+
+    replay: ReplayConfig = flat(ReplayConfig)
+    validation: ValidationConfig | None = None
+
+    def attending_models(self) -> list[str]:
+        """Return the names of the models that use the recipe's attention kernel."""
+        return [self.model]
+
+    def refuse_own_groups(self) -> None:
+        """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
+        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
+            raise UserError(
+                "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
+                "optim",
+            )
+
+    def with_attention_kernel(self, kernel: str) -> Self:
+        """Return a copy of the recipe that uses the attention kernel `kernel`."""
+        chosen: dict[str, Any] = {"attention_kernel": kernel}
+        return replace(self, replay=replace(self.replay, **chosen))
+
+    def choose_kernel(self, config: Any, here: bool) -> tuple[Self, dict[str, str]]:
+        from sparse_rl.attention.startup import check_target, choose_kernel, will_check
+        from sparse_rl.models.load import load_config
+
+        wanted = self.replay.attention_kernel
+        if will_check(wanted) and not here:  # each training process compiles and checks on its own GPU
+            return self, {"attention kernel": f"{wanted}; flex will be checked on the GPU, see sparse-rl doctor"}
+        if will_check(wanted):
+            say("attention kernel", "compiling and checking FlexAttention on this GPU, which takes a while")
+        kernel, finding = choose_kernel(wanted, map(load_config, self.attending_models()), self.dtype)
+        findings = {"attention kernel": finding}
+        if here and self.foresees() and will_check("auto"):
+            findings["scorers' target"] = str(check_target(config, self.dtype))
+        return self.with_attention_kernel(kernel), findings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRecipe(ReplayedRecipe):
+    """Training on sequences that an engine samples, or simulates, under a cache.
+
+    cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
+    """
+
+    cache: PolicyConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scorers: ScorersConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_learned()
+        try:
+            self.cache.check_trainable()
+        except UserError as error:
+            raise UserError(error.message, f"cache.{error.key}") from None
+        if self.rollout.tensor_parallel > 1:
+            wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
+            raise UserError(wrong, "rollout.tensor_parallel")
+        self.check_model_len()
+
+    def _check_learned(self) -> None:
+        """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
+        if isinstance(self.cache, LearnedConfig) and self.lora is not None:
+            raise UserError(f"does not work with cache.policy {self.cache.name}; remove lora", "lora")
+        if self.scorers is None:
+            return
+        if not isinstance(self.cache, KVpopPolicyConfig):
+            raise UserError(
+                f"{self.cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
+            )
+        if self.cache.scorer.name == "recency":
+            raise UserError(
+                "the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers"
+            )
+        self.refuse_own_groups()
+
+    def foresees(self) -> bool:
+        return self.scorers is not None
+
+    def caches(self) -> list[PolicyConfig | None]:
+        return [self.cache]
+
+    def longest_row(self, prompt: int) -> int | None:
+        return prompt + self.sampling().max_tokens
+
+    def make_engine(self, model: Any) -> Engine:
+        """Return the engine that samples from `model` under the recipe's cache."""
+        from rollout.engine import make_engine
+
+        arguments = {**self.engine_arguments(), "policy": self.cache, "progress": self.rollout.progress}
+        return make_engine(self.rollout.engine, model=model, **arguments)

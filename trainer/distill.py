@@ -1,0 +1,283 @@
+"""Training with a dense teacher: the base of every such training, and distillation under recorded evictions.
+
+The teacher attends to all tokens. It is either a model in memory or a teacher cache (teacher.py). The loss of an update
+is a sum over the N completion tokens of all processes, where tau is the temperature of the distillation and CE the
+cross-entropy (losses.py):
+
+    loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE
+
+In distillation (G-KV appendix C) the student has a small cache, and runs under a recorded trace. Completions of a
+dataset (the teacher's outputs, filtered by a reward) are decoded by an engine with the starting model under the policy,
+which records the trace; or the student samples completions under eviction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainingArguments
+from trl.models.utils import _ForwardRedirection, prepare_deepspeed
+
+from rollout.engine import Engine, SamplingConfig
+from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
+from sparse_rl.models.load import base_of, head_of
+from trainer.arguments import ReplayedArguments, check_adapters
+from trainer.base import Resumable
+from trainer.batch import Batch, Example, trace_of
+from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig
+from trainer.losses import DistillationLoss, TopK
+from trainer.teacher import TeacherCache
+from trainer.weights import give_weights, live_weights, partitioned
+
+
+@dataclass
+class TaughtArguments(ReplayedArguments, TrainingArguments):
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+    def __post_init__(self) -> None:
+        self.remove_unused_columns = False
+        super().__post_init__()
+
+
+class TaughtTrainer(Resumable):
+    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache."""
+
+    args: TaughtArguments
+    summed: tuple[str, ...] = ("kl", "ce", "right")  # names of the sums that `_losses` returns between loss and count
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | TeacherCache,
+        args: TaughtArguments,
+        examples: Sequence[Example],
+        validation: Sequence[Example] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_adapters(model)
+        data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
+        super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
+        self.model_accepts_loss_kwargs = True  # our loss is already divided by the tokens of the whole update
+        adopt(base_of(self.model))
+        refuse_reentrant_checkpointing(cast(Any, self.model))
+        self.teacher: Any = teacher
+        if not isinstance(teacher, TeacherCache):
+            whole, ours = adopt(teacher).requires_grad_(False).eval(), self.accelerator
+            self.teacher = prepare_deepspeed(whole, ours) if partitioned(ours) else whole.to(ours.device)
+        self.loss = DistillationLoss(args.loss)
+        self._redirect = _ForwardRedirection()
+        self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
+        self._weight = 1.0  # weight of a batch in the sums; 0 if a process only repeats a batch, as in `evaluate`
+
+    def models(self) -> dict[str, Any]:
+        return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """Return an update's micro-batches as lists of examples, and the count of all processes' completion tokens."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return [], None
+        examples = self._with_traces([example for batch in batches for example in batch])
+        following = iter(examples)
+        return [[next(following) for _ in batch] for batch in batches], self._count(examples)
+
+    def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
+        """Return the examples to train on, made from `examples` of the dataset. Subclasses may add traces."""
+        return list(examples)
+
+    def _count(self, examples: Sequence[Example]) -> Tensor:
+        local = torch.tensor([sum(len(example.completion) for example in examples)], device=self.accelerator.device)
+        return self.accelerator.gather(local * int(self._weight)).sum()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # transformers' estimate needs a dict of tensors
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require."""
+        student = self.accelerator.unwrap_model(model)
+        loss, *others = self._redirect(model, student, self._losses, student, inputs)
+        sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)
+        for name, value in zip((*self.summed, "tokens"), sums.tolist(), strict=True):
+            self._sums[name] += value
+        total = sums[-1] if num_items_in_batch is None else num_items_in_batch
+        return loss / total * self.accelerator.num_processes  # the gradients of the processes are averaged
+
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
+        """Return the loss and the values named in `summed`, summed over the completion tokens, and the token count."""
+        raise NotImplementedError
+
+    def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums of DistillationLoss, and the token count. Call this under autocast, if training uses it."""
+        sums = self.loss(hidden, head_of(base_of(student)), self._teacher_outputs(batch), batch.targets)
+        return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
+
+    @torch.no_grad()
+    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
+        """Return a function from a slice of the completion tokens to the teacher's logits, or to its top k as TopK."""
+        if isinstance(self.teacher, TeacherCache):
+            return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
+        whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
+        head = head_of(whole)
+        # _redirect calls DeepSpeed's forward if DeepSpeed wraps the teacher.
+        hidden = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
+        if config.top_k is None:
+            return lambda part: head(hidden[part])
+        return TopK.of_hidden(hidden, head, config.top_k, config.temperature, config.chunk).__getitem__
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._sums["tokens"] and "loss" in logs:
+            logs |= {**self._measured(), "tokens": self._sums["tokens"]}
+            self._sums.clear()
+        super().log(logs, start_time)
+
+    def _measured(self) -> dict[str, float]:
+        """Return the metrics since the last log."""
+        sums = self._sums
+        named = {"kl": "kl", "ce": "ce", "token_accuracy": "right"}
+        means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
+        return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure KL, cross-entropy and token accuracy on the validation examples, with the attention of training."""
+        before, self._sums = self._sums, defaultdict(float)
+        model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
+        training = model.training
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            batches = list(DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list))
+            ranks = self.accelerator.num_processes
+            for index in range(self.accelerator.process_index, -(-len(batches) // ranks) * ranks, ranks):
+                # A process without a batch repeats the last batch with weight 0.
+                self._weight = float(index < len(batches))
+                examples = self._with_traces(batches[min(index, len(batches) - 1)])
+                self._count(examples)
+                self.compute_loss(self.model_wrapped, examples)
+        model.train(training)
+        self._weight = 1.0
+        metrics = {f"eval_{name}": value for name, value in self._measured().items()}
+        self._sums = before
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def extra_state(self) -> dict[str, Any]:
+        return {**super().extra_state(), "sums": dict(self._sums)}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        super().load_extra_state(state)
+        self._sums.update(state["sums"])
+
+
+@dataclass
+class DistillArguments(TaughtArguments):
+    kind: ClassVar[str] = "distill"
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    scorers: ScorersConfig | None = None
+
+
+class DistillTrainer(TaughtTrainer):
+    """Distils a teacher into a model under the evictions that an engine records. It takes the parameters of
+    TaughtTrainer, and:
+
+    sleep : True frees the engine's memory while the student is trained, if the engine supports this
+    """
+
+    args: DistillArguments
+
+    def __init__(
+        self,
+        model: Any,
+        teacher: Any,
+        engine: Engine,
+        args: DistillArguments,
+        *data: Any,
+        sleep: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.engine = engine
+        super().__init__(model, teacher, args, *data, **kwargs)
+        self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
+        self.carry_scorers_of(engine.policy, args.scorers)
+        if self.scorer_loss is not None:
+            self.summed = (*self.summed, "boundary")
+        self._sampling = None
+        if args.distill.completions == "student":
+            self._sampling = SamplingConfig(args.distill.max_completion_length, args.loss.temperature)
+        self._live = getattr(engine, "model", None) is base_of(self.model)  # the engine uses the live student
+        self._synced: int | None = None
+
+    def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
+        prompts = [example.prompt for example in examples]
+        with self.refused_at_this_step(), self._engine_weights() as engine:
+            if self._sampling is None:
+                completions = [example.completion for example in examples]
+                rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
+            else:
+                seed = self.sampling_seed(self.state.global_step)
+                rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
+        return [Example.from_rollout(rollout) for rollout in rollouts]
+
+    def _count(self, examples: Sequence[Example]) -> Tensor:
+        """Return the number of completion tokens of all processes. Add retention and sequences to the logged sums."""
+        tokens = sum(len(example.completion) for example in examples)
+        retention = sum(example.trace.retention() for example in examples if example.trace is not None)
+        local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
+        local *= self._weight
+        tokens, sequences, retention = self.accelerator.gather(local).sum(0).tolist()
+        self._sums["sequences"] += sequences
+        self._sums["retention"] += retention
+        return torch.tensor(tokens, device=self.accelerator.device)
+
+    @contextmanager
+    def _engine_weights(self) -> Iterator[Engine]:
+        """Yield the engine with the weights that are due: the student's, if the engine shares its module or samples
+        completions; otherwise the starting model's, and after a refresh those of the student at the last refresh."""
+        every = 1 if self._sampling is not None else self.args.distill.refresh_every
+        with ExitStack() as stack:
+            if self._sleeper is not None:
+                self._sleeper.wake_up()
+                stack.callback(self._sleeper.sleep)
+            if self._live:
+                stack.enter_context(live_weights(self))
+            elif every:
+                due = self.state.global_step - self.state.global_step % every
+                if due != self._synced and (due or self._sampling is not None):
+                    give_weights(self.engine, self.model, self.accelerator)
+                self._synced = due
+            yield self.engine
+
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
+        args = self.args
+        through = args.match_gradient == "through"
+        batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel, through)
+        with self.accelerator.autocast():
+            if self.scorer_loss is None:
+                return self._distilled(student, batch, batch.hidden(student, replayed=True))
+            assert args.scorers is not None
+            traces = [trace_of(example) for example in batch.examples]
+            view = self.scorer_loss.view(
+                student, *batch.sizes(), batch.ids.shape[1], kernel=args.attention_kernel, traces=traces
+            )
+            loss, *others, count = self._distilled(student, batch, batch.hidden_under(student, view))
+            boundary = torch.stack(list(view.of_policy.losses.values())).mean() * count
+        return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
+
+    def _measured(self) -> dict[str, float]:
+        learnt = {} if self.scorer_loss is None else {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]}
+        return {**super()._measured(), **learnt}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        super().load_extra_state(state)
+        self._synced = None

@@ -1,0 +1,273 @@
+"""The metrics of GRPO besides those of TRL: the gap between sampler and trainer, the cache, and the times of a step.
+
+The gap is d = log p_trainer - log p_sampler of the sampled tokens, before any clipping (docs/metrics.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from rollout.engine import Rollout
+from sparse_rl.attention.families import policy_shape
+from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.metrics import no_lesson
+from sparse_rl.models.load import base_of
+from sparse_rl.policies.base import Policy
+
+logger = logging.getLogger("sparse_rl")
+PARTS = ("sync", "generate", "rewards", "logprobs")
+
+
+class StepClock:
+    """Counts the sampled tokens and the seconds of each part of a step since the last log; the rest is the update."""
+
+    def __init__(self) -> None:
+        self.logged_step = 0
+        self.restart()
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            self.seconds[part] += now() - start
+
+    def read(self, step: int) -> dict[str, float]:
+        """Return the timing metrics per step since the last call, or {} if there was no step since then."""
+        steps = step - self.logged_step
+        if steps <= 0:
+            return {}
+        elapsed = now() - self.start
+        parts = {part: self.seconds[part] for part in PARTS}
+        parts["update"] = elapsed - sum(parts.values())
+        self.logged_step = step
+        return {
+            **{f"time/{part}": seconds / steps for part, seconds in parts.items()},
+            "time/step": elapsed / steps,
+            "time/tokens_per_second": self.tokens / elapsed,
+        }
+
+    def restart(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.start, self.tokens = now(), 0
+
+
+def now() -> float:
+    """Wait until the GPU has finished its queued work, and return the time in seconds."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Tolerance(NamedTuple):
+    """The replay guard's limit on the mean |d| of a batch: `factor` times that of the probe, but at least `floor`."""
+
+    floor: float  # in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
+    factor: float
+
+    def limit(self, probe: float) -> float:
+        return max(self.factor * probe, self.floor)
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(1e-4, 10.0),
+    torch.bfloat16: Tolerance(1e-1, 3.0),
+    torch.float16: Tolerance(2e-2, 3.0),
+}
+
+
+class ReplayGapError(StoppedError):
+    """Raised if the trainer's log-probs differ from the sampler's by more than rounding can explain."""
+
+
+def gap_metrics(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
+    """Return the metrics replay/* and ratio/* of N sampled tokens.
+
+    gap : d of each token, with the sampler's distribution before top-p and top-k, float [N]
+    ratio : d of each token, with the sampler's distribution after top-p and top-k, float [N]
+    clip : importance ratio above which tokens count in ratio/clipped
+    """
+    if not gap.numel():
+        return {}
+    gap, weights = gap.double(), ratio.double().exp()
+    ordered = weights.sort().values  # torch.quantile does not take more than 2**24 values
+    values = {
+        "replay/gap_mean": gap.abs().mean(),
+        "replay/gap_max": gap.abs().max(),
+        "replay/k3": (gap.expm1() - gap).mean(),  # Schulman's unbiased estimate of KL(sampler || trainer)
+        "ratio/mean": weights.mean(),
+        "ratio/p5": ordered[round(0.05 * (len(ordered) - 1))],
+        "ratio/p95": ordered[round(0.95 * (len(ordered) - 1))],
+        "ratio/max": weights.max(),
+        "ratio/clipped": (weights > clip).double().mean(),
+    }
+    return {name: float(value) for name, value in values.items()}
+
+
+class AuxiliaryLosses(NamedTuple):
+    """The losses besides GRPO's in a forward pass: the scorers' boundary loss, or the loss of another method.
+
+    losses : loss of each layer, float [layers]
+    recalls : layer -> number of kept tokens among those that the scorers' training target would keep, and number of
+        the latter, over all queries; empty if there is no such target
+    """
+
+    losses: Tensor
+    recalls: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of_chunks(cls, chunks: Sequence[AuxiliaryLosses], rows: Sequence[int]) -> AuxiliaryLosses:
+        """Join the chunks of a batch: mean losses, weighted by the numbers of `rows`, and the sums of the counts."""
+        shares = [count / sum(rows) for count in rows]
+        losses = torch.stack([share * chunk.losses for share, chunk in zip(shares, chunks, strict=True)]).sum(0)
+        recalls = [chunk.recalls for chunk in chunks]
+        held, total = ({k: torch.stack([r[k][i] for r in recalls]).sum(0) for k in recalls[0]} for i in (0, 1))
+        return cls(losses, {k: (held[k], total[k]) for k in held})
+
+
+def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means over the processes that have a metric, or the maximum if its name ends in `_max`.
+
+    A NaN makes the result NaN.
+    """
+    names = dict.fromkeys(name for own in metrics for name in own)
+    gathered = {name: [own[name] for own in metrics if name in own] for name in names}
+    largest = {name for name in gathered if name.endswith("_max") and not any(map(math.isnan, gathered[name]))}
+    return {name: max(values) if name in largest else sum(values) / len(values) for name, values in gathered.items()}
+
+
+def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
+    """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
+    sliding window and kv heads, rounded up."""
+    if policy.schedule.counts_vary:
+        peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
+        return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
+    return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
+
+
+CAUSES = {
+    "replay gap": (
+        "mean |log p_trainer - log p_sampler|",
+        "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or "
+        "another dtype in the trainer; under the policy am, fewer reference queries than fitted entries, in half "
+        "precision. Nothing was trained on this batch; the last checkpoint is untouched",
+    ),
+    "weight sync": (
+        "mean |log p_trainer - log p_engine| of a probe without evictions",
+        "The engine has stale or wrongly loaded weights, or computes in another dtype. Nothing was trained on its "
+        "samples; the last checkpoint is untouched",
+    ),
+}
+
+
+def check_gap(what: str, mean: float, limit: float) -> None:
+    """Raise ReplayGapError if the mean |d| is above `limit`, and NotFiniteError if not finite. what : of CAUSES"""
+    if not math.isfinite(mean):
+        raise NotFiniteError(
+            f"{what}: a log-probability is not a finite number (the mean difference is {mean}): weights or activations "
+            "of the trainer or the engine are NaN or infinite. Nothing was trained on this batch; start again, or "
+            "resume from a much earlier checkpoint, with a lower learning_rate"
+        )
+    if mean > limit:
+        name, causes = CAUSES[what]
+        raise ReplayGapError(f"{what}: {name} is {mean:.2e}, beyond the limit {limit:.2e}. {causes}")
+
+
+class GRPOMetrics:
+    """Records metrics for a trainer, in the trainer's current mode (train or eval), and applies the replay guard.
+
+    gaps : mode -> the arguments `gap` and `ratio` of `gap_metrics` for each batch since the last log, float [2, tokens]
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
+        self.idle: tuple[Any, int] = None, 0  # why nothing can be learnt from the last batches, and their number
+        self.warned: set[str] = set()
+
+    def record_gap(self, batch: dict[str, Any], scored: Tensor) -> None:
+        """Record the gap of TRL's batch, before the first update since it was sampled, and apply the replay guard.
+
+        scored : the trainer's log-probs of the completion tokens, float [rows, completion width]
+        """
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        real = batch["completion_mask"].bool()
+        gap = (scored - batch["model_per_token_logps"])[real]
+        ratio = (scored - batch["sampling_per_token_logps"])[real]
+        local = torch.stack([gap, ratio, torch.ones_like(gap)]).float()
+        gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=1)[None])
+        gathered = gathered.transpose(0, 1).reshape(3, -1).cpu()
+        pair = gathered[:2, gathered[2] > 0]
+        self.gaps[trainer.mode].append(pair)
+        if trainer.args.sparse.train_attention == "replay":
+            trainer.synced_engine.check(pair[0])
+
+    def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        layers, kv_heads, head_dim = policy_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
+        per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
+        retention = sum(r.trace.retention() for r in rollouts)
+        held, fed = sum(held_entries(rollouts, trainer.engine.policy)), sum(len(r.trace) - 1 for r in rollouts)
+        sampled = sum(len(r.completion_ids) for r in rollouts)
+        local = torch.tensor([[retention, held, fed, len(rollouts), sampled]], device=accelerator.device)
+        retention, held, fed, count, tokens = accelerator.gather(local).double().sum(0).tolist()
+        self._note("cache/retention", retention / count)
+        self._note("cache/bytes_held", held * per_entry)
+        self._note("cache/bytes_full", fed * per_entry)
+        if trainer.mode == "train":
+            trainer.clock.tokens += int(tokens)
+        self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
+
+    def warn_if_nothing_is_learnt(self) -> None:
+        """Warn once for each reason why nothing can be learnt from the newest batches."""
+        newest = {name: values[-1] for name, values in self.trainer._metrics["train"].items() if values}
+        lesson = no_lesson(newest, self.trainer.args.sparse.zero_truncated_advantages)
+        self.idle = lesson, self.idle[1] + 1 if lesson == self.idle[0] else 1
+        if lesson is not None and self.idle[1] == lesson[1] and lesson[0] not in self.warned:
+            self.warned.add(lesson[0])
+            batches = "this batch" if lesson[1] == 1 else f"{lesson[1]} batches in a row"
+            step = self.trainer.state.global_step + 1
+            logger.warning("step %d: nothing can be learnt from %s: %s", step, batches, lesson[0])
+
+    def record_policy(self, rollout: Rollout) -> None:
+        """Record the metrics that only some policies have, for one sequence of each process."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        with accelerator.autocast():
+            own = trainer.engine.policy.metrics(base_of(accelerator.unwrap_model(trainer.model)), rollout)
+        for name, value in over_processes(gather_object([own])).items():
+            self._note(name, value)
+
+    def record_auxiliary(self, auxiliary: AuxiliaryLosses) -> None:
+        held, total = (sum(float(pair[i]) for pair in auxiliary.recalls.values()) for i in (0, 1))
+        accelerator = self.trainer.accelerator
+        local = torch.tensor([[float(auxiliary.losses.detach().mean()), held, total]], device=accelerator.device)
+        loss, held, total = accelerator.gather(local).mean(0).tolist()
+        self._note("method_loss" if self.trainer.args.scorers is None else "boundary_loss", loss)
+        if total:  # else the target keeps no token on any process
+            self._note("cache/recall", held / total)
+
+    def _note(self, name: str, value: float) -> None:
+        self.trainer._metrics[self.trainer.mode][name].append(value)
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics of the gap over the batches since the last log, for the trainer's current mode."""
+        mode = self.trainer.mode
+        if not (gaps := self.gaps[mode]):
+            return {}
+        gap, ratio = torch.cat(gaps, dim=1)
+        gaps.clear()
+        prefix = "" if mode == "train" else "eval_"
+        metrics = gap_metrics(gap, ratio, self.trainer.args.sparse.importance_clip)
+        return {prefix + name: value for name, value in metrics.items()}
