@@ -276,7 +276,8 @@ class Resumable(Trainer):
         return state
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the state from `extra_state`. Called after transformers has restored everything else."""
+        """Restore the state from `extra_state`. Called when weights, optimizer and trainer state are
+        restored; transformers then restores the position in the data and the random states."""
         self._ended, self._initial = state["ended"], state.get("initial")
         self._tr_loss = state["loss"].to(self.args.device)
         self._total_loss_scalar, self._globalstep_last_logged = state["loss_total"], state["logged_step"]
@@ -379,7 +380,7 @@ class Resumable(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def _at_start(self) -> None:
-        """Called before the first step, after transformers has restored and reset everything."""
+        """Called before the first step, when transformers has restored weights, optimizer and trainer state."""
         run, checkpoint = Path(self._get_output_dir(None)), self._resumed
         if checkpoint is not None:
             file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)

@@ -1,9 +1,9 @@
 """The contract between a cache policy and an engine: `Policy`, what it receives, and what it returns.
 
-A policy is tensor code over R sequences and all kv heads of one layer. It sees no prompts, tokens, models or engines.
-It keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves along with the
-entry. The schedule (schedule.py) sets when a compaction runs and how many entries the compaction leaves. If a
-compaction drops an entry after query q, the engine records evict_at = q + 1.
+A policy is tensor code over R sequences and all kv heads of one layer. It sees no prompts, tokens, models or engines,
+and keeps nothing between calls (the presses of `press` do): its memory of an entry is in `Entries.state`, which the
+engine moves along with the entry. The schedule (schedule.py) sets when a compaction runs and how many entries it
+leaves. If a compaction drops an entry after query q, the engine records evict_at = q + 1.
 
 Sizes in shapes: R rows (sequences), Hkv kv heads, Hq query heads, G = Hq / Hkv, N entries of a kv head, S tokens of a
 prompt, T tokens or queries of a call, D head_dim.
@@ -207,7 +207,7 @@ class Policy:
 
     @property
     def last_queries(self) -> int:
-        """Number of most recent queries that the policy needs in `Entries.queries`."""
+        """Number of most recent queries that the policy needs in `Entries.queries`; at most budget + period."""
         return 0
 
     def most_read(self, prompt: int, fed: int) -> int:
@@ -282,7 +282,7 @@ class Policy:
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
         if bool((scores.isnan() & competing).any()):
-            why = "the model's keys or queries are not finite"
+            why = "the model's keys or queries are not finite, or the policy's score is wrong"
             raise NotFiniteError(f"{self.name}: a NaN score in layer {layer}; {why}")
         bounds = torch.iinfo(torch.int64)
         rank = ranked(scores, entries.positions).masked_fill_(~competing, bounds.max)

@@ -45,7 +45,12 @@ def fingerprint(policy: Policy) -> str:
     return json.dumps(policy.config.as_block(), sort_keys=True)
 
 
-KEPT = ("cache_class", "view_class", "sections", "only_hf")  # parts of the settings that an own policy cannot change
+FIXED_PARTS = (
+    "cache_class",
+    "view_class",
+    "sections",
+    "only_hf",
+)  # parts of the settings that an own policy cannot change
 ONLY_SCORES = ("bias", "further", "take_in", "before_attending", "masks", "bound_to")  # of the policy
 
 
@@ -89,7 +94,7 @@ def _load(name: str, path: str, attribute: str, source: bytes, digest: str) -> t
         raise UserError(f"{name}: its annotation `config` is not a subclass of EvictingConfig")
     if "__dataclass_fields__" not in vars(settings):
         raise UserError(f"{name}: {settings.__name__} lacks the decorator @dataclass(frozen=True, kw_only=True)")
-    changed = [part for part in KEPT if getattr(settings, part) is not getattr(EvictingConfig, part)]
+    changed = [part for part in FIXED_PARTS if getattr(settings, part) is not getattr(EvictingConfig, part)]
     changed += [part for part in ONLY_SCORES if getattr(policy, part) is not getattr(Policy, part)]
     if changed:
         raise UserError(f"{name}: a policy from a file may only evict, it cannot define {', '.join(changed)}")

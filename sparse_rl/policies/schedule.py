@@ -4,9 +4,10 @@ In all methods, `prompt` is the length of the prompt, and `seen` (or `fed`) is t
 tokens that the cache has seen. All methods take ints or int64 tensors of one shape, and therefore do not branch on
 counts. The module does not import torch.
 
-A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves.
-If the prompt has at least that many tokens, the first compaction runs at the end of the prefill; no prompt is compacted
-earlier. All layers have the same counts. Counts are per sequence, so that a trace never depends on the batch.
+Under `Schedule` a compaction runs right after a query has attended, when the cache holds `period` entries more than it
+leaves. If the prompt has at least that many tokens, the first compaction runs at the end of the prefill; no prompt is
+compacted earlier, and all layers have the same counts. A subclass says in what it differs. Counts are per sequence, so
+that a trace never depends on the batch.
 """
 
 from __future__ import annotations

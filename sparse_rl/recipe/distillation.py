@@ -237,7 +237,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             # a teacher that is the starting model and never changes also serves as the sampled model
             starting = teacher if self.own_teacher and not policy.layered_parameters else self.model
         with outside_deepspeed(args):
-            engine = self.make_engine(starting)
+            engine = self.engine_of(starting)
         return DistillTrainer(
             student, teacher, engine, args, examples, held_out, sleep=self.rollout.sleep,
             processing_class=run.tokenizer, callbacks=[rundir.RunLog(folder)],

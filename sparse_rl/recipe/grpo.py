@@ -157,7 +157,7 @@ class GRPORecipe(SampledRecipe):
 
         def engine_of(live: Any) -> Any:
             carry_scorers(live, policy, self.model)
-            return self.make_engine(live if self.rollout.engine in SAMPLE_LIVE else self.model)
+            return self.engine_of(live if self.rollout.engine in SAMPLE_LIVE else self.model)
 
         completions = rundir.CompletionLog(folder)
         trainer = SparseGRPOTrainer(

@@ -1,7 +1,7 @@
 """The recipe of any kind, and the `Run` that a recipe resolves to: what is known before a model is loaded.
 
 A kind of recipe is a dataclass whose fields are the keys of its YAML. It nests the configurations of its components
-(trainer/*/config.py, rollout/config.py, ...); the keys of a `flat` field stand at the top level of the YAML. Its
+(trainer/config.py, rollout/config.py, ...); the keys of a `flat` field stand at the top level of the YAML. Its
 methods derive facts from the keys, and build what the kind needs: a kind that trains builds its trainer.
 
     run = recipe.prepare()                 # or, for a training, prepare_training()
@@ -679,7 +679,7 @@ class SampledRecipe(ReplayedRecipe):
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens
 
-    def make_engine(self, model: Any) -> Engine:
+    def engine_of(self, model: Any) -> Engine:
         """Return the engine that samples from `model` under the recipe's cache."""
         from rollout.engine import make_engine
 

@@ -153,7 +153,7 @@ def test_wrong_weights_in_the_first_probe_stop_the_run(shared, with_own_engine, 
     with pytest.raises(ReplayGapError, match=r"beyond the limit 1\.00e-03"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert trainer.synced_engine.limit is None
+    assert trainer.weight_sync.limit is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -211,7 +211,7 @@ class GRPOMetrics:
         pair = gathered[:2, gathered[2] > 0]
         self.gaps[trainer.mode].append(pair)
         if trainer.args.sparse.train_attention == "replay":
-            trainer.synced_engine.check(pair[0])
+            trainer.weight_sync.check(pair[0])
 
     def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window."""

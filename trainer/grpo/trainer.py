@@ -2,7 +2,7 @@
 
 The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 
-- rollouts come from our engine, with an eviction trace per sequence (engine.py);
+- rollouts come from our engine, with an eviction trace per sequence (sync.py gives it the weights);
 - a trace stays with its row from sampling to the loss, and in checkpoints (TracedBatch);
 - with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace; with
   `full`, the traces are ignored, which is the mismatched control (RL-Full is the cache policy `full`);
@@ -42,8 +42,8 @@ from sparse_rl.trace import EvictionTrace
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig
-from trainer.grpo.engine import SyncedEngine
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
+from trainer.grpo.sync import WeightSync
 from trainer.weights import load_reference, reference_state
 
 
@@ -179,7 +179,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
-        self.synced_engine, self.own_metrics = SyncedEngine(self.engine, self, sleep), GRPOMetrics(self)
+        self.weight_sync, self.own_metrics = WeightSync(self.engine, self, sleep), GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
         self.batch = TracedBatch()
         self._generations = 0  # number of generations so far, for the sampling seed
@@ -232,7 +232,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             seed=self.sampling_seed(None if self.mode == "eval" else self._generations),
             stop_token_ids=self.eos_token_ids,
         )
-        with self.refused_at_this_step(), self.synced_engine.ready(), self.clock.timed("generate"):
+        with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
         replayed = self.args.sparse.train_attention == "replay"
         self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
@@ -406,8 +406,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             **super().extra_state(),
             "step": self._step,
             "generations": self._generations,
-            "gap_limit": self.synced_engine.limit,
-            "probed": self.synced_engine.probed,
+            "gap_limit": self.weight_sync.limit,
+            "probed": self.weight_sync.probed,
             "gaps": self.own_metrics.gaps,
             "buffer": [{**part, "traces": [trace.sections for trace in part["traces"]]} for part in buffer],
             "logs": log_state(cast(Any, self._logs)),
@@ -417,7 +417,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self._generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
-        synced = self.synced_engine  # its engine is new, and has no weights of this run
+        synced = self.weight_sync  # its engine is new, and has no weights of this run
         synced.limit, synced.probed, synced.synced = state["gap_limit"], state["probed"], None
         buffer = []
         for part in state["buffer"]:
@@ -447,7 +447,7 @@ def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 # TRL's log of the last completions, `_logs`, has columns of values, and dicts of columns as `rewards` and `extra`.
-KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
+LOGGED_COLUMNS = ("prompt", "completion", "advantages", "rewards", "extra")
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
@@ -463,7 +463,7 @@ def log_state(logs: dict[str, Any]) -> dict[str, Any]:
     def lists(columns: Any) -> Any:
         return {name: list(rows) for name, rows in columns.items()} if isinstance(columns, dict) else list(columns)
 
-    return {name: lists(logs[name]) for name in KEPT}
+    return {name: lists(logs[name]) for name in LOGGED_COLUMNS}
 
 
 def load_log(logs: dict[str, Any], state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ SHORTEST = 8  # a small cache shortens the prompts, but not below this number of
 DROPPED = 2  # sleep level at which an engine discards its weights instead of moving them to host memory
 
 
-class SyncedEngine:
+class WeightSync:
     """An engine that samples with the trainer's weights, from the live module or from a copy updated after each step.
 
     sleep : True frees the engine's memory while it does not sample, if the engine supports this
