@@ -261,6 +261,19 @@ def test_the_error_for_a_changed_recipe_names_every_difference(tmp_path):
     )
 
 
+def test_an_edited_policy_file_is_to_be_restored(tmp_path):
+    """Its old hash cannot be set in a recipe: the file would be refused."""
+    file = tmp_path / "own.py"
+    file.write_text("from sparse_rl.policies.rules import Tova as Own\n")
+    own = f"cache={{policy: '{file}:Own', budget: 8}}"
+    checkpoint(tmp_path, 3, recipe_of(tmp_path, own))
+    file.write_text(file.read_text() + "# edited\n")
+    with pytest.raises(
+        UserError, match=r"other rows or files: cache\.sha256 was .*\. Restore them, or start a new run$"
+    ):
+        checkpoint_to_resume(recipe_of(tmp_path, own), "newest")
+
+
 def test_an_explicit_default_is_no_difference(tmp_path):
     place = checkpoint(tmp_path, 3)
     assert checkpoint_to_resume(recipe_of(tmp_path, "cache.sinks=4", "cache.period=1"), "newest") == place
