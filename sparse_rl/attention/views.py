@@ -2,7 +2,9 @@
 
 The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, the
 next layer's slice is prefetched, and the layer's mask is made, used and dropped, in the backward pass again. So at most
-one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's small lists of tiles are kept.
+one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists of tiles are made for many
+layers at once, and kept on the device for the backward pass: at most KEPT bytes of them, or one layer's if these are
+more. If all layers do not fit, each block of layers that fits has its lists made in turn, in the backward pass again.
 
 A layer with a sliding window sees what the model decides (windows.py), any other layer what the cache policy decides,
 and the policy `layered` has a cache for each range of layers. A LayerMap says which view or cache has which layer.
@@ -23,9 +25,18 @@ from sparse_rl.attention.interface import KVView, TraceView
 from sparse_rl.attention.windows import WindowCache
 from sparse_rl.experts import RouterRecord, RouterReplay
 from sparse_rl.kernels.exact import sdpa
+from sparse_rl.kernels.flex import Tiles, padded, tiles_bytes, tiles_of
 from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, pinned, policy_part
+
+
+KEPT = 2**27  # bytes of the lists of tiles that a view keeps
+
+
+def layers_at_once(rows: int, width: int) -> int:
+    """Return the number of layers whose tiles are made together, for `rows` rows and kv heads of `width` tokens."""
+    return max(1, KEPT // tiles_bytes(rows, padded(width)))
 
 
 class ReplayView(TraceView):
@@ -45,6 +56,8 @@ class ReplayView(TraceView):
         self._last = -1
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
+        self._block = -1
+        self._tiles: Tiles | None = None  # of the layers of this block
 
     def layer(self, index: int) -> Tensor:
         """Return one layer's evict_at on the device, int32 [rows, kv heads, columns], and prefetch the next layer's,
@@ -72,10 +85,22 @@ class ReplayView(TraceView):
         slice_.record_stream(torch.cuda.current_stream(self.device))
         return slice_
 
+    def tiles(self, index: int) -> Tiles:
+        """Return one layer's tiles; those of all layers of its block are made, and replace another block's."""
+        _, rows, kv_heads, width = self.evict_at.shape
+        at_once = layers_at_once(rows * kv_heads, width)
+        block, place = divmod(index, at_once)
+        if self._tiles is None or block != self._block:
+            self._block, self._tiles = block, None  # freed before the next are made
+            evict_at = self.evict_at[block * at_once :][:at_once].to(self.device, non_blocking=True)
+            self._tiles = tiles_of(evict_at, self.kernel == "flex_sorted")
+        return self._tiles.layer(place, rows * kv_heads)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
-        return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
+        evict_at = self.tiles(layer) if self.kernel.startswith("flex") else lambda: self.layer(layer)
+        return masked_attention(evict_at, query, key, value, scaling, self.kernel)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:

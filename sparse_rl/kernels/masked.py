@@ -3,7 +3,7 @@
 gather        dense calls for chunks of queries, over the keys that any query of a chunk sees
 sdpa          SDPA under masks of tokens x tokens, one layer at a time
 flex          FlexAttention over the 128 x 128 tiles that are not empty, keys in natural order (flex.py)
-flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles
+flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles; flex for short rows
 dense         the reference, in float64
 
 Gathering rests on this: an evicted token never comes back. So a chunk of C queries sees its own tokens, and about
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.kernels.exact import computing_dtype, sdpa
-from sparse_rl.kernels.flex import flex_attend
+from sparse_rl.kernels.flex import Tiles, flex_attend
 
 
 def dense_attention(
@@ -140,18 +140,20 @@ Evictions = Callable[[], Tensor]
 
 
 def masked_attention(
-    evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
+    evict_at: Evictions | Tiles, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
     """Compute attention under evict_at with the given kernel: [B, Hq, S, D].
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
-        backward pass
+        backward pass. For flex and flex_sorted, it may be the tiles under evict_at
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and refuses gradients
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
-        return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
+        given = evict_at if isinstance(evict_at, Tiles) else evict_at()
+        return flex_attend(given, query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
+    assert callable(evict_at)
     if kernel == "gather":
         return gathered_attention(evict_at(), query, key, value, scaling)
     attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
