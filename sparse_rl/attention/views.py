@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,7 +29,6 @@ from sparse_rl.kernels.flex import Tiles, padded, tiles_bytes, tiles_of
 from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, pinned, policy_part
-
 
 KEPT = 2**27  # bytes of the lists of tiles that a view keeps
 
@@ -99,7 +98,7 @@ class ReplayView(TraceView):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
-        evict_at = self.tiles(layer) if self.kernel.startswith("flex") else lambda: self.layer(layer)
+        evict_at = partial(self.tiles if self.kernel.startswith("flex") else self.layer, layer)
         return masked_attention(evict_at, query, key, value, scaling, self.kernel)
 
 

@@ -79,8 +79,8 @@ class Tiles:
     def layer(self, index: int, rows: int) -> Tiles:
         """Return the tiles of one of several layers, each of which has `rows` rows."""
         own = slice(index * rows, (index + 1) * rows)
-        by_row = (x if x is None else x[own] for x in (self.position, self.evict_at, self.order, self.back))
-        return Tiles(*by_row, self.counts[:, own], self.indices[:, own])  # type: ignore[arg-type]
+        order, back = (None if x is None else x[own] for x in (self.order, self.back))
+        return Tiles(self.position[own], self.evict_at[own], order, back, self.counts[:, own], self.indices[:, own])
 
 
 def tiles_bytes(rows: int, width: int) -> int:
@@ -196,7 +196,7 @@ def flex_attend(
     `want_lse`). Both are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees
     no token (padding), the output is 0 and the log-sum-exp is -inf.
     """
-    batch, q_heads, length, dim = query.shape
+    batch, q_heads, length, _ = query.shape
     rows = batch * key.shape[1]
     wanted, dtype = value.dtype, computing_dtype(query, value)
     if compiled and dtype == torch.float64:
@@ -211,7 +211,7 @@ def flex_attend(
         key, value = (_Reordered.apply(x, order, back[:, :, :length]) for x in (key, value))
         query = _padded(query, width)
     query, key, value = (x.view(rows, -1, width, x.shape[-1]) for x in (query, key, value))
-    inputs = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *tiles.lists
+    inputs: Any = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *tiles.lists
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
             out, lse = _compiled(_attend)(*inputs)
@@ -239,7 +239,8 @@ def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
     Without a backward pass, the first two lists are enough.
     """
     by_key = () if len(lists) == 8 else (None,) * 4
-    return BlockMask((size, size), *lists, *by_key, BLOCK_SIZE=(TILE, TILE), mask_mod=visible)
+    options: Any = {"BLOCK_SIZE": (TILE, TILE), "mask_mod": visible}
+    return BlockMask((size, size), *lists, *by_key, **options)
 
 
 def _attend(

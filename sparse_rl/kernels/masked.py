@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.kernels.exact import computing_dtype, sdpa
-from sparse_rl.kernels.flex import Tiles, flex_attend
+from sparse_rl.kernels.flex import flex_attend
 
 
 def dense_attention(
@@ -136,24 +137,22 @@ def _attend_chunks(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: 
     return torch.cat(parts, dim=2).view(shape).to(dtype)
 
 
-Evictions = Callable[[], Tensor]
+Evictions = Callable[[], Any]  # returns evict_at, int32 [B, Hkv, S]
 
 
 def masked_attention(
-    evict_at: Evictions | Tiles, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
+    evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
     """Compute attention under evict_at with the given kernel: [B, Hq, S, D].
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
-        backward pass. For flex and flex_sorted, it may be the tiles under evict_at
+        backward pass; for flex and flex_sorted, it may return the tiles under evict_at
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and refuses gradients
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
-        given = evict_at if isinstance(evict_at, Tiles) else evict_at()
-        return flex_attend(given, query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
-    assert callable(evict_at)
+        return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
     if kernel == "gather":
         return gathered_attention(evict_at(), query, key, value, scaling)
     attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
