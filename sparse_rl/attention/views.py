@@ -2,9 +2,9 @@
 
 The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, the
 next layer's slice is prefetched, and the layer's mask is made, used and dropped, in the backward pass again. So at most
-one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists of tiles are made for many
-layers at once, and kept on the device for the backward pass: at most KEPT bytes of them, or one layer's if these are
-more. If all layers do not fit, each block of layers that fits has its lists made in turn, in the backward pass again.
+one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists of tiles are made for
+all layers at once, and kept for the backward pass. If they exceed KEPT bytes, they are made for one block of layers
+after the other, in the backward pass again, if it recomputes the layers.
 
 A layer with a sliding window sees what the model decides (windows.py), any other layer what the cache policy decides,
 and the policy `layered` has a cache for each range of layers. A LayerMap says which view or cache has which layer.
@@ -30,12 +30,7 @@ from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, pinned, policy_part
 
-KEPT = 2**27  # bytes of the lists of tiles that a view keeps
-
-
-def layers_at_once(rows: int, width: int) -> int:
-    """Return the number of layers whose tiles are made together, for `rows` rows and kv heads of `width` tokens."""
-    return max(1, KEPT // tiles_bytes(rows, padded(width)))
+KEPT = 2**27  # bytes of the tiles of a block of layers; one layer may have more
 
 
 class ReplayView(TraceView):
@@ -55,8 +50,7 @@ class ReplayView(TraceView):
         self._last = -1
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
-        self._block = -1
-        self._tiles: Tiles | None = None  # of the layers of this block
+        self._made: dict[int, Tiles] = {}  # of one block of layers
 
     def layer(self, index: int) -> Tensor:
         """Return one layer's evict_at on the device, int32 [rows, kv heads, columns], and prefetch the next layer's,
@@ -85,15 +79,15 @@ class ReplayView(TraceView):
         return slice_
 
     def tiles(self, index: int) -> Tiles:
-        """Return one layer's tiles; those of all layers of its block are made, and replace another block's."""
-        _, rows, kv_heads, width = self.evict_at.shape
-        at_once = layers_at_once(rows * kv_heads, width)
+        """Return one layer's tiles. Those of its whole block are made, and replace another block's."""
+        rows = self.evict_at[0, :, :, 0].numel()
+        at_once = max(1, KEPT // tiles_bytes(rows, padded(self.evict_at.shape[-1])))
         block, place = divmod(index, at_once)
-        if self._tiles is None or block != self._block:
-            self._block, self._tiles = block, None  # freed before the next are made
+        if block not in self._made:
+            self._made.clear()  # freed before the next are made
             evict_at = self.evict_at[block * at_once :][:at_once].to(self.device, non_blocking=True)
-            self._tiles = tiles_of(evict_at, self.kernel == "flex_sorted")
-        return self._tiles.layer(place, rows * kv_heads)
+            self._made[block] = tiles_of(evict_at, self.kernel == "flex_sorted")
+        return self._made[block].layer(place, rows)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self.causal[layer]:

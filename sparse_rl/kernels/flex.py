@@ -16,11 +16,10 @@ key. Softmax does not depend on the order of keys, so keys may be sorted by evic
 a later query sees are a prefix of each past segment, and the tiles after the prefix are empty. With sorted keys, the
 first test may fail to recognise an empty tile, but only if its queries and keys belong to the same segment.
 
-The backward pass has a program for each key tile and kv head, which computes the gradients of the tile's keys and
-values. Sorting makes the first tile of each segment long-lived: later queries all visit it. With a group of query heads
-in turn, such a program ran on while most of the GPU waited (tests/attention/test_balance.py has the schedule). So keys
-and values are expanded to the query heads, as views without copies: each program then has one query head, and the
-gradients of a group's heads, [rows, G, S, D] while a layer's backward pass runs, are summed.
+In the backward pass, one program of the GPU computes the gradients of a tile of keys, for all query heads that share
+the keys. All later queries visit the first tiles of a segment; their programs would still run while most of the GPU
+waits. So keys are expanded to the query heads, which copies nothing: a program then has one query head, and the
+gradients of the G heads, [R, G, N, D], are summed. tests/attention/test_flex_costs.py has the schedule.
 
 `mass_by_flex` is attention transposed: the attention that each key receives. FlexAttention is called with keys in the
 place of queries, and queries in the place of keys. The log-sum-exp of a query is subtracted from the query's scores,
@@ -50,16 +49,14 @@ FAR = 2**31 - 1  # larger than any position
 class Tiles:
     """The tiles to visit for R rows of N queries and N keys, n x n tiles with n = N / 128, as FlexAttention reads them.
 
-    They depend on evict_at alone, so a view makes them once for several layers, whose rows stand one after another.
-    There are four lists, in this order: for each query tile, the key tiles that are partly visible (visited with a
-    mask), and those that are fully visible (visited without); for each key tile, which the backward pass needs, such
-    query tiles, partial and full. A list has the number of tiles, and the indices of all, of which the first are valid.
+    There are four lists: for each query tile, the key tiles that are partly visible (visited with a mask), and those
+    that are fully visible (visited without); for each key tile, such query tiles, which the backward pass visits. A
+    list has the number of tiles, and the indices of all, of which the first ones are valid.
     """
 
     position: Tensor  # int32 [R, N], of the key in each slot
     evict_at: Tensor  # int32 [R, N], likewise; evict_at <= position means that no query sees the key
-    order: Tensor | None  # int64 [R, N], the key in each slot (any key in a slot of padding); None: natural order
-    back: Tensor | None  # int64 [R, N], the slot of each key
+    order: Tensor | None  # int64 [2, R, N], the key in each slot, and the slot of each key; None means natural order
     counts: Tensor  # int32 [4, R, n]
     indices: Tensor  # int32 [4, R, n, n]
 
@@ -73,34 +70,28 @@ class Tiles:
 
     @property
     def lists(self) -> list[Tensor]:
-        """The four lists as BlockMask takes them: count, int32 [R, 1, n], and indices, int32 [R, 1, n, n], of each."""
+        """The lists as BlockMask takes them: the counts [R, 1, n] and the indices [R, 1, n, n] of each list."""
         return [x[:, None] for pair in zip(self.counts, self.indices, strict=True) for x in pair]
 
     def layer(self, index: int, rows: int) -> Tiles:
-        """Return the tiles of one of several layers, each of which has `rows` rows."""
+        """Return the tiles of a layer, if the rows are those of several layers with `rows` rows each."""
         own = slice(index * rows, (index + 1) * rows)
-        order, back = (None if x is None else x[own] for x in (self.order, self.back))
-        return Tiles(self.position[own], self.evict_at[own], order, back, self.counts[:, own], self.indices[:, own])
+        order = None if self.order is None else self.order[:, own]
+        return Tiles(self.position[own], self.evict_at[own], order, self.counts[:, own], self.indices[:, own])
 
 
 def tiles_bytes(rows: int, width: int) -> int:
-    """Return the bytes of the tiles of `rows` rows, sorted, for a padded length `width`: their `nbytes`."""
-    count = width // TILE
-    return rows * (24 * width + 16 * count * (count + 1))
+    """Return the `nbytes` of the tiles of `rows` rows of `width` sorted keys."""
+    return rows * (24 * width + 16 * (width // TILE) * (width // TILE + 1))
 
 
 def segment_of(length: int) -> int | None:
-    """Return the number of tokens to sort together for a padded length: about the power of two that leaves the fewest
-    tiles. None means natural order: below 1,536 tokens, sorting leaves about as many tiles as it removes.
-    """
+    """Return the number of tokens to sort together, about the one that leaves the fewest tiles; None: do not sort."""
     return None if length < 1536 else 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
 def tiles_of(evict_at: Tensor, in_segments: bool) -> Tiles:
-    """Return the tiles under evict_at, int32 [..., S], at the padded length; the rows are all but the last dimension.
-
-    in_segments : True sorts keys by evict_at in segments, but not those of short rows; False keeps the natural order
-    """
+    """Return the tiles under evict_at, int32 [..., S]; False for `in_segments` keeps the natural order of long rows."""
     width = padded(evict_at.shape[-1])
     return make_tiles(evict_at.flatten(0, -2), width, segment_of(width) if in_segments else None)
 
@@ -118,20 +109,16 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
     evict_at = F.pad(evict_at, (0, width - length))
     # No query comes after a row's last real token; evict_at is limited to that point, so that no tile of padding is
     # visited.
-    end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
-    evict_at = torch.minimum(evict_at, end)
-    order = back = None
-    if segment is None:
-        position = position.contiguous()
-    else:
+    evict_at = torch.minimum(evict_at, ((evict_at > position) * (position + 1)).amax(-1, keepdim=True))
+    order, position = None, position.contiguous()
+    if segment is not None:
         evict_at, within = evict_at.view(rows, -1, segment).sort(dim=-1, descending=True, stable=True)
-        order = within + torch.arange(0, width, segment, device=device)[:, None]
-        evict_at, order = evict_at.flatten(1), order.flatten(1)
-        back = torch.empty_like(order).scatter_(-1, order, torch.arange(width, device=device).expand(rows, -1))
-        position, order = order.int(), order.clamp(max=length - 1)
+        keys = (within + torch.arange(0, width, segment, device=device)[:, None]).flatten(1)
+        slots = torch.empty_like(keys).scatter_(-1, keys, torch.arange(width, device=device).expand(rows, -1))
+        evict_at, position, order = evict_at.flatten(1), keys.int(), torch.stack([keys.clamp(max=length - 1), slots])
     visited, full = tile_tests(position, evict_at)
     partial = visited ^ full
-    return Tiles(position, evict_at, order, back, *listed(partial, full, partial.mT, full.mT))
+    return Tiles(position, evict_at, order, *listed(partial, full, partial.mT, full.mT))
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +175,7 @@ def flex_attend(
 
     evict_at : int32 [B, Hkv, S], for each of S tokens, the first query that no longer sees the token; or its tiles
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
-    in_segments : as in `tiles_of`; not read if tiles are given
+    in_segments : True sorts keys by evict_at in segments if rows are long, and if no tiles are given
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
         compiled operator has neither a backward pass nor the log-sum-exp
 
@@ -204,13 +191,10 @@ def flex_attend(
     tiles = evict_at if isinstance(evict_at, Tiles) else tiles_of(evict_at, in_segments)
     width = tiles.position.shape[-1]
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    if tiles.order is None or tiles.back is None:
-        query, key, value = (_padded(x, width) for x in (query, key, value))
-    else:
-        order, back = (x.view(*key.shape[:2], width, 1) for x in (tiles.order, tiles.back))
+    if tiles.order is not None:
+        order, back = tiles.order.view(2, *key.shape[:2], width, 1)
         key, value = (_Reordered.apply(x, order, back[:, :, :length]) for x in (key, value))
-        query = _padded(query, width)
-    query, key, value = (x.view(rows, -1, width, x.shape[-1]) for x in (query, key, value))
+    query, key, value = (_padded(x, width).view(rows, -1, width, x.shape[-1]) for x in (query, key, value))
     inputs: Any = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *tiles.lists
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
@@ -234,13 +218,9 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """Return the BlockMask of the lists (see `Tiles`) for `size` padded tokens; `visible` masks the partial tiles.
-
-    Without a backward pass, the first two lists are enough.
-    """
-    by_key = () if len(lists) == 8 else (None,) * 4
+    """Return the BlockMask of `Tiles.lists`, or of the first two for a forward pass; `visible` masks partial tiles."""
     options: Any = {"BLOCK_SIZE": (TILE, TILE), "mask_mod": visible}
-    return BlockMask((size, size), *lists, *by_key, **options)
+    return BlockMask((size, size), *lists, *(None,) * (8 - len(lists)), **options)
 
 
 def _attend(
@@ -263,9 +243,8 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 class _Reordered(torch.autograd.Function):
-    """Reorder x [B, Hkv, S, D] to [B, Hkv, N, D]; the backward pass gathers by the inverse order, without scatters.
-
-    order, back : int64 [B, Hkv, N, 1] and int64 [B, Hkv, S, 1]
+    """Gather x [B, Hkv, S, D] by order [B, Hkv, N, 1]; the backward pass gathers by the inverse, back [B, Hkv, S, 1],
+    without scatters.
     """
 
     @staticmethod

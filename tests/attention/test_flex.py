@@ -140,7 +140,7 @@ def other_tiles(tiles: Tiles) -> None:
 
 def another_order(tiles: Tiles) -> None:
     assert tiles.order is not None
-    tiles.order = tiles.order.roll(1, -1)
+    tiles.order[0] = tiles.order[0].roll(1, -1)
 
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])

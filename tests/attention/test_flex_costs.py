@@ -199,7 +199,6 @@ def test_layers_share_their_tiles_in_blocks_that_fit(
     layers, width = 3, 200
     batch = batch_traces([trace_of(width, layers=layers, seed=i) for i in range(2)], [0, 0], width)
     monkeypatch.setattr(views, "KEPT", at_once * tiles_bytes(4, 256))
-    assert views.layers_at_once(4, width) == at_once
     blocks: list[int] = []
 
     def counted(evict_at: torch.Tensor, in_segments: bool) -> Tiles:

@@ -87,8 +87,8 @@ def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
     places, order = torch.arange(width).expand(len(evict_at), -1), tiles.position.long()
     assert torch.equal(order.sort(-1).values, places)
     assert torch.equal(order // segment, places // segment)
-    assert torch.equal(order.gather(-1, tiles.back), places)
-    assert torch.equal(tiles.order, order.clamp(max=length - 1))
+    assert torch.equal(order.gather(-1, tiles.order[1]), places)
+    assert torch.equal(tiles.order[0], order.clamp(max=length - 1))
     assert tiles.nbytes == tiles_bytes(len(evict_at), width)
     moved = truth.gather(-1, order[:, None].expand(-1, width, -1))
     blocks = moved.unfold(1, TILE, TILE).unfold(2, TILE, TILE)  # [R, n, n, TILE, TILE]
