@@ -107,7 +107,7 @@ def attention(scores: str, length: int, budget: int) -> Made:
     natural, ordered = (make_tiles(evict_at, length, segment) for segment in (None, segment_of(length)))
     made = {
         "ideal": visible_share(evict_at), "natural": natural.visited, "sorted": ordered.visited,
-        "gathered": visited_share(make_chunks(evict_at)), "MB of the lists": (ordered.nbytes + 4 * length * 8) / 1e6,
+        "gathered": visited_share(make_chunks(evict_at)), "MB of the lists": ordered.nbytes / 1e6,
         "lists of 8 heads": lambda: make_tiles(eight, length, segment_of(length)),
     }  # fmt: skip
     if scores == "uniform" and length <= 16384:

@@ -45,7 +45,8 @@ def prompts_of() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture
 def flex_trains(monkeypatch):
-    """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses.
+    """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses. Segments have only
+    128 tokens, so that short rows have several.
 
     Returns one bool for each call through a view: True if the keys were sorted.
     """
@@ -56,6 +57,7 @@ def flex_trains(monkeypatch):
         return flex_attend(*args, in_segments=in_segments, **kwargs)
 
     monkeypatch.setattr("sparse_rl.kernels.masked.flex_attend", counting)
+    monkeypatch.setattr("sparse_rl.kernels.flex.segment_of", lambda _: 128)
     module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would yield the function
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     return calls

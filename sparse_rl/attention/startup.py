@@ -19,6 +19,7 @@ from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.kernels.parity import Parity, check_future, check_parity
 from sparse_rl.trace import NEVER
 
+LARGEST_HEAD = 256  # FlexAttention's forward kernel for larger heads takes more shared memory than a GPU has
 BEST_FIRST = ("flex_sorted", "flex")  # the kernels that must pass the parity check on a GPU, best first
 
 
@@ -34,7 +35,10 @@ def check_kernels(kernels: Sequence[str], configs: Iterable[Any], dtype: str) ->
         for config in configs:
             _, kv_heads, head_dim = cache_shape(config)
             shape = {"heads": config.num_attention_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-            parity = check_parity(kernel, device, getattr(torch, dtype), **shape)
+            if head_dim > LARGEST_HEAD:
+                parity = Parity(kernel, failure=f"heads of {head_dim} are larger than {LARGEST_HEAD}")
+            else:
+                parity = check_parity(kernel, device, getattr(torch, dtype), **shape)
             if parity.failure is not None:
                 break
         yield parity

@@ -2,7 +2,9 @@
 
 The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, the
 next layer's slice is prefetched, and the layer's mask is made, used and dropped, in the backward pass again. So at most
-one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's small lists of tiles are kept.
+one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists of tiles are made for
+all layers at once, and kept for the backward pass. If they exceed KEPT bytes, they are made for one block of layers
+after the other, in the backward pass again, if it recomputes the layers.
 
 A layer with a sliding window sees what the model decides (windows.py), any other layer what the cache policy decides,
 and the policy `layered` has a cache for each range of layers. A LayerMap says which view or cache has which layer.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,9 +25,12 @@ from sparse_rl.attention.interface import KVView, TraceView
 from sparse_rl.attention.windows import WindowCache
 from sparse_rl.experts import RouterRecord, RouterReplay
 from sparse_rl.kernels.exact import sdpa
+from sparse_rl.kernels.flex import Tiles, padded, tiles_bytes, tiles_of
 from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, pinned, policy_part
+
+KEPT = 2**27  # bytes of the tiles of a block of layers; one layer may have more
 
 
 class ReplayView(TraceView):
@@ -45,6 +50,7 @@ class ReplayView(TraceView):
         self._last = -1
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
+        self._made: dict[int, Tiles] = {}  # of one block of layers
 
     def layer(self, index: int) -> Tensor:
         """Return one layer's evict_at on the device, int32 [rows, kv heads, columns], and prefetch the next layer's,
@@ -72,10 +78,22 @@ class ReplayView(TraceView):
         slice_.record_stream(torch.cuda.current_stream(self.device))
         return slice_
 
+    def tiles(self, index: int) -> Tiles:
+        """Return one layer's tiles. Those of its whole block are made, and replace another block's."""
+        rows = self.evict_at[0, :, :, 0].numel()
+        at_once = max(1, KEPT // tiles_bytes(rows, padded(self.evict_at.shape[-1])))
+        block, place = divmod(index, at_once)
+        if block not in self._made:
+            self._made.clear()  # freed before the next are made
+            evict_at = self.evict_at[block * at_once :][:at_once].to(self.device, non_blocking=True)
+            self._made[block] = tiles_of(evict_at, self.kernel == "flex_sorted")
+        return self._made[block].layer(place, rows)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
-        return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
+        evict_at = partial(self.tiles if self.kernel.startswith("flex") else self.layer, layer)
+        return masked_attention(evict_at, query, key, value, scaling, self.kernel)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:

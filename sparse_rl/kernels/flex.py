@@ -16,6 +16,11 @@ key. Softmax does not depend on the order of keys, so keys may be sorted by evic
 a later query sees are a prefix of each past segment, and the tiles after the prefix are empty. With sorted keys, the
 first test may fail to recognise an empty tile, but only if its queries and keys belong to the same segment.
 
+In the backward pass, one program of the GPU computes the gradients of a tile of keys, for all query heads that share
+the keys. All later queries visit the first tiles of a segment; their programs would still run while most of the GPU
+waits. So keys are expanded to the query heads, which copies nothing: a program then has one query head, and the
+gradients of the G heads, [R, G, N, D], are summed. tests/attention/test_flex_costs.py has the schedule.
+
 `mass_by_flex` is attention transposed: the attention that each key receives. FlexAttention is called with keys in the
 place of queries, and queries in the place of keys. The log-sum-exp of a query is subtracted from the query's scores,
 which makes the scores log-probabilities; the log-sum-exp that FlexAttention then returns for a key is the log of the
@@ -44,77 +49,95 @@ FAR = 2**31 - 1  # larger than any position
 class Tiles:
     """The tiles to visit for R rows of N queries and N keys, n x n tiles with n = N / 128, as FlexAttention reads them.
 
-    The lists have, for each query tile, the key tiles that are partly visible (visited with a mask), and those that are
-    fully visible (visited without): their number, and the indices of all key tiles, of which the first ones are valid.
+    There are four lists: for each query tile, the key tiles that are partly visible (visited with a mask), and those
+    that are fully visible (visited without); for each key tile, such query tiles, which the backward pass visits. A
+    list has the number of tiles, and the indices of all, of which the first ones are valid.
     """
 
     position: Tensor  # int32 [R, N], of the key in each slot
     evict_at: Tensor  # int32 [R, N], likewise; evict_at <= position means that no query sees the key
-    order: Tensor | None  # int64 [R, N], the key in each slot; None means natural order
-    partial_count: Tensor  # int32 [R, 1, n]
-    partial: Tensor  # int32 [R, 1, n, n]
-    full_count: Tensor
-    full: Tensor
+    order: Tensor | None  # int64 [2, R, N], the key in each slot, and the slot of each key; None means natural order
+    counts: Tensor  # int32 [4, R, n]
+    indices: Tensor  # int32 [4, R, n, n]
 
     @property
     def visited(self) -> float:
-        count = self.partial_count.sum() + self.full_count.sum()
-        return float(count) / (len(self.position) * self.partial.shape[-1] ** 2)
+        return float(self.counts[:2].sum()) / self.indices[0].numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, and of the transposed lists that the backward pass makes."""
-        tensors = (self.position, self.evict_at, self.order)
-        lists = (self.partial_count, self.partial, self.full_count, self.full)
-        return sum(t.nbytes for t in tensors if t is not None) + 2 * sum(t.nbytes for t in lists)  # forward, backward
+        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
+
+    @property
+    def lists(self) -> list[Tensor]:
+        """The lists as BlockMask takes them: the counts [R, 1, n] and the indices [R, 1, n, n] of each list."""
+        return [x[:, None] for pair in zip(self.counts, self.indices, strict=True) for x in pair]
+
+    def layer(self, index: int, rows: int) -> Tiles:
+        """Return the tiles of a layer, if the rows are those of several layers with `rows` rows each."""
+        own = slice(index * rows, (index + 1) * rows)
+        order = None if self.order is None else self.order[:, own]
+        return Tiles(self.position[own], self.evict_at[own], order, self.counts[:, own], self.indices[:, own])
 
 
-def segment_of(length: int) -> int:
-    """Return the number of tokens to sort together: about the power of two that leaves the fewest tiles."""
-    return 512 if length <= 8192 else 1024 if length <= 32768 else 2048
+def tiles_bytes(rows: int, width: int) -> int:
+    """Return the `nbytes` of the tiles of `rows` rows of `width` sorted keys."""
+    return rows * (24 * width + 16 * (width // TILE) * (width // TILE + 1))
+
+
+def segment_of(length: int) -> int | None:
+    """Return the number of tokens to sort together, about the one that leaves the fewest tiles; None: do not sort."""
+    return None if length < 1536 else 512 if length <= 8192 else 1024 if length <= 32768 else 2048
+
+
+def tiles_of(evict_at: Tensor, in_segments: bool) -> Tiles:
+    """Return the tiles under evict_at, int32 [..., S]; False for `in_segments` keeps the natural order of long rows."""
+    width = padded(evict_at.shape[-1])
+    return make_tiles(evict_at.flatten(0, -2), width, segment_of(width) if in_segments else None)
 
 
 def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
     """Return the tiles to visit under evict_at, int32 [R, S].
 
-    width : N, the padded number of tokens, a multiple of 128
+    width : N, the padded number of tokens, a multiple of 128 and of `segment`
     segment : number of tokens of a segment, in which keys are sorted by evict_at, largest first; None: natural order
     """
     rows, length = evict_at.shape
-    assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
-    position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
+    step, device = segment or TILE, evict_at.device
+    assert width % step == 0 and width >= length, f"width {width}: not a multiple of {step}, or below {length} tokens"
+    position = torch.arange(width, dtype=torch.int32, device=device).expand(rows, -1)
     evict_at = F.pad(evict_at, (0, width - length))
     # No query comes after a row's last real token; evict_at is limited to that point, so that no tile of padding is
     # visited.
-    end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
-    evict_at = torch.minimum(evict_at, end.to(evict_at.dtype))
-    order = None
+    evict_at = torch.minimum(evict_at, ((evict_at > position) * (position + 1)).amax(-1, keepdim=True))
+    order, position = None, position.contiguous()
     if segment is not None:
-        order = ((position // segment).long() * (width + 1) + (width - evict_at)).argsort(dim=-1, stable=True)
-        position, evict_at = position.gather(-1, order), evict_at.gather(-1, order)
-    position, evict_at = position.contiguous(), evict_at.contiguous()
-
+        evict_at, within = evict_at.view(rows, -1, segment).sort(dim=-1, descending=True, stable=True)
+        keys = (within + torch.arange(0, width, segment, device=device)[:, None]).flatten(1)
+        slots = torch.empty_like(keys).scatter_(-1, keys, torch.arange(width, device=device).expand(rows, -1))
+        evict_at, position, order = evict_at.flatten(1), keys.int(), torch.stack([keys.clamp(max=length - 1), slots])
     visited, full = tile_tests(position, evict_at)
-    return Tiles(position, evict_at, order, *listed(visited & ~full), *listed(full))
+    partial = visited ^ full
+    return Tiles(position, evict_at, order, *listed(partial, full, partial.mT, full.mT))
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
     """Return two masks of the n x n tiles, bool [R, n, n], from int32 [R, N]: those not empty, and full ones."""
-    rows, count = len(position), position.shape[-1] // TILE
-    first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # first query of each tile
-    last = first + TILE - 1
+    tiled = len(position), 1, position.shape[-1] // TILE, TILE
+    first = torch.arange(0, position.shape[-1], TILE, dtype=torch.int32, device=evict_at.device)[:, None]
+    end = first + TILE  # of the queries of each tile
     unseen = evict_at <= position
-    seen_from = position.masked_fill(unseen, FAR).view(rows, 1, count, TILE).amin(-1)
-    seen_until = evict_at.masked_fill(unseen, -1).view(rows, 1, count, TILE)
-    visited = (seen_from <= last) & (seen_until.amax(-1) > first)
-    full = visited & (position.view(rows, 1, count, TILE).amax(-1) <= first) & (seen_until.amin(-1) > last)
+    seen_from = position.masked_fill(unseen, FAR).view(tiled).amin(-1)
+    shortest, longest = evict_at.masked_fill(unseen, -1).view(tiled).aminmax(dim=-1)
+    visited = (seen_from < end) & (longest > first)
+    full = visited & (position.view(tiled).amax(-1) <= first) & (shortest >= end)
     return visited, full
 
 
-def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a mask of tiles, bool [R, n, n], to lists (see `Tiles`): int32 [R, 1, n] and int32 [R, 1, n, n]."""
-    indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return mask.sum(-1, dtype=torch.int32)[:, None], indices[:, None].int()
+def listed(*masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert K masks of tiles, bool [R, n, n], to lists (see `Tiles`): int32 [K, R, n] and int32 [K, R, n, n]."""
+    mask = torch.stack(masks)
+    return mask.sum(-1, dtype=torch.int32), mask.view(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
 
 
 def visible_share(evict_at: Tensor) -> float:
@@ -138,7 +161,7 @@ def padded(length: int) -> int:
 
 
 def flex_attend(
-    evict_at: Tensor,
+    evict_at: Tensor | Tiles,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,9 +173,9 @@ def flex_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
-    evict_at : int32 [B, Hkv, S], for each of S tokens, the first query that no longer sees the token
+    evict_at : int32 [B, Hkv, S], for each of S tokens, the first query that no longer sees the token; or its tiles
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
-    in_segments : True sorts keys by evict_at in segments; False keeps the natural order
+    in_segments : True sorts keys by evict_at in segments if rows are long, and if no tiles are given
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
         compiled operator has neither a backward pass nor the log-sum-exp
 
@@ -160,22 +183,19 @@ def flex_attend(
     `want_lse`). Both are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees
     no token (padding), the output is 0 and the log-sum-exp is -inf.
     """
-    batch, q_heads, length, dim = query.shape
-    rows, width = batch * key.shape[1], padded(length)
+    batch, q_heads, length, _ = query.shape
+    rows = batch * key.shape[1]
     wanted, dtype = value.dtype, computing_dtype(query, value)
     if compiled and dtype == torch.float64:
         dtype = torch.float32
+    tiles = evict_at if isinstance(evict_at, Tiles) else tiles_of(evict_at, in_segments)
+    width = tiles.position.shape[-1]
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    tiles = make_tiles(evict_at.reshape(rows, length), width, segment_of(width) if in_segments else None)
-    padding = (0, 0, 0, width - length)
-    query = _padded(query.reshape(rows, q_heads * batch // rows, length, dim), padding)
-    if tiles.order is None:
-        key, value = (_padded(x.reshape(rows, 1, length, x.shape[-1]), padding) for x in (key, value))
-    else:
-        back = tiles.order.argsort(dim=-1)[:, :length]
-        key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
-    lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-    inputs = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *lists
+    if tiles.order is not None:
+        order, back = tiles.order.view(2, *key.shape[:2], width, 1)
+        key, value = (_Reordered.apply(x, order, back[:, :, :length]) for x in (key, value))
+    query, key, value = (_padded(x, width).view(rows, -1, width, x.shape[-1]) for x in (query, key, value))
+    inputs: Any = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *tiles.lists
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
             out, lse = _compiled(_attend)(*inputs)
@@ -185,9 +205,9 @@ def flex_attend(
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
 
-def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Pad a tensor and make it contiguous; other strides would need another compiled graph."""
-    return F.pad(x, padding).contiguous()
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Pad [B, H, S, D] to [B, H, width, D] and make it contiguous; other strides would need another compiled graph."""
+    return (x if x.shape[2] == width else F.pad(x, (0, 0, 0, width - x.shape[2]))).contiguous()
 
 
 def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
@@ -198,9 +218,9 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """Return the BlockMask of the lists (see `Tiles`) for `size` padded tokens; `visible` masks the partial tiles."""
-    options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
-    return BlockMask.from_kv_blocks(*lists, **options)
+    """Return the BlockMask of `Tiles.lists`, or of the first two for a forward pass; `visible` masks partial tiles."""
+    options: Any = {"BLOCK_SIZE": (TILE, TILE), "mask_mod": visible}
+    return BlockMask((size, size), *lists, *(None,) * (8 - len(lists)), **options)
 
 
 def _attend(
@@ -208,7 +228,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     scaling, want_lse, *lists = rest
     mask = block_mask(position, evict_at, *lists)
-    options: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(KERNEL_OPTIONS)}
+    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    options: Any = {"block_mask": mask, "scale": scaling, "kernel_options": dict(KERNEL_OPTIONS)}
     if not want_lse:
         return flex_attention(query, key, value, **options), None
     out, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
@@ -222,20 +243,19 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 class _Reordered(torch.autograd.Function):
-    """Reorder x [B, Hkv, S, D] to [B * Hkv, N, D]; the backward pass gathers by the inverse order, without scatters."""
+    """Gather x [B, Hkv, S, D] by order [B, Hkv, N, 1]; the backward pass gathers by the inverse, back [B, Hkv, S, 1],
+    without scatters.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.shape = x.shape
-        row = torch.arange(len(order), device=x.device)[:, None]
-        return x[row // x.shape[1], row % x.shape[1], order]
+        return x.gather(2, order.expand(-1, -1, -1, x.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        row = torch.arange(len(back), device=back.device)[:, None]
-        return grads[0][row, back].view(ctx.shape), None, None
+        return grads[0].gather(2, back.expand(-1, -1, -1, grads[0].shape[-1])), None, None
 
 
 VALUE_DIM = 16  # dimension of the unused values: the smallest that FlexAttention's kernels accept
@@ -277,11 +297,10 @@ def mass_by_flex(
         return _compiled(_log_mass)(*inputs)[..., :length]
 
 
-def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Return two pairs made by `listed`: for each tile of keys, the query tiles that count in part, and in full."""
-    # made contiguous, because the kernels ignore the strides of a list
-    some, full = (tiles.transpose(1, 2).contiguous() for tiles in tile_tests(first, last))
-    return *listed(some & ~full), *listed(full)
+def transposed_tiles(first: Tensor, last: Tensor) -> list[Tensor]:
+    """Return two lists as in `Tiles.lists`: for each tile of keys, the query tiles that count in part, and in full."""
+    some, full = (tiles.mT for tiles in tile_tests(first, last))
+    return [x[:, None] for pair in zip(*listed(some ^ full, full), strict=True) for x in pair]
 
 
 def transposed_options(log_sum_exp: Tensor, first: Tensor, last: Tensor, *rest: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 gather        dense calls for chunks of queries, over the keys that any query of a chunk sees
 sdpa          SDPA under masks of tokens x tokens, one layer at a time
 flex          FlexAttention over the 128 x 128 tiles that are not empty, keys in natural order (flex.py)
-flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles
+flex_sorted   FlexAttention with keys sorted by evict_at in segments, which leaves fewer tiles; flex for short rows
 dense         the reference, in float64
 
 Gathering rests on this: an evicted token never comes back. So a chunk of C queries sees its own tokens, and about
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +137,7 @@ def _attend_chunks(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: 
     return torch.cat(parts, dim=2).view(shape).to(dtype)
 
 
-Evictions = Callable[[], Tensor]
+Evictions = Callable[[], Any]  # returns evict_at, int32 [B, Hkv, S]
 
 
 def masked_attention(
@@ -145,7 +146,7 @@ def masked_attention(
     """Compute attention under evict_at with the given kernel: [B, Hq, S, D].
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
-        backward pass
+        backward pass; for flex and flex_sorted, it may return the tiles under evict_at
     query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and refuses gradients
     """

@@ -125,22 +125,22 @@ def test_traced_training_graph_equals_the_dense_reference(
 
 def a_tile_less(tiles: Tiles) -> None:
     """Leave out one partly visible tile of each row of tiles."""
-    tiles.partial_count[:] = (tiles.partial_count - 1).clamp(min=0)
+    tiles.counts[0] = (tiles.counts[0] - 1).clamp(min=0)
 
 
 def a_full_tile_that_is_not(tiles: Tiles) -> None:
     """List partly visible tiles as fully visible."""
-    tiles.full_count, tiles.full = tiles.partial_count.clone(), tiles.partial.clone()
-    tiles.partial_count.zero_()
+    tiles.counts[1], tiles.indices[1] = tiles.counts[0], tiles.indices[0]
+    tiles.counts[0] = 0
 
 
 def other_tiles(tiles: Tiles) -> None:
-    tiles.partial = tiles.partial.roll(1, -1).contiguous()
+    tiles.indices[0] = tiles.indices[0].roll(1, -1)
 
 
 def another_order(tiles: Tiles) -> None:
     assert tiles.order is not None
-    tiles.order = tiles.order.roll(1, -1)
+    tiles.order[0] = tiles.order[0].roll(1, -1)
 
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])

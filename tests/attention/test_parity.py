@@ -25,15 +25,9 @@ SHAPES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "length": 2
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, head_dim=16)
 
 
-@pytest.fixture
-def flex_on_cpu(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make FlexAttention differentiable on a CPU, with several segments in 256 tokens."""
-    monkeypatch.setattr(flex, "segment_of", lambda _: 128)
-
-
 @pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, flex_on_cpu: None) -> None:
+def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, flex_trains: list[bool]) -> None:
     """The errors of output, gradients and log-sum-exp are reported, and each is within its allowed error."""
     parity = check_parity(kernel, "cpu", dtype, **SHAPES)
     assert parity.failure is None
@@ -85,7 +79,7 @@ class NaNInPadding(torch.autograd.Function):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_kernels_fail_the_check(
-    fault: Callable, visible_in: list[str], dtype: torch.dtype, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    fault: Callable, visible_in: list[str], dtype: torch.dtype, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one-line failure names the quantities in which the fault shows."""
     attend = flex.flex_attend
@@ -172,6 +166,26 @@ def test_only_exact_kernels_are_chosen_on_a_gpu(
     assert finding.endswith(f"{chosen} is exact here (error / allowed: )" if chosen != "gather" else "gather")
     expected = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "gather": ["flex_sorted", "flex"]}
     assert checked == (expected[chosen] if asked == "auto" else [asked])
+
+
+def test_large_heads_take_gather_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 512 would take more shared memory than a GPU has. Control: heads of 256 are checked."""
+    checked: list[int] = []
+
+    def check(kernel: str, *_: Any, head_dim: int, **__: Any) -> Parity:
+        checked.append(head_dim)
+        return Parity(kernel)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("sparse_rl.attention.startup.check_parity", check)
+    large, small = (SimpleNamespace(**{**vars(CONFIG), "head_dim": dim}) for dim in (512, 256))
+    assert choose_kernel("auto", [large], "bfloat16")[0] == "gather"
+    with pytest.raises(UserError, match=r"^attention_kernel: flex is not used: heads of 512 .* than 256; use gather$"):
+        choose_kernel("flex", [large], "bfloat16")
+    assert not checked
+    assert choose_kernel("auto", [small], "bfloat16")[0] == "flex_sorted"
+    assert checked == [256]
 
 
 def test_with_packing_a_kernel_must_be_exact_for_student_and_teacher(

@@ -11,12 +11,21 @@ import pytest
 import torch
 from policy_cases import SAMPLED
 from tiny import model_of, policy_of, prompts_of
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import _transpose_ordered, create_block_mask
 from traces import trace_of
 
 from rollout import make_engine
 from sparse_rl.kernels import running_topk
-from sparse_rl.kernels.flex import TILE, Tiles, block_mask, make_tiles, padded, segment_of, visible_share
+from sparse_rl.kernels.flex import (
+    TILE,
+    Tiles,
+    block_mask,
+    make_tiles,
+    padded,
+    segment_of,
+    tiles_bytes,
+    visible_share,
+)
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LAYOUTS = ("alone", "right", "left", "packed")
@@ -54,16 +63,12 @@ def of_torch(truth: torch.Tensor, length: int) -> Tiles:
     )
 
 
-def lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    return tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-
-
 def check_natural(evict_at: torch.Tensor) -> None:
     """Check every list, by queries and by keys, against torch's, for the padded square and for the length itself."""
     length, width = evict_at.shape[-1], padded(evict_at.shape[-1])
     width += TILE * (length % 3 == 0)  # more padding than needed
     tiles, truth = make_tiles(evict_at, width), visible(evict_at, width)
-    ours = block_mask(tiles.position, tiles.evict_at, *lists(tiles))
+    ours = block_mask(tiles.position, tiles.evict_at, *tiles.lists)
     theirs = of_torch(truth, width)
     for name in BY_QUERY + BY_KEY:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -75,14 +80,22 @@ def check_natural(evict_at: torch.Tensor) -> None:
 
 def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
     """Every visible pair is in a visited tile, full tiles hold only visible pairs, unneeded visits are in the own
-    segment."""
-    width = padded(evict_at.shape[-1])
+    segment. The lists by keys are those by queries, transposed."""
+    length = evict_at.shape[-1]
+    width = -(-padded(length) // segment) * segment
     tiles, truth = make_tiles(evict_at, width, segment), visible(evict_at, width)
-    assert torch.equal(tiles.order.sort(-1).values, torch.arange(width).expand_as(tiles.order))
-    assert torch.equal(tiles.order // segment, torch.arange(width).expand_as(tiles.order) // segment)
-    moved = truth.gather(-1, tiles.order[:, None].expand(-1, width, -1))
+    places, order = torch.arange(width).expand(len(evict_at), -1), tiles.position.long()
+    assert torch.equal(order.sort(-1).values, places)
+    assert torch.equal(order // segment, places // segment)
+    assert torch.equal(order.gather(-1, tiles.order[1]), places)
+    assert torch.equal(tiles.order[0], order.clamp(max=length - 1))
+    assert tiles.nbytes == tiles_bytes(len(evict_at), width)
+    moved = truth.gather(-1, order[:, None].expand(-1, width, -1))
     blocks = moved.unfold(1, TILE, TILE).unfold(2, TILE, TILE)  # [R, n, n, TILE, TILE]
-    partial, full = (dense(count, listed_tiles) for count, listed_tiles in (lists(tiles)[:2], lists(tiles)[2:]))
+    of_torch_by_key = [_transpose_ordered(*tiles.lists[i : i + 2]) for i in (0, 2)]
+    for ours, theirs in zip(tiles.lists[4:], sum(of_torch_by_key, ()), strict=True):
+        assert torch.equal(ours, theirs)
+    partial, full = (dense(*tiles.lists[i : i + 2]) for i in (0, 2))
     any_visible, all_visible = blocks.flatten(3).any(-1), blocks.flatten(3).all(-1)
     assert not (partial & full).any()
     assert not (any_visible & ~(partial | full)).any()
@@ -170,7 +183,7 @@ def test_control_lists_for_other_evictions_differ() -> None:
     theirs = of_torch(truth, 512)
     for wrong_evictions in (another_eviction, evict_at.clamp(max=300), evict_at + 128):
         ours = make_tiles(wrong_evictions, 512)
-        assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(lists(ours), BY_QUERY, strict=True))
+        assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(ours.lists[:4], BY_QUERY, strict=True))
 
 
 def test_padding_visits_no_tile() -> None:
@@ -180,10 +193,10 @@ def test_padding_visits_no_tile() -> None:
     for segment in (None, 256):
 
         def count(tiles: Tiles) -> torch.Tensor:
-            return (tiles.partial_count + tiles.full_count).sum((1, 2)).view(-1, 2)
+            return tiles.counts[:2].sum((0, 2)).view(-1, 2)
 
         together = make_tiles(laid_out(traces, "right"), 1536, segment)
-        alone = [make_tiles(t.evict_at[0], padded(len(t)), segment) for t in traces]
+        alone = [make_tiles(t.evict_at[0], -(-len(t) // 256) * 256, segment) for t in traces]
         assert torch.equal(count(together), torch.cat([count(tiles) for tiles in alone]))
     only_padding = make_tiles(torch.zeros(2, 300, dtype=torch.int32), 384)
     assert only_padding.visited == 0
@@ -194,7 +207,7 @@ def test_no_tile_mixes_packed_documents() -> None:
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
     apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
-    counted = [int((t.partial_count + t.full_count).sum()) for t in (packed, *apart)]
+    counted = [int(t.counts[:2].sum()) for t in (packed, *apart)]
     assert counted[0] == sum(counted[1:])
 
 

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.startup import compile_ahead
 from sparse_rl.attention.views import make_view
+from sparse_rl.kernels import flex
 from sparse_rl.kernels.flex import flex_attend
 from sparse_rl.kernels.future import attention_lse, future_attention_mass
 from sparse_rl.kernels.parity import check_future, check_parity, random_evictions, target_kernel
@@ -41,8 +42,9 @@ def test_the_kernels_are_exact_at_16k(kernel: str, heads: int, kv_heads: int) ->
     assert check_parity(kernel, "cuda", torch.bfloat16, **shapes).failure is None
 
 
-def test_gradients_of_the_log_sum_exp_are_exact() -> None:
+def test_gradients_of_the_log_sum_exp_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1e-4 of the largest gradient, against a plain masked logsumexp."""
+    monkeypatch.setattr(flex, "segment_of", lambda _: 128)
     evict_at = random_evictions(1, 2, 500, 60, torch.Generator().manual_seed(0)).cuda()
     q, k, v = (torch.randn(1, h, 500, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     for in_segments in (False, True):
@@ -59,10 +61,13 @@ def test_gradients_of_the_log_sum_exp_are_exact() -> None:
 
 @KERNELS
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_logits_and_gradients_of_a_model_equal_those_under_sdpa(kernel: str, checkpointing: bool) -> None:
+def test_logits_and_gradients_of_a_model_equal_those_under_sdpa(
+    kernel: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 without TF32. Four widths compile only two graphs, because they are padded to 768 or 1,024."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    monkeypatch.setattr(flex, "segment_of", lambda _: 256)
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 6, "head_dim": 64}
     config = Qwen3Config(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, **shape)
