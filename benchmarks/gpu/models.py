@@ -31,7 +31,7 @@ from sparse_rl.policies.cache import ITEMSIZE
 from sparse_rl.temporary import temporary_folder
 
 BLOCK = 32  # tokens of a block of vLLM's cache
-HIDDEN = ("model", "engine", "parameters", "runs", "speeds", "memory", "spread", "settings")  # keys of rows of bench
+HIDDEN = ("model", "engine", "parameters", "runs", "speeds", "memory", "spread")  # keys of rows of bench
 QUICKSTART = HOUSE / "recipes/quickstart/model"
 PARTS = ("sync", "generate", "rewards", "logprobs", "update", "step")
 VLLM = ("vllm",) if importlib.util.find_spec("vllm") else ()
