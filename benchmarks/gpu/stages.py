@@ -38,9 +38,9 @@ TRAINING = ("trl", "datasets", "accelerate", "deepspeed")
 VERSIONS = ("torch", "triton", "transformers", "vllm", *TRAINING)  # that a report names
 VLLM_FILES = ("tests/gpu/test_vllm_cuda.py", "tests/gpu/test_waits_cuda.py")
 TESTS = {  # words of pytest's command line
-    "kernels": ("tests/gpu", *(f"--ignore={file}" for file in VLLM_FILES)),
-    "first": ("-m", "first", *VLLM_FILES),
-    "rest": ("-m", "not first", *VLLM_FILES),
+    "kernels": ("-m", "first", "tests/gpu", *(f"--ignore={file}" for file in VLLM_FILES)),
+    "vllm": ("-m", "first", *VLLM_FILES),
+    "rest": ("-m", "not first", "tests/gpu"),
 }
 OUTCOME = re.compile(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?: \((.*)\))?")
 REASON = re.compile(r"(?:FAILED|ERROR) (\S+::.+?) - (.*)")
@@ -73,9 +73,9 @@ class Stage:
 STAGES = (
     Stage("attention_parity", "kernels parity", 2.5),  # are the kernels those of the dense float64 reference?
     Stage("attention_speed", "kernels speed", 6.0),  # under recorded evictions
-    Stage("tests_kernels", "stages run_tests kernels", 5.0, ("pytest",)),
+    Stage("tests_kernels", "stages run_tests kernels", 5.5, ("pytest",)),  # those marked `first`
     Stage("vllm_modes", "models modes", 6.0, VLLM),  # piecewise and full CUDA graphs
-    Stage("tests_vllm", "stages run_tests first", 6.0, ("pytest", "vllm")),  # those marked `first`: 16 engines
+    Stage("tests_vllm", "stages run_tests vllm", 6.0, ("pytest", "vllm")),  # those marked `first`: 16 engines
     Stage("grpo_quickstart", "models grpo_quickstart", 3.0, TRAINING),  # end to end; the gap in bfloat16
     Stage("compaction", "models compaction", 1.5),  # of all layers of a 7B model; kernel launches
     Stage("decoding", "models decoding", 6.0, BENCH),  # a 7B model in the hf engine; the share of compactions
@@ -88,7 +88,9 @@ STAGES = (
     Stage("redundancy", "kernels redundancy", 0.6),
     Stage("sampler", "kernels sampling", 0.6),
     Stage("one_shot_compaction", "models one_shot", 4.0, BENCH),  # of a long context
-    Stage("tests_vllm_rest", "stages run_tests rest", 11.0, ("pytest", "vllm"), limit=16.0),  # 31 engines
+    Stage(
+        "tests_rest", "stages run_tests rest", 20.0, ("pytest",), limit=25.0
+    ),  # 31 engines, 35 graphs of FlexAttention
 )
 
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "intermediate_size": 192}
@@ -132,12 +134,10 @@ class Options:
 
     @property
     def dtype(self) -> str:
-        """The dtype that the stages compute in."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def sizes(self) -> Any:
-        """The sizes as attributes."""
         return SimpleNamespace(**{name: pair[self.small] for name, pair in SIZES.items()})
 
     def measured(self, **keys: Any) -> bool:
