@@ -88,9 +88,7 @@ STAGES = (
     Stage("redundancy", "kernels redundancy", 0.6),
     Stage("sampler", "kernels sampling", 0.6),
     Stage("one_shot_compaction", "models one_shot", 4.0, BENCH),  # of a long context
-    Stage(
-        "tests_rest", "stages run_tests rest", 20.0, ("pytest",), limit=25.0
-    ),  # 31 engines, 35 graphs of FlexAttention
+    Stage("tests_rest", "stages run_tests rest", 20.0, ("pytest",), limit=25.0),  # 31 engines, many compilations
 )
 
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "intermediate_size": 192}
@@ -231,7 +229,7 @@ def describe(options: Options) -> Iterator[Row]:
     for topic, command in MACHINE.items():
         run = subprocess.run(command, shell=True, cwd=HOUSE, capture_output=True, text=True, timeout=30)
         row[topic] = run.stdout.strip() or "unknown"
-    yield row | {found.name: found.version for found in distributions() if found.name in VERSIONS}
+    yield row | {package.name: package.version for package in distributions() if package.name in VERSIONS}
 
 
 def run_tests(options: Options, which: str) -> Iterator[Row]:
