@@ -64,6 +64,10 @@ def killed(options):
     os.kill(os.getpid(), signal.SIGKILL)
     yield {}
 
+def exits(options):
+    os._exit(3)
+    yield {}
+
 def silent(options):
     yield from ()
 
@@ -161,12 +165,13 @@ def command(tmp_path: Path) -> Command:
 BROKEN = {
     "raises": "ValueError: the kernel has no image",
     "killed": "was killed by SIGKILL",
+    "exits": "ended with exit status 3",
     "silent": "ended without a row",
 }
 
 
 def test_a_broken_stage_is_reported_in_one_line_and_the_others_run(command: Command) -> None:
-    command.new(["raises", "killed", "fine", "silent", "half", "second"])
+    command.new(["raises", "killed", "exits", "fine", "silent", "half", "second"])
     assert command.statuses == {**dict.fromkeys(BROKEN, "failed"), **dict.fromkeys(["fine", "half", "second"], "done")}
     for name, reason in BROKEN.items():
         assert reason in command.result(name)

@@ -204,8 +204,8 @@ def run_stage(place: str, options: Options, limit: float, on_row: Callable[[Row]
                 on_row(row)
         except EOFError:
             process.join()
-            killer = signal.Signals(-(process.exitcode or 0) or signal.SIGKILL).name
-            status, reason = "failed", f"was killed by {killer}"
+            status, code = "failed", process.exitcode or 0
+            reason = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
