@@ -8,7 +8,7 @@ import torch
 from sparse_rl.kernels import mean_similarity, redundancy
 from sparse_rl.kernels.redundancy import check_redundancy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.first(0)]
 
 
 def entries(rows: int, heads: int, width: int, dim: int) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from rollout import SamplingConfig
 from rollout.sampling import sample, sample_reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.first(0)]
 
 
 @contextmanager

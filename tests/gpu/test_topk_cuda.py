@@ -11,7 +11,7 @@ from topk_reference import running_topk_reference
 from sparse_rl.kernels import running_topk
 from sparse_rl.kernels.topk import check_topk
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.first(0)]
 
 
 @pytest.mark.parametrize("kernel", [None, "torch", "triton"])

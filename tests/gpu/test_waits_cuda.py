@@ -15,7 +15,7 @@ import torch
 from counting import DIM, GROUP, HEADS, state_of
 from tiny import policy_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"), pytest.mark.first(0)]
 REQUESTS, MOST_WAITS = 8, 6
 POLICIES: list[dict[str, Any]] = [
     {"policy": "streaming", "period": 128},
