@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton.backends.nvidia", reason="compiling needs Triton with its NVIDIA backend")
 import compiling
