@@ -22,7 +22,6 @@ from packaging.version import Version
 from sparse_rl import source
 
 ROOT = Path(__file__).parents[1]
-BUILT_FOR_CUDA = ("torch", "torchaudio", "torchvision")  # by default; other builds have a suffix, as 2.13.0+cpu
 MACHINES = [
     {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.0", "sys_platform": "linux", "extra": "",
      "platform_system": "Linux", "platform_machine": machine, "platform_python_implementation": "CPython"}
@@ -41,9 +40,9 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
     """Return package name -> its pinned version."""
     pins = {}
     for requirement in map(Requirement, requirements):
-        (specifier,) = requirement.specifier
+        (specifier,) = (part for part in requirement.specifier if not part.version.endswith("+cpu"))
         name = canonicalize_name(requirement.name)
-        assert specifier.operator == ("===" if name in BUILT_FOR_CUDA else "=="), str(requirement)
+        assert specifier.operator == "==", str(requirement)
         assert requirement.marker is None, str(requirement)
         assert name not in pins, str(requirement)
         pins[name] = Version(specifier.version)
@@ -69,13 +68,12 @@ def test_the_pins_satisfy_the_requirements_of_vllm():
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
 
 
-def test_no_pin_of_torch_takes_a_build_for_cpus():
-    """With `==`, pip installs such a build if it finds one, and vLLM for CUDA does not load on it."""
-    requirements = {Requirement(line).name: Requirement(line) for line in lines("cuda-constraints.txt")}
-    for name in BUILT_FOR_CUDA:
-        assert requirements[name].specifier.contains(PINS[name])
-        assert not requirements[name].specifier.contains(f"{PINS[name]}+cpu"), name
-    assert Requirement("torch==2.13.0").specifier.contains("2.13.0+cpu")  # control
+@pytest.mark.parametrize("name", ["torch", "torchaudio", "torchvision"])
+def test_the_pins_of_torch_take_builds_for_cuda_only(name):
+    """`==2.13.0` takes 2.13.0+cpu too: pip installs it if it finds it, and vLLM for CUDA does not load with it."""
+    (pin,) = (Requirement(line) for line in lines("cuda-constraints.txt") if Requirement(line).name == name)
+    suffixes = ("", "+cu130", "+cpu")
+    assert [pin.specifier.contains(f"{PINS[name]}{suffix}") for suffix in suffixes] == [True, True, False]
 
 
 def test_the_pins_satisfy_the_requirements_of_this_project():

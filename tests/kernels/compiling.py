@@ -23,8 +23,8 @@ def usage(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    numbers = re.findall(r"(REG|STACK|LOCAL):(\d+)", said.stdout + said.stderr)
+        output = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    numbers = re.findall(r"(REG|STACK|LOCAL):(\d+)", output.stdout + output.stderr)
     return {name: int(number) for name, number in numbers} | {"SHARED": compiled.metadata.shared}
 
 
