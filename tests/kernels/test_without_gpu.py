@@ -1,4 +1,4 @@
-"""What can be proven of GPU code without a GPU: it compiles for one, and fits into its registers and shared memory."""
+"""Proofs about GPU code without a GPU: it compiles for one, and fits into its registers and shared memory."""
 
 from __future__ import annotations
 
