@@ -50,16 +50,11 @@ HOPPER = SimpleNamespace(
     shared_memory_per_block_optin=227 * 1024, gcnArchName="",
 )  # fmt: skip
 ANSWERS: dict[str, Any] = {
-    **{
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-    },
-    **{"get_device_properties": HOPPER, "get_device_name": HOPPER.name, "get_device_capability": (9, 0)},
-    **{"get_compute_capability": 90, "is_triton_capable": True, "raise_if_triton_unavailable": None},
-    **{"_lazy_init": None, "set_rng_state": None},
+    **dict.fromkeys(("is_available", "is_triton_capable"), True),
+    **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+    **dict.fromkeys(("raise_if_triton_unavailable", "_lazy_init", "set_rng_state"), None),
+    **{"device_count": 1, "get_device_capability": (9, 0), "get_compute_capability": 90},
+    **{"get_device_properties": HOPPER, "get_device_name": HOPPER.name},
 }
 
 
