@@ -40,7 +40,7 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
     """Return package name -> its pinned version."""
     pins = {}
     for requirement in map(Requirement, requirements):
-        (specifier,) = requirement.specifier
+        (specifier,) = (part for part in requirement.specifier if not part.version.endswith("+cpu"))
         name = canonicalize_name(requirement.name)
         assert specifier.operator == "==", str(requirement)
         assert requirement.marker is None, str(requirement)
@@ -66,6 +66,14 @@ VLLM = lines("vllm-requires-dist.txt")
 def test_the_pins_satisfy_the_requirements_of_vllm():
     assert not list(contradictions(PINS, VLLM))
     assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["torch", "torchaudio", "torchvision"])
+def test_the_pins_of_torch_take_builds_for_cuda_only(name):
+    """`==2.13.0` takes 2.13.0+cpu too: pip installs it if it finds it, and vLLM for CUDA does not load with it."""
+    (pin,) = (Requirement(line) for line in lines("cuda-constraints.txt") if Requirement(line).name == name)
+    suffixes = ("", "+cu130", "+cpu")
+    assert [pin.specifier.contains(f"{PINS[name]}{suffix}") for suffix in suffixes] == [True, True, False]
 
 
 def test_the_pins_satisfy_the_requirements_of_this_project():

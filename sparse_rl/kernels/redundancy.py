@@ -43,7 +43,7 @@ def mean_similarity(
     kernel : the implementation to use; None means triton for half-precision keys on a GPU if it passed the check, else
         torch
 
-    Returns float32 [R, Hkv, N], with -inf for padding.
+    Returns float32 [R, Hkv, N]: -inf for padding, and NaN at least for the entries whose keys are not finite.
     """
     if kernel is None:
         passed = keys.is_cuda and check_redundancy(keys.dtype, keys.shape[-1]).failure is None

@@ -218,7 +218,7 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     from rollout.vllm.compat import plugin
 
     assert of_vllm("_custom_ops._supports_onednn") is False
-    assert of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear
+    assert (of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear) == plugin.on_cpu()
     runner = of_vllm("v1.worker.gpu_model_runner.GPUModelRunner")
     scheduler = of_vllm("v1.core.sched.scheduler.Scheduler")
     for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
