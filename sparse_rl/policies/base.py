@@ -39,6 +39,7 @@ class Entries:
     state : name -> float32 [R, Hkv, N], the policy's memory per entry
     left : number of entries that a compaction leaves in each kv head, per row (ints, so that reading them needs no
         synchronization with a device)
+    older : number of first slots whose entries are real, and older than all of `queries`, if the engine knows some
     mean_over_ranks : function that averages a tensor over the tensor-parallel ranks, each of which holds Hkv of the
         layer's kv heads
     """
@@ -52,6 +53,7 @@ class Entries:
     scaling: float
     state: dict[str, Tensor]
     left: Sequence[int] = ()
+    older: int = 0
     mean_over_ranks: Callable[[Tensor], Tensor] = lambda value: value  # one rank
     _masks: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -113,11 +115,7 @@ class Entries:
         """Return the attention of the last `window` queries over the entries: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         query_positions = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
-        # the window's own entries and padding
-        needs_mask = ~self.valid() | (self.positions >= query_positions[:, :1, None])
-        # the first entry that needs a mask; on a GPU, finding it would cost a wait and save little
-        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax()) if needs_mask.is_cpu else 0
-        return self.attention(self.queries[:, :, -window:], query_positions, seen_by_all)
+        return self.attention(self.queries[:, :, -window:], query_positions, self.older)
 
 
 @dataclass

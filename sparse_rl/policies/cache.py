@@ -384,6 +384,8 @@ class EvictingCache(KVView):
         rows = slice(None) if all_rows else torch.tensor(due, device=layer.keys.device)
         entries = self._entries(layer, rows, held, scaling, self.policy.score_reads)
         entries.left = left
+        # entries are in the order of their positions
+        entries.older = max(0, min(self._attended[row] for row in due) - self.policy.last_queries)
         kept = self.policy.compact(index, entries)
         kept.check_finite(index, self.policy.name)
         kept.check_counts(entries, self.policy.name)

@@ -338,7 +338,7 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
             if key in ("keys", "values", "positions", *entries.state) and value is not None
         }
         state = {key: moved.pop(key) for key in entries.state}
-        kept = compact(self, layer, replace(entries, **moved, state=state))
+        kept = compact(self, layer, replace(entries, **moved, state=state, older=0))
         back = {key: torch.empty_like(value).scatter_(2, order, value) for key, value in kept.state.items()}
         values = kept.values
         if values is not None:
