@@ -243,7 +243,7 @@ class ArrivalState(CacheState):
             priorities[slot] = torch.where(left, leaving.priority, priorities[slot])
             priorities[where] = 0.0
         if self.record is not None:
-            self.record.arrive(self.number[singles.first], now, singles.dropped)
+            self.record.evict(self.number[singles.first], now, singles.dropped.transpose(0, 1))
 
     def _score(self, singles: Singles, now: Tensor) -> Tensor:
         """Score the new tokens, at the positions `now` [R]. Returns their priorities, float32 [L, R, Hkv]."""

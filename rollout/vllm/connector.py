@@ -123,7 +123,7 @@ class EvictionConnector(KVConnectorBase_V1):
             begun, seen = self.running[request_id], computed + count[request_id]
             if self.schedule.due(begun.prompt, seen):
                 held, kept = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
-                self.step.due.append(Due(request_id, begun.block, seen, held, kept))
+                self.step.due.append(Due(begun.block, seen, held, kept))
         step, self.step = self.step, Step()
         return step
 

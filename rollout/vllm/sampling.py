@@ -24,14 +24,15 @@ from rollout.vllm.compat.arguments import KEY
 from sparse_rl.trace import NEVER
 
 NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
-STEPS = 64  # maximum number of decoding steps whose evictions are held on the device
+STEPS = 64  # maximum number of steps whose routed experts are held on the device
+HELD = 2**22  # number of evictions, over all layers and kv heads, from which on they are fetched from the device
 
 
 class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
 
     preempted : True if the request lost its cache before its end; the record then does not match its attention
-    evict_at : int32 [L, Hkv of this rank, number of tokens]; None means that nothing was dropped
+    evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped, or if `preempted`
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
     """
@@ -61,8 +62,9 @@ class RunRecord:
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
-        # (numbers of requests, positions of their new tokens, dropped positions): on the device, then in host memory
-        self._arrived: list[tuple[Tensor, ...]] = []
+        # the arguments of `evict`: on the device, then in host memory
+        self._evicted: list[tuple[Tensor, ...]] = []
+        self._held = 0
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
         self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
@@ -73,7 +75,6 @@ class RunRecord:
     def begin(self, request_id: str) -> int:
         if request_id in self.numbers:  # it was preempted, and has lost its cache
             self.preempted.add(request_id)
-            self.dropped.pop(request_id, None)
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
@@ -106,36 +107,29 @@ class RunRecord:
                 start += count
         self._routed.clear()
 
-    def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
-        """Record a compaction of several requests.
+    def evict(self, numbers: Tensor, at: Tensor, positions: Tensor) -> None:
+        """Record n entries that each kv head of each layer drops. Waits for the device only once in HELD evictions.
 
-        at : for each request, position of the first query that no longer attends to the dropped entries
-        counts : for each request, number of entries that each kv head dropped
-        positions : int32 [L, Hkv x sum of counts], positions of the dropped entries, request by request, head by head
+        numbers, at : int64 [n], numbers of the requests, and positions of the first queries that no longer attend to
+            the entries
+        positions : int [n, L, Hkv], positions of the entries; -1 means none
         """
-        heads = positions.shape[1] // sum(counts)
-        parts = np.split(positions, heads * np.cumsum(counts)[:-1], axis=1)
-        for request_id, seen, count, part in zip(request_ids, at, counts, parts, strict=True):
-            by_token = part.reshape(len(part), heads, count).transpose(2, 0, 1)
-            self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
+        self._evicted.append((numbers, at, positions.int()))
+        self._held += positions.numel()
+        if self._held >= HELD:  # those of a long run would fill a GPU's memory
+            self._fetch()
 
-    def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
-        """Record the evictions by one new token for each of R requests. Waits for the device once in STEPS calls.
-
-        numbers, now : int64 [R], numbers of the requests, and positions of the new tokens
-        dropped : int [L, R, Hkv], positions of the dropped tokens; -1 means none
-        """
-        self._arrived.append((numbers, now, dropped.int().transpose(0, 1)))
-        if len(self._arrived) >= STEPS:  # those of a long run would fill a GPU's memory
-            self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._arrived, strict=True)))
-            self._arrived.clear()
+    def _fetch(self) -> None:
+        if self._evicted:
+            self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._evicted, strict=True)))
+            self._evicted, self._held = [], 0
 
     def _settle(self) -> None:
-        steps = self._fetched + [tuple(part.cpu() for part in step) for step in self._arrived]
-        self._arrived, self._fetched = [], []
-        if not steps:
+        self._fetch()
+        if not self._fetched:
             return
-        numbers, now, dropped = (torch.cat(column).numpy() for column in zip(*steps, strict=True))
+        numbers, now, dropped = (torch.cat(column).numpy() for column in zip(*self._fetched, strict=True))
+        self._fetched.clear()
         names = list(self.numbers)
         evictions = np.flatnonzero(dropped[:, 0, 0] >= 0)
         evictions = evictions[np.argsort(numbers[evictions], kind="stable")]
@@ -155,11 +149,12 @@ class RunRecord:
         for place, length in lengths.items():
             request_id = request_of[place]
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
+            preempted = request_id in self.preempted
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
             results.append(
                 {
-                    "preempted": request_id in self.preempted,
-                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
+                    "preempted": preempted,
+                    "evict_at": None if dropped is None or preempted else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "routed": _by_position(self.routed.pop(request_id, None), length),
                 }

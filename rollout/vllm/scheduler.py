@@ -80,11 +80,9 @@ class EvictingManager(BoundedManager):
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
-        # request id -> number of tokens that are prefilled densely, or 0 once these tokens are compacted
-        self.prompts: dict[str, int] = {}
-
-    def slots(self, request_id: str, tokens: int) -> int:
-        return self.schedule.most_held(self.prompts[request_id], tokens)
+        # Computed at admission, because vLLM asks for each running request in each step:
+        self.claims: dict[str, int] = {}  # request id -> maximum number of blocks that it will need
+        self.firsts: dict[str, int] = {}  # request id -> number of tokens at its first compaction, until that has run
 
     def claim(self, prompt: int) -> int:
         """Return the maximum number of blocks that a sequence of any length needs, if `prompt` tokens are prefilled."""
@@ -102,30 +100,32 @@ class EvictingManager(BoundedManager):
         if apply_admission_cap:
             # At admission `num_tokens` counts all tokens to prefill, after a preemption also sampled ones. Blocks that
             # running sequences may still need stay reserved, so that no sequence is ever preempted.
-            self.prompts[request_id] = num_tokens
+            self.claims[request_id], self.firsts[request_id] = self.claim(num_tokens), self.schedule.first(num_tokens)
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
-            return self.claim(num_tokens) + sum(self.claim(self.prompts[r]) - len(blocks) for r, blocks in others)
-        need = self.blocks_of(self.slots(request_id, num_tokens))
+            return self.claims[request_id] + sum(self.claims[r] - len(blocks) for r, blocks in others)
+        need = min(self.blocks_of(num_tokens), self.claims[request_id])
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        return super().allocate_new_blocks(request_id, self.slots(request_id, num_tokens), num_tokens_main_model)
+        slots = min(num_tokens, self.claims[request_id] * self.block_size)
+        return super().allocate_new_blocks(request_id, slots, num_tokens_main_model)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks that a request no longer needs once its first compaction has run."""
-        prompt = self.prompts.get(request_id)
-        if prompt is None or processed_computed_tokens < self.schedule.first(prompt):
+        if processed_computed_tokens < self.firsts.get(request_id, NEVER):
             return
-        self.prompts[request_id] = 0
-        blocks, keep = self.req_to_blocks[request_id], self.claim(0)
+        del self.firsts[request_id]
+        self.claims[request_id] = keep = self.claim(0)
+        blocks = self.req_to_blocks[request_id]
         if tail := blocks[keep:]:
             del blocks[keep:]
             self.block_pool.free_blocks(reversed(tail))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self.prompts.pop(request_id, None)
+        self.claims.pop(request_id, None)
+        self.firsts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
 

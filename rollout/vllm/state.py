@@ -22,8 +22,8 @@ from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
 from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
-from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.policies.base import Entries
+from sparse_rl.errors import UserError
+from sparse_rl.policies.base import Entries, Policy, slots_of
 
 # Maximum key elements per call for several layers. On a CPU, this number of elements fits into a core's cache.
 AT_ONCE = {"cuda": 2**27, "cpu": 2**17}
@@ -79,7 +79,6 @@ class Due:
     held, left : number of entries per kv head before and after the compaction
     """
 
-    request_id: str
     block: int
     seen: int
     held: int
@@ -159,11 +158,6 @@ class Group:
     seen: Tensor
     left: int = 0
     rows: Tensor | None = None
-
-    def apart(self) -> list[Group]:
-        assert self.rows is not None
-        tensors = (tensor.split(1) for tensor in (self.blocks, self.lengths, self.seen, self.rows))
-        return [Group(blocks, held, seen, self.left, row) for blocks, held, seen, row in zip(*tensors, strict=True)]
 
 
 @dataclass
@@ -453,30 +447,15 @@ class CacheState:
         first, held, seen = self._sent([(d.block, d.held, d.seen) for d in due]).unbind(1)
         rows = (plan.first[None] == first[:, None]).int().argmax(1)
         whole = self._group(plan.blocks[rows], held, seen, max(d.held for d in due), due[0].left)
-        dropped = []
-        for layers, group in self._at_once(whole):
-            try:
-                evicted = self._compact_group(layers[0], group)
-            except NotFiniteError:
-                evicted = torch.cat([self._compact_alone(layers[0], row_group) for row_group in group.apart()])
-            dropped.append(evicted.view(len(layers), len(evicted) // len(layers)))
+        dropped = [
+            self._compact_group(layers[0], group).unflatten(0, (len(layers), -1))
+            for layers, group in self._at_once(whole)
+        ]
         if self.record is not None:
-            self.record.drop(
-                [d.request_id for d in due],
-                [d.seen for d in due],
-                [d.held - d.left for d in due],
-                torch.cat(dropped).cpu().numpy(),
-            )
-
-    def _compact_alone(self, layer: int, row_group: Group) -> Tensor:
-        """Compact one request in one layer. If a score is NaN, the request has failed and keeps its entries."""
-        try:
-            return self._compact_group(layer, row_group)
-        except NotFiniteError:
-            assert row_group.rows is not None
-            self.failed[row_group.rows % len(self.failed)] = True
-            count = 0 if self.record is None else len(self.heads) * (int(row_group.lengths) - row_group.left)
-            return self.positions.new_zeros(count)
+            by_entry = torch.cat(dropped).permute(1, 3, 0, 2)  # [R, entries, L, Hkv]
+            count = by_entry.shape[1]
+            numbers, at = (x.repeat_interleave(count) for x in (self.number[first], seen))
+            self.record.evict(numbers, at, by_entry.flatten(0, 1))
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
         """Yield (some layers, the group assigned to them)."""
@@ -498,29 +477,40 @@ class CacheState:
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
         """Compact a group that was assigned to layers, the first of which is `layer`. Returns the positions of the
-        dropped entries, row by row, int32 [sum of Hkv x (length - left)]; empty if the run has no record.
+        dropped entries, int32 [R, Hkv, most that a head drops], padded with -1.
         """
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
-        kept.check_counts(entries, self.policy.name)
+        if type(self.policy).compact is not Policy.compact:  # whose counts are right
+            kept.check_counts(entries, self.policy.name)
+        if kept.failed is not None:
+            assert group.rows is not None
+            nobodys = len(self.failed) - 1
+            self.failed.index_fill_(0, torch.where(kept.failed, group.rows % (nobodys + 1), nobodys), True)
+            self.failed[nobodys] = False
         self._remember(group, kept.state)
         if kept.values is not None:
             self._write(slab.values, group, kept.values)
-        dropped = torch.empty(0)
-        if self.record is not None:
-            dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
         # In each head, the first `left` slots have one dropped entry for each kept entry after these slots. The kept
-        # entries move into the slots of these dropped entries.
-        behind = self._listed(group.blocks, kept.keep[..., left:], left)
-        freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
+        # entries move into the slots of these dropped entries. For each head the same number of entries is moved, so
+        # that nothing waits for the device: those without a partner stay in their slots.
+        most = kept.keep.shape[2] - left
+        dropped, behind = slots_of(entries.valid() & ~kept.keep, most), slots_of(kept.keep[..., left:], min(most, left))
+        place = torch.arange(most, device=self.device)
+        moves = place[: behind.shape[2]] < kept.keep[..., left:].sum(-1, keepdim=True)
+        behind = behind + left
+        slots = torch.stack([torch.where(moves, dropped[..., : behind.shape[2]], behind), behind])
+        block = group.blocks[:, None].expand(2, -1, len(self.heads), -1).gather(3, slots // self.block_size)
+        to, source = ((b, self.heads[:, None], p) for b, p in zip(block, slots % self.block_size, strict=True))
         for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
-            buffer[freed] = buffer[behind]
+            buffer[to] = buffer[source]
         if slab.coordinate is not None:
             assert self.policy.bias is not None
             blocks = group.blocks.flatten()
             slab.coordinate[blocks] = slab.state[self.policy.bias][blocks].to(slab.coordinate.dtype)
-        return dropped
+        padding = place >= (group.lengths - left)[:, None, None]
+        return entries.positions.gather(2, dropped).masked_fill_(padding, -1).int()
 
     # ---- paged access -----------------------------------------------------------------------------------------------
 
@@ -534,12 +524,6 @@ class CacheState:
         """
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         target[group.blocks.flatten()] = by_block.flatten(0, 1)
-
-    def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Return (blocks, heads, places in the block) of the slots from `start` on for which [R, Hkv, K] is True."""
-        row, head, slot = mask.nonzero(as_tuple=True)
-        slot = slot + start
-        return blocks[row, slot // self.block_size], head, slot % self.block_size
 
     def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
         """Return the entries of a group that was assigned to layers, with the tensors that `reads` names and, if
@@ -561,5 +545,6 @@ class CacheState:
             scaling=self.scaling,
             state={name: paged.read_blocks(state, group.blocks) for name, state in slab.state.items()},
             left=[group.left] * len(group.lengths),
+            older=group.left * (self.policy.last_queries <= self.policy.schedule.period),  # a newer slot has a newer token
             mean_over_ranks=paged.mean_over_ranks,
         )

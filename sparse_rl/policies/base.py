@@ -12,7 +12,7 @@ prompt, T tokens or queries of a call, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ class Entries:
     state : name -> float32 [R, Hkv, N], the policy's memory per entry
     left : number of entries that a compaction leaves in each kv head, per row (ints, so that reading them needs no
         synchronization with a device)
+    older : number of first slots whose entries are real, and older than all of `queries`, if the engine knows some
     mean_over_ranks : function that averages a tensor over the tensor-parallel ranks, each of which holds Hkv of the
         layer's kv heads
     """
@@ -52,12 +53,16 @@ class Entries:
     scaling: float
     state: dict[str, Tensor]
     left: Sequence[int] = ()
+    older: int = 0
     mean_over_ranks: Callable[[Tensor], Tensor] = lambda value: value  # one rank
+    _masks: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def valid(self) -> Tensor:
-        """Return a mask of the slots that hold an entry: bool [R, 1, N]."""
-        slots = torch.arange(self.positions.shape[2], device=self.positions.device)
-        return (slots < self.lengths[:, None])[:, None]
+        """Return a mask of the slots that hold an entry: bool [R, 1, N]. Do not write to it."""
+        if None not in self._masks:
+            slots = torch.arange(self.positions.shape[2], device=self.positions.device)
+            self._masks[None] = (slots < self.lengths[:, None])[:, None]
+        return self._masks[None]
 
     def left_tensor(self) -> Tensor:
         """Return `left` as a tensor on the entries' device: int64 [R]."""
@@ -78,9 +83,13 @@ class Entries:
         return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
 
     def competing(self, sinks: int, window: int) -> Tensor:
-        """Return a mask of the entries that may be dropped, all but the sinks and the window: bool [R, Hkv, N]."""
-        older = self.positions < (self.seen - window)[:, None, None]
-        return self.valid() & (self.positions >= sinks) & older
+        """Return a mask of the entries that may be dropped, all but the sinks and the window: bool [R, Hkv, N]. Do not
+        write to it.
+        """
+        if (sinks, window) not in self._masks:
+            older = self.positions < (self.seen - window)[:, None, None]
+            self._masks[sinks, window] = self.valid() & (self.positions >= sinks) & older
+        return self._masks[sinks, window]
 
     def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
         """Return the attention softmax(`scaling` q K^T) of T queries over the entries: float32 [R, Hkv, G, T, N].
@@ -106,10 +115,7 @@ class Entries:
         """Return the attention of the last `window` queries over the entries: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         query_positions = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
-        # the window's own entries and padding
-        needs_mask = ~self.valid() | (self.positions >= query_positions[:, :1, None])
-        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first entry that needs a mask
-        return self.attention(self.queries[:, :, -window:], query_positions, seen_by_all)
+        return self.attention(self.queries[:, :, -window:], query_positions, self.older)
 
 
 @dataclass
@@ -155,11 +161,19 @@ class Kept:
     keep : bool [R, Hkv, N], True for entries that stay: `Entries.left` in each kv head (`check_counts`)
     state : name -> float32 [R, Hkv, N], the policy's memory after the compaction
     values : [R, Hkv, N, D], the values of the kept entries after the compaction; None means unchanged
+    failed : bool [R], True for rows with a NaN score, whose sequences must end; None means that no row has failed
     """
 
     keep: Tensor
     state: dict[str, Tensor]
     values: Tensor | None = None
+    failed: Tensor | None = None
+
+    def check_finite(self, layer: int, policy: str) -> None:
+        """Raise NotFiniteError, with the policy's name, if a row has failed."""
+        if self.failed is not None and bool(self.failed.any()):
+            why = "the model's keys, values or queries are not finite, or the policy's score is wrong"
+            raise NotFiniteError(f"{policy}: a NaN score in layer {layer}; {why}")
 
     def check_counts(self, entries: Entries, policy: str) -> None:
         """Raise StoppedError, with the policy's name, if a kv head does not keep `Entries.left` entries."""
@@ -171,11 +185,14 @@ class Kept:
                 f"schedule says {entries.left[row]}; this engine needs exactly that number in every kv head"
             )
 
-    def slots(self, most: int) -> Tensor:
-        """Return the slots of the entries that stay, ascending: int64 [R, Hkv, most], padded with 0 if fewer stay."""
-        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # dropped entries come after the others
-        slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
-        return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]
+
+def slots_of(chosen: Tensor, most: int) -> Tensor:
+    """Return the slots for which bool [R, Hkv, N] is True, at most `most` in a head, ascending: int64 [R, Hkv, most],
+    padded with 0.
+    """
+    rank = chosen.cumsum(-1).mul_(chosen)  # from 1; 0 for other slots
+    slot = torch.arange(chosen.shape[-1], device=rank.device).expand_as(rank)
+    return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., 1:]
 
 
 class Policy:
@@ -277,20 +294,21 @@ class Policy:
         `score`.
 
         Among equal scores, the entry at the earlier position stays, so that neither the order of slots nor the engine
-        or device decides. Raises NotFiniteError if a competing entry's score is NaN.
+        or device decides. A row has failed if a competing entry's score is NaN. Does not wait for a GPU.
         """
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
-        if bool((scores.isnan() & competing).any()):
-            why = "the model's keys or queries are not finite, or the policy's score is wrong"
-            raise NotFiniteError(f"{self.name}: a NaN score in layer {layer}; {why}")
+        failed = (scores.isnan() & competing).flatten(1).any(1)
         bounds = torch.iinfo(torch.int64)
         rank = ranked(scores, entries.positions).masked_fill_(~competing, bounds.max)
         rank.masked_fill_(~entries.valid(), bounds.min)
         most, least = max(entries.left), min(entries.left)
         best = rank.topk(most, sorted=least < most).indices  # sorted only if rows leave different counts
-        stays = torch.arange(most, device=best.device) < entries.left_tensor()[:, None, None]
-        return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
+        keep = torch.zeros_like(competing).scatter_(-1, best, True)
+        if least < most:
+            stays = torch.arange(most, device=best.device) < entries.left_tensor()[:, None, None]
+            keep.scatter_(-1, best, stays.expand_as(best))
+        return Kept(keep, entries.state, failed=failed)
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         """Return name -> trace section [...], except evict_at, of a sequence of `length` tokens, with `prompt` in the

@@ -28,7 +28,7 @@ from sparse_rl.clock import part
 from sparse_rl.errors import StoppedError
 from sparse_rl.kernels.exact import sdpa
 from sparse_rl.kernels.masked import masked_attention
-from sparse_rl.policies.base import Arriving, Chunk, Entries, Policy
+from sparse_rl.policies.base import Arriving, Chunk, Entries, Policy, slots_of
 from sparse_rl.trace import NEVER, EvictionTrace
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -384,9 +384,12 @@ class EvictingCache(KVView):
         rows = slice(None) if all_rows else torch.tensor(due, device=layer.keys.device)
         entries = self._entries(layer, rows, held, scaling, self.policy.score_reads)
         entries.left = left
+        # entries are in the order of their positions
+        entries.older = max(0, min(self._attended[row] for row in due) - self.policy.last_queries)
         kept = self.policy.compact(index, entries)
+        kept.check_finite(index, self.policy.name)
         kept.check_counts(entries, self.policy.name)
-        keep, count = kept.slots(max(left)), max(left)
+        keep, count = slots_of(kept.keep, max(left)), max(left)
 
         dropped = entries.valid() & ~kept.keep
         dropped_at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)

@@ -63,5 +63,5 @@ def test_decoding_does_not_wait_and_compactions_wait_a_few_times(
     react_to_waits("warn")
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
-        state.compact([Due(str(i), int(row[0]), held, held, left) for i, row in enumerate(table)])
+        state.compact([Due(int(row[0]), held, held, left) for row in table])
     assert 0 < len(waits) <= MOST_WAITS

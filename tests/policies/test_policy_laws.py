@@ -164,7 +164,7 @@ def test_layers_stacked_in_one_call_equal_separate_calls(name: str) -> None:
         def compact(self, layer: int, entries: Entries) -> Kept:
             state = {key: value.clone() for key, value in entries.state.items()}
             tensors = {key: value.clone() for key, value in vars(entries).items() if isinstance(value, torch.Tensor)}
-            compacted_entries.append(Entries(**{**vars(entries), **tensors, "state": state}))
+            compacted_entries.append(replace(entries, **tensors, state=state))
             return super().compact(layer, entries)
 
     for seed in (1, 2):  # two layers, fed separately
@@ -338,7 +338,7 @@ def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, mo
             if key in ("keys", "values", "positions", *entries.state) and value is not None
         }
         state = {key: moved.pop(key) for key in entries.state}
-        kept = compact(self, layer, Entries(**{**vars(entries), **moved, "state": state}))
+        kept = compact(self, layer, replace(entries, **moved, state=state, older=0))
         back = {key: torch.empty_like(value).scatter_(2, order, value) for key, value in kept.state.items()}
         values = kept.values
         if values is not None:
@@ -430,8 +430,13 @@ def test_a_nan_score_is_an_error_only_for_a_competing_entry() -> None:
     scores_by_position[[0, 9]] = float("nan")
     kept = Given(scores_by_position, budget=5, sinks=1, window=1, period=1).choose([list(range(10))], [10])
     assert slots(kept) == [[[0, 1, 2, 3, 9]]]
-    with pytest.raises(FloatingPointError):
-        Given(scores_by_position, budget=5, sinks=1, period=1).choose([list(range(10))], [10])
+    kept.check_finite(0, "given")
+    # beside it, a row without position 9
+    kept = Given(scores_by_position, budget=5, sinks=1, period=1).choose([list(range(10)), list(range(9))], [10, 9])
+    assert kept.failed is not None
+    assert kept.failed.tolist() == [True, False]
+    with pytest.raises(FloatingPointError, match=r"^given: a NaN score in layer 0"):
+        kept.check_finite(0, "given")
 
 
 def test_tova_keeps_the_same_tokens_in_every_kv_head() -> None:

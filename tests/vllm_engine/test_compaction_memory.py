@@ -29,7 +29,7 @@ def test_requests_are_compacted_in_parts_that_fit(monkeypatch: pytest.MonkeyPatc
         for name in state.index:
             state.after_layer(name, torch.randn(5, HEADS * GROUP, DIM))
         with Peak() as memory:
-            state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
+            state.compact([Due(int(row[0]), peak, peak, left) for row in table])
         kept.append(state.positions[:, table[:, : left // 16].long()])
         peak_bytes.append(memory.bytes)
     assert torch.equal(*kept)

@@ -17,6 +17,7 @@ from test_cuda_backend import attend, use_backend, write  # noqa: F401
 from ties import agrees_with_hf
 from tiny import HEADS_OF_32, directory_of, new_model, policy_of, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
@@ -41,6 +42,7 @@ class Graph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[Any, Any, Any, Any]] = []
+        self.addresses: list[list[int]] = []  # of the tensors of each step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "vllm":  # Python functions whose operators are recorded
@@ -53,15 +55,24 @@ class Graph(TorchDispatchMode):
         assert not masked, f"{name} waits for the device"
         out = func(*args, **(kwargs or {}))
         outputs = [] if func._schema.is_mutable or name in EMPTY else _listed(out)
-        self.steps.append((func, args, kwargs or {}, outputs))
+        self.add(func, args, kwargs or {}, outputs)
         return out
 
+    def add(self, *step: Any) -> None:
+        self.steps.append(step)
+        self.addresses.append(addresses(step[1:3]))
+
     def replay(self) -> None:
-        for run, args, kwargs, outputs in self.steps:
+        for (run, args, kwargs, outputs), recorded in zip(self.steps, self.addresses, strict=True):
+            assert addresses((args, kwargs)) == recorded, "a tensor has moved"
             out = run(*args, **kwargs)
             for old, new in zip(outputs, _listed(out), strict=False):
                 if old.data_ptr() != new.data_ptr():  # if it is not a view
                     old.copy_(new)
+
+
+def addresses(values: Any) -> list[int]:
+    return [value.data_ptr() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _listed(out: Any) -> list[torch.Tensor]:
@@ -75,7 +86,7 @@ def kernel(function: Callable) -> Callable:
         with _disable_current_modes():
             function(*args, **kwargs)
         if Graph.recording is not None:
-            Graph.recording.steps.append((function, args, kwargs, []))
+            Graph.recording.add(function, args, kwargs, [])
 
     return launch
 
@@ -99,16 +110,16 @@ class Graphs:
         if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
             return self.model(**inputs)
         size = context.batch_descriptor.num_tokens
-        addresses = [tensor.data_ptr() for tensor in inputs.values() if tensor is not None]
+        at = addresses(inputs)
         if size not in self.graphs:
             Graph.recording = Graph()
             with Graph.recording as graph:
                 out = self.model(**inputs)
             Graph.recording = None
-            self.graphs[size] = graph, out, addresses
+            self.graphs[size] = graph, out, at
             return out
         graph, out, recorded_addresses = self.graphs[size]
-        assert addresses == recorded_addresses
+        assert at == recorded_addresses
         graph.replay()
         starts = next(iter(context.attn_metadata.values())).query_start_loc
         self.replayed.append((size, int((starts.diff() == 0).sum())))
@@ -184,17 +195,24 @@ def test_decoding_with_graphs_equals_the_reference_engine(
 def test_a_graph_evicts_before_a_layer_attends(
     scorer: str, kernels: Callable, open_engine: Callable, tmp_path: Any
 ) -> None:
-    """As a learned policy must: `linear` scores a token on arrival, `delayed` when it leaves the window."""
+    """As a learned policy must: `linear` scores a token on arrival, `delayed` when it leaves the window. A graph that
+    was recorded before an update reads the new weights, also those of the scorers.
+    """
     kernels("Flash")
     policy, prompts = learned_policy(scorer), random_prompts(LENGTHS)
     save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, scale=0.2), policy, tmp_path)
     engine = open_engine(None, tmp_path, exact=False, max_batch=8, max_num_batched_tokens=192)
     with graphs_of(engine) as graphs:
         rollouts = engine.generate(prompts[:-1], GREEDY) + engine.generate(prompts[-1:], GREEDY)
-    assert len(graphs.replayed) > 50
+        trained = with_scorers(new_model("qwen3", seed=1, **HEADS_OF_32), policy, seed=1, scale=0.2)
+        engine.load_weights(trained.named_parameters())
+        replayed = len(graphs.replayed)
+        after_update = engine.generate(prompts[:4], GREEDY)
+    assert 50 < replayed < len(graphs.replayed)
     assert any(padding for _, padding in graphs.replayed)
     model = load_model(tmp_path)
     assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, GREEDY))
+    assert same(after_update, make_engine("hf", model=trained, policy=policy).generate(prompts[:4], GREEDY))
     assert trainer_gap(model, rollouts, 1.0) <= 1e-5
 
 

@@ -279,14 +279,15 @@ class Pool:
     def compact(self, due: list[Request]) -> None:
         from rollout.vllm.state import Due
 
-        by_id = {str(i): r for i, r in enumerate(due)}
+        by_id = {f"begins {id(r)}": r for r in due}
         peak, left = self.peak, self.policy.config.budget
         held = {i: r.seen if r.seen <= max(r.prompt, peak) else peak for i, r in by_id.items()}
-        self.state.compact([Due(i, r.blocks[0], r.seen, held[i], left) for i, r in by_id.items()])
+        self.state.compact([Due(r.blocks[0], r.seen, held[i], left) for i, r in by_id.items()])
         for r in due:
             r.compact(self.policy)
         record = self.state.record
         assert record is not None
+        record._settle()
         assert record.dropped.keys() == by_id.keys()
         for i, (dropped,) in record.dropped.items():
             assert (dropped.at == by_id[i].seen).all()
@@ -365,13 +366,15 @@ def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: b
 
 
 def another_head(state: Any) -> None:
-    listed = state._listed
+    compact, heads = state._compact_group, state.heads
 
-    def next_head(*args: Any) -> tuple[torch.Tensor, ...]:
-        block, head, place = listed(*args)
-        return block, (head + 1) % HEADS, place
+    def next_head(*args: Any) -> torch.Tensor:
+        state.heads = heads.roll(1)
+        dropped = compact(*args)
+        state.heads = heads
+        return dropped
 
-    state._listed = next_head
+    state._compact_group = next_head
 
 
 def keys_of_the_next_slot(state: Any) -> None:

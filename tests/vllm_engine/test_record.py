@@ -38,8 +38,8 @@ def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
 
 def drop(record: Any, at: dict[str, int], entries: list[list[int]]) -> None:
     """Record evictions. `entries` lists, for (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry of each request."""
-    positions = np.array(entries, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
-    record.drop(list(at), list(at.values()), [1] * len(at), positions)
+    positions = torch.tensor(entries).view(LAYERS, HEADS, len(at)).permute(2, 0, 1)
+    record.evict(torch.tensor([record.numbers[r] for r in at]), torch.tensor(list(at.values())), positions)
 
 
 def evict_at(result: Any, length: int) -> list:
@@ -65,10 +65,12 @@ def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any)
     assert logprobs(b) == [[v - 0.375, v - 0.875] for v in (-2.0, -3.0)]
 
 
-def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
+def test_evictions_are_fetched_before_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "a-1" is compacted once and later drops one token of each head in each of 170 steps; "b-1" drops none."""
-    from rollout.vllm.sampling import STEPS, RunRecord
+    from rollout.vllm import sampling
+    from rollout.vllm.sampling import RunRecord
 
+    monkeypatch.setattr(sampling, "HELD", 64 * LAYERS * 2 * HEADS)
     run_record, expected = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
     numbers = torch.tensor([run_record.begin("b-1"), run_record.begin("a-1")])
     draw(run_record, {"a-1": 0, "b-1": 0}, -1.0)
@@ -81,8 +83,9 @@ def test_evictions_are_fetched_before_the_buffer_is_full() -> None:
             for head in range(4):
                 dropped[head // 2, 1, head % 2] = 10 + step + head
                 expected[head // 2, head % 2, 10 + step + head] = 50 + step
-        run_record.arrive(numbers, torch.tensor([45 + step, 50 + step]), dropped)
-        assert len(run_record._arrived) < STEPS
+        run_record.evict(numbers, torch.tensor([45 + step, 50 + step]), dropped.transpose(0, 1))
+        assert len(run_record._evicted) <= 64
+    assert len(run_record._fetched) == 3
     a, b = run_record.take({7: 300, 3: 290})
     assert evict_at(a, 300) == expected.tolist()
     assert b["evict_at"] is None
@@ -99,6 +102,7 @@ def test_the_record_of_a_request_is_removed_when_it_is_taken(record: Any) -> Non
     assert not record.drawn
     assert not record.dropped
     assert not record._logprobs
+    assert not record._evicted
     assert not record._fetched
 
 
@@ -106,10 +110,11 @@ def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
     """ "a-1" drops one and "b-1" two; two steps later "a-1" drops three."""
     # entries dropped from (layer 0 head 0), (0, 1), (1, 0), (1, 1)
     a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]
-    rows = [[*a[i], *a[i + 1], *b[i], *b[i + 1]] for i in (0, 2)]
-    record.drop(["a-1", "b-1"], [7, 8], [1, 2], np.array(rows, np.int32))
     later = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
-    record.drop(["a-1"], [9], [3], np.array([later[0] + later[1], later[2] + later[3]], np.int32))
+    padded = [[*heads, -1] for heads in a]
+    for numbers, at, entries in (([0, 0, 1, 1], [7, 7, 8, 8], [*zip(*padded), *zip(*b)]), ([0] * 3, [9] * 3, zip(*later))):
+        positions = torch.tensor([*entries]).view(-1, LAYERS, HEADS)
+        record.evict(torch.tensor(numbers), torch.tensor(at), positions)
     results = zip(record.take({7: 10, 3: 9}), (10, 9), strict=True)
     heads_of_a, heads_of_b = (
         [head for layer in evict_at(result, length) for head in layer] for result, length in results

@@ -117,8 +117,7 @@ def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
     engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
 
     def forgetful(self: Any, request_id: str) -> int:
-        self.dropped.pop(request_id, None)
-        return 0
+        return self.numbers.setdefault(request_id, len(self.numbers))
 
     monkeypatch.setattr("rollout.vllm.sampling.RunRecord.begin", forgetful)
     with preempting(engine, lambda step: step == 120):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from tiny import random_prompts
+from watching import scheduler_of
 
 from rollout import SamplingConfig
 from rollout.measure.timing import time_sampling
@@ -17,7 +20,7 @@ CACHE = {"policy": "streaming", "budget": 16, "period": 8}
 
 def test_a_clock_sees_steps_compactions_and_blocks(open_engine: Callable) -> None:
     """Tokens, steps, compactions and used blocks are those of the schedule. Afterwards the engine samples as before."""
-    engine, prompts = open_engine(CACHE), random_prompts([PROMPT] * BATCH)
+    engine, prompts = open_engine(CACHE, shared=True), random_prompts([PROMPT] * BATCH)
     sampling = SamplingConfig(LENGTH - PROMPT, seed=0, ignore_eos=True)
     short, whole = time_sampling(
         lambda: engine.generate(prompts, sampling), BATCH, PROMPT, [30, LENGTH], observed=steps_reported(engine.llm)
@@ -34,3 +37,29 @@ def test_a_clock_sees_steps_compactions_and_blocks(open_engine: Callable) -> Non
     most_blocks = -(-schedule.most_held(PROMPT, LENGTH) // block)
     assert whole.cache_bytes == BATCH * most_blocks * block * 2 * layers * heads * dim * 4
     assert len(engine.generate(prompts, sampling)) == BATCH  # the engine's own method is back
+
+
+def test_a_decode_step_asks_the_schedule_for_no_block(open_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks for the blocks of each running request in each step. They are computed at a request's admission and at
+    its first compaction, so twice the number of tokens needs no further computation.
+    """
+    engine, prompts = open_engine(CACHE, shared=True), random_prompts([PROMPT] * BATCH)
+    (manager,) = scheduler_of(engine).kv_cache_manager.coordinator.single_type_managers
+    plain = manager.schedule
+
+    class Asked:
+        count = 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.count += 1
+            return getattr(plain, name)
+
+    asked = Asked()
+    monkeypatch.setattr(manager, "schedule", asked)
+    counts = []
+    for tokens in (20, 40):
+        engine.generate(prompts, SamplingConfig(tokens, seed=0, ignore_eos=True))
+        counts.append(asked.count)
+        asked.count = 0
+    assert 0 < counts[0] <= 3 * BATCH
+    assert counts[0] == counts[1]

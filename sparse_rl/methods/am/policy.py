@@ -20,7 +20,7 @@ from sparse_rl.methods.am.match import Block, Fit, match
 from sparse_rl.methods.am.sections import Record
 from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.methods.config import AMConfig
-from sparse_rl.policies.base import Entries, Kept, Policy
+from sparse_rl.policies.base import Entries, Kept, Policy, slots_of
 from sparse_rl.trace import batch_traces, policy_part
 
 BIAS = "bias"
@@ -47,7 +47,7 @@ class AM(Policy):
         """Choose entries with `match`; return them with new biases and values.
 
         Entries are sorted by position first: engines store them in different orders, and the order of summation changes
-        the rounding. Raises NotFiniteError if keys, queries or values are not finite.
+        the rounding. A row has failed if its keys, queries or values are not finite.
         """
         assert entries.keys is not None and entries.values is not None and entries.queries is not None
         order = entries.by_position()
@@ -61,18 +61,27 @@ class AM(Policy):
             competing=competing.gather(2, order),
             scaling=entries.scaling,
         )
-        try:
-            logits = block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2]  # of a row
-            at_once = max(1, FITTED_AT_ONCE // logits)
-            parts = [match(part, self.config.refitted, self.fit) for part in block.parts(at_once)]
-        except NotFiniteError as error:
-            reason = "the model's keys, queries or values are not finite"
-            raise NotFiniteError(f"{self.name}: {error} in layer {layer}; {reason}") from error
-        chosen, bias, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        logits = block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2]  # of a row
+        parts = [matched for part in block.parts(max(1, FITTED_AT_ONCE // logits)) for matched in self._matched(part)]
+        chosen, bias, values, failed = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         slots = order.gather(2, chosen)
         keep = (entries.valid() & ~competing).scatter(2, slots, True)
         new_values = entries.values.scatter(2, slots[..., None].expand_as(values), values)
-        return Kept(keep, {BIAS: entries.state[BIAS].scatter(2, slots, bias)}, new_values)
+        return Kept(keep, {BIAS: entries.state[BIAS].scatter(2, slots, bias)}, new_values, failed)
+
+    def _matched(self, block: Block) -> list[tuple[Tensor, ...]]:
+        """Return the results of `match`, and True for rows that have failed, in parts of the block. A row that has
+        failed keeps any of its entries, unchanged.
+        """
+        rows, count = len(block.keys), self.config.refitted
+        try:
+            return [(*match(block, count, self.fit), block.competing.new_zeros(rows))]
+        except NotFiniteError:
+            if rows > 1:
+                return [matched for row in block.parts(1) for matched in self._matched(row)]
+        slots = slots_of(block.competing & (block.competing.cumsum(-1) <= count), count)
+        values = block.values.gather(2, slots[..., None].expand(-1, -1, -1, block.values.shape[-1]))
+        return [(slots, block.bias.gather(2, slots), values, block.competing.new_ones(rows))]
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         # no query comes after a compaction at `length` - 1 tokens or later
