@@ -241,7 +241,9 @@ def test_an_engine_gets_only_the_options_that_it_accepts():
         (200, 250, 400, 250, 400),
         (5, None, None, 5, 105),
         (None, None, 300, None, 300),
-        (200, "unknown", None, None, None),
+        (200, "unknown", None, 200, 300),
+        (None, 200, None, None, None),
+        (None, "unknown", None, None, None),
     ],
 )
 def test_the_longest_sequence_follows_from_the_bounds_on_prompts(data, held_out, max_model_len, prompt, length):
@@ -251,6 +253,47 @@ def test_the_longest_sequence_follows_from_the_bounds_on_prompts(data, held_out,
         keys["validation"] = {"data": {**SYNTHETIC, **bound}}
     given = grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys).engine_arguments()
     assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
+
+
+def test_validation_inherits_the_bound_of_the_data():
+    """Of every kind with validation, before and after a round trip, and in the evaluation of its held-out problems."""
+    kinds = {"grpo": {"rewards": ["boxed"]}, "distill": {}, "kvpop": {}}
+    cache = {"policy": "kvpop", "budget": 32, "window": 4}
+    for kind, more in kinds.items():
+        shared = {"kind": kind, "model": "m", "output_dir": "o", "cache": cache, **more}
+        for own, applied in ((None, 200), (7, 7), (900, 900)):
+            validation = {"data": {"path": "held_out.jsonl", "max_prompt_tokens": own}, "problems": 8}
+            recipe = make_recipe(
+                {**shared, "data": {"path": "x.jsonl", "max_prompt_tokens": 200}, "validation": validation}
+            )
+            assert recipe.validation.data.max_prompt_tokens == applied
+            assert make_recipe(recipe.resolved()) == recipe
+            assert kind != "grpo" or recipe.evaluation("run")["tasks"]["validation"]["max_prompt_tokens"] == applied
+        free = make_recipe({**shared, "data": {"path": "x.jsonl"}, "validation": {"data": {"path": "held_out.jsonl"}}})
+        assert free.validation.data.max_prompt_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, "data.max_prompt_tokens"),
+        ({"validation": {"data": {"path": "v.jsonl"}}}, "data.max_prompt_tokens, validation.data.max_prompt_tokens"),
+        ({"data": SYNTHETIC, "validation": {"data": {"path": "v.jsonl"}}}, "validation.data.max_prompt_tokens"),
+        ({"data": {"path": "x.jsonl", "max_prompt_tokens": 50}, "validation": {"data": {"path": "v.jsonl"}}}, None),
+        ({"data": SYNTHETIC}, None),
+        ({"rollout": {"max_model_len": 300}}, None),
+        ({"rollout": {"engine": "hf"}}, None),
+    ],
+)
+def test_an_unbounded_length_of_vllm_is_one_remark_with_its_key_and_its_price(keys, named, machine):
+    """A sequence of this model takes up to 131,072 entries of 2 layers x 2 kv heads x 2 x 32 numbers, in bfloat16."""
+    machine("cpu")
+    remarks = grpo(**{"data": {"path": "x.jsonl"}, **keys}).resolve(config(), cuda=False).remarks
+    assert len(remarks) == (named is not None)
+    price = (64 * 2**17 + 16) * 2 * 2 * 2 * 32 * 2 / 1e9
+    assert named is None or remarks == [
+        f"{named}: not set, so vLLM plans its cache for 131,072 tokens a sequence, up to {price:.1f} GB"
+    ]
 
 
 def test_memory_counts_the_engines_copy_of_the_weights(machine):

@@ -121,11 +121,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
         problem := crowded(launch)
     ):  # on a machine without a GPU, the recipe may be meant for another machine
         lines.append(f"launch.processes: {problem}")
-    sources = recipe.prompt_sources().items()
-    if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
-        lines.append(
-            f"prompts are assumed to have at most {ASSUMED_PROMPT} tokens; set max_prompt_tokens to bound them"
-        )
+    if (keys := ", ".join(recipe.unbounded())) and not any(remark.startswith(keys) for remark in run.remarks):
+        lines.append(f"{keys}: not set, so prompts are assumed to have at most {ASSUMED_PROMPT} tokens")
     return memory_table(recipe, made), lines
 
 

@@ -15,7 +15,7 @@ A recipe is read and checked without torch, so this module imports torch, and wh
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -213,6 +213,12 @@ class Recipe(Configuration):
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
         return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
+    def unbounded(self) -> list[str]:
+        """Return the keys that would bound the length of prompts but are not set. Synthetic prompts are short."""
+        sources = self.prompt_sources().items()
+        without = [key for key, data in sources if data.synthetic is None and data.max_prompt_tokens is None]
+        return [f"{key}.max_prompt_tokens" for key in without]
+
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
         rollout, bounds = self.rollout, self.prompt_bounds()
@@ -301,14 +307,16 @@ class Recipe(Configuration):
         findings, policies = {"model": words}, [make_policy(cache) for cache in caches]
         if policies:
             findings["cache"] = ", ".join(map(repr, policies))
-        if self.rollout is not None:
-            engine, findings["rollouts"] = choose_engine(self.rollout, config if live is None else None, caches, cuda)
+        if (rollout := self.rollout) is not None:
+            engine, findings["rollouts"] = choose_engine(rollout, config if live is None else None, caches, cuda)
             recipe = self.with_rollout(engine=engine)
             if live is None:
                 recipe.check_lengths(config)
                 group = config.num_attention_heads // kv_heads
                 named_remarks = [(cache.name, cache.remark(group, layers)) for cache in caches]
                 remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
+                if isinstance(recipe, TrainRecipe) and engine == "vllm" and rollout.max_model_len is None:
+                    remarks += recipe.price_of_length(policies, config)
         config = config if live is None else live.config
         return Run(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
 
@@ -423,6 +431,7 @@ class ValidationConfig(Configuration):
     completions. Distillation and KVpop measure KL and cross-entropy, also once before the first step. They do not use
     `samples`.
 
+    data : held-out problems; if it sets no max_prompt_tokens, that of the recipe's `data` applies
     every : number of training steps between two validations
     problems : maximum number of held-out problems
     samples : number of completions sampled for each problem
@@ -459,6 +468,9 @@ class TrainRecipe(Recipe):
         if self.lora is not None and self.launch.zero_stage == 3:
             wrong = "LoRA under ZeRO-3 requires reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
             raise UserError(wrong, "launch.zero_stage")
+        if (validation := self.validation) is not None and validation.data.max_prompt_tokens is None:
+            data = replace(validation.data, max_prompt_tokens=self.data.max_prompt_tokens)
+            object.__setattr__(self, "validation", replace(validation, data=data))
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
         """Return the trainer of this recipe's run, with its engine, which writes to the run's folder."""
@@ -468,6 +480,15 @@ class TrainRecipe(Recipe):
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {"data": self.data} | ({} if self.validation is None else {"validation.data": self.validation.data})
+
+    def price_of_length(self, policies: Sequence[Policy], config: Any) -> Iterator[str]:
+        """Yield a remark if the lengths of prompts are not bounded: vLLM's cache is then larger, in a shared GPU."""
+        from rollout.vllm.memory import pool_bytes
+
+        if keys := self.unbounded():
+            most = max(pool_bytes(policy, self.engine_arguments(), config, cuda=True) for policy in policies)
+            length = f"{config.max_position_embeddings:,} tokens a sequence, up to {most / 1e9:,.1f} GB"
+            yield f"{', '.join(keys)}: not set, so vLLM plans its cache for {length}"
 
     def samples_behind_prompts(self) -> bool:
         return False
