@@ -148,9 +148,9 @@ def choose_engine(
 
     config : configuration of the model; None means that the engine samples from a live module
     caches : policies under which the engine will sample
-    cuda : True if the engine runs on a GPU; None means True if PyTorch finds a GPU on this machine
+    cuda : False means without a GPU; None means this machine; True means another machine, with a GPU and vLLM for it
 
-    Raises UserError if the engine cannot sample here, or cannot use several GPUs.
+    Raises UserError if the engine cannot sample there, or cannot use several GPUs.
     """
     refusal = None
     if rollout.engine != "hf" and not (refusal := _vllm_refusal(config, caches, cuda)):
@@ -165,18 +165,21 @@ def choose_engine(
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
     if config is None:
         return "vllm keeps its own copy of the weights and cannot sample from a live module"
-    if default_engine() != "vllm":
-        return f"vllm is not installed: {INSTALL_VLLM}"
-    if cuda is None:
-        cuda = torch.cuda.is_available()
-    on_cpu = _is_cpu_build()
-    if not cuda and not on_cpu:
-        return "there is no GPU, but the installed vLLM needs one"
-    head_size = cache_shape(config)[2]
-    if on_cpu and head_size not in CPU_HEAD_SIZES:
-        return f"head size {head_size} is not supported by vllm on this platform"
+    if not cuda and (refusal := _not_here(cache_shape(config)[2], cuda)):
+        return refusal
     of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
     return family_only_hf(config) or next(of_policies, None)
+
+
+def _not_here(head_size: int, cuda: bool | None) -> str | None:
+    if default_engine() != "vllm":
+        return f"vllm is not installed: {INSTALL_VLLM}"
+    on_cpu = _is_cpu_build()
+    if not on_cpu and not (torch.cuda.is_available() if cuda is None else cuda):
+        return "there is no GPU, but the installed vLLM needs one"
+    if on_cpu and head_size not in CPU_HEAD_SIZES:
+        return f"head size {head_size} is not supported by vllm on this platform"
+    return None
 
 
 def _is_cpu_build() -> bool:

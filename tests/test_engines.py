@@ -50,9 +50,11 @@ def config(head_dim: int = 32) -> SimpleNamespace:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(None | "cpu" | "cuda") simulates the installed build of vllm; None means that vllm is not installed."""
+    """machine(None | "cpu" | "cuda", gpu) simulates a machine with this build of vllm, or none, and with or without a
+    GPU."""
 
-    def make(vllm: str | None) -> None:
+    def make(vllm: str | None, gpu: bool = False) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
         find = importlib.util.find_spec
         spec = None if vllm is None else object()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a))
@@ -75,16 +77,25 @@ def machine(monkeypatch):
     ],
 )
 def test_auto_takes_vllm_if_vllm_can_run_and_else_hf(installed, cuda, head_size, refusal, machine):
-    machine(installed)
+    machine(installed, cuda)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
-    assert choose_engine(RolloutConfig(), config(head_size), (), cuda) == expected
-    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), (), cuda) == ("hf", "hf engine")
+    assert choose_engine(RolloutConfig(), config(head_size), ()) == expected
+    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), ()) == ("hf", "hf engine")
     if refusal is None:
-        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda) == expected
+        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), ()) == expected
     else:
         with pytest.raises(UserError) as caught:
-            choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda)
+            choose_engine(RolloutConfig(engine="vllm"), config(head_size), ())
         assert str(caught.value) == f"rollout.engine: {refusal}; use the engine hf"
+
+
+@pytest.mark.parametrize("installed", [None, "cpu", "cuda"])
+def test_for_another_machine_with_a_gpu_vllm_is_assumed_whatever_is_installed_here(installed, machine):
+    """Control: what vLLM cannot do at all still takes hf."""
+    machine(installed)
+    assert choose_engine(RolloutConfig(), config(24), (), True) == ("vllm", "vllm engine")
+    layered = PolicyConfig.from_block({"policy": "layered"})
+    assert choose_engine(RolloutConfig(), config(24), [layered], True)[0] == "hf"
 
 
 @pytest.mark.parametrize(("installed", "name"), [(None, "hf"), ("cpu", "vllm"), ("cuda", "vllm")])
@@ -194,13 +205,13 @@ def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine):
 
 
 def test_tensor_parallel_is_refused_without_vllm(machine):
-    machine("cuda")
+    machine("cuda", gpu=True)
     rollout = RolloutConfig(tensor_parallel=4)
-    assert choose_engine(rollout, config(), (), True)[0] == "vllm"
+    assert choose_engine(rollout, config(), ())[0] == "vllm"
     for engine, installed in (("hf", "cuda"), ("auto", None)):
-        machine(installed)
+        machine(installed, gpu=True)
         with pytest.raises(UserError, match=r"rollout\.tensor_parallel: only the vllm engine"):
-            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), (), True)  # type: ignore[arg-type]
+            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), ())  # type: ignore[arg-type]
 
 
 def test_a_dry_run_prints_the_chosen_engine(machine, tmp_path, monkeypatch):

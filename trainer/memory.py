@@ -1,4 +1,4 @@
-"""Estimates the memory of a training for weights, gradients, optimizer state and activations."""
+"""Estimates the memory of a training: weights, gradients, optimizer state, activations, and the loss."""
 
 from __future__ import annotations
 
@@ -67,26 +67,40 @@ def training_state(
     return {name: (0, size) if in_host else (size, 0) for name, (size, in_host) in parts.items()}
 
 
-def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
-    """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
+def activation_bytes(
+    model: Any, tokens: int, *, itemsize: int, checkpointing: bool, stream: int | None = None
+) -> tuple[int, int]:
+    """Estimate the bytes of `tokens` tokens' activations: (those kept from the forward pass until the backward pass,
+    those of the backward pass of one layer).
 
-    Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (two norms, residuals), 2 more for
-    each further norm (Gemma 3 has four), two copies of queries, keys and values (RoPE), the attention output, and the
-    vectors of the MLP (`mlp_values`): with gradient checkpointing, only one layer at a time.
+    A layer keeps about 6 hidden vectors per token (two norms, residuals), 2 more for each further norm (Gemma 3 has
+    four), two copies of queries, keys and values (RoPE), the attention output, and the vectors of the MLP
+    (`mlp_values`). Its backward pass adds gradients of half of the latter. With gradient checkpointing, only the inputs
+    of layers, of the last norm and of the head are kept, and a layer's vectors are computed again in its backward pass.
 
-    logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
-        whose fused head holds only tiles of the logits
+    stream : bytes of a number in the residual stream and in 5 of the 6 vectors, by default `itemsize`. They are 4 under
+        autocast, because embeddings and norms keep the dtype of the weights, float32
     """
-    config = model.config
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config, stream = model.config, stream or itemsize
+    heads, hidden = config.num_attention_heads, int(config.hidden_size)
+    dim = getattr(config, "head_dim", None) or hidden // heads
     attended = dim * (3 * heads + 4 * config.num_key_value_heads)
-    layers = []
+    kept, again = 2 * hidden * stream, 0
     for layer in model.get_decoder().layers:
-        norms = sum("norm" in name for name, _ in layer.named_children())
-        layers.append((6 + 2 * max(0, norms - 2)) * int(config.hidden_size) + attended + mlp_values(layer, config))
-    kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
-    return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
+        more = 2 * max(0, sum("norm" in name for name, _ in layer.named_children()) - 2)
+        mlp = mlp_values(layer, config)
+        own = 5 * hidden * stream + ((1 + more) * hidden + attended + mlp) * itemsize
+        kept += hidden * stream if checkpointing else own
+        again = max(again, own * checkpointing + mlp * itemsize // 2)
+    return tokens * kept, tokens * again
+
+
+def loss_bytes(config: Any, tokens: int, logits: int, *, trained: bool) -> int:
+    """Estimate the bytes of head and loss: a copy of the hidden states and their gradient in float32, and the larger of
+    `logits`, the bytes of the logits, and the gradient of the head, if it is trained: in float32 and in 16 bits.
+    """
+    hidden = int(config.hidden_size)
+    return 8 * tokens * hidden + max(logits, 6 * trained * config.vocab_size * hidden)
 
 
 def mlp_values(layer: Any, config: Any) -> int:

@@ -29,14 +29,19 @@ from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Recipe, Run, SFTRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Recipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
-from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
+from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
+OUTSIDE = 1_500_000_000
+"""Bytes on a GPU outside PyTorch's allocator, an allowance: about 0.4 GB for CUDA and its kernels, 0.7 GB for NCCL's
+buffers (NCCL issue 964) and 0.4 GB for vLLM's graphs (its logs)."""
+TILE = 4096, 32768  # tokens and vocabulary of the logits that TRL's fused head holds at a time
+BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's reduce_bucket_size and stage3_max_live_parameters
 
 
 def host_memory() -> int:
@@ -66,7 +71,7 @@ class Item:
     """Bytes that one process holds on its device and in host memory.
 
     name, note : label and remark of the item in the memory table
-    when : phase in which the bytes are held: always, update or sampling
+    when : phase in which the bytes are held: always, sampling, update, or a part of the update: forward, loss, backward
     """
 
     name: str
@@ -85,9 +90,14 @@ class Plan:
 
     @property
     def device(self) -> int:
-        """Peak bytes on the device: permanent items plus the larger of sampling and update, which do not overlap."""
-        by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
-        return sum(item.device for item in self.items if item.when == "always") + max(by.values())
+        """Peak bytes on the device: permanent items plus the larger of sampling and update, with its largest part."""
+
+        def held(*phases: str) -> int:
+            return sum(item.device for item in self.items if item.when in phases)
+
+        return held("always") + max(
+            held("sampling"), *(held("update", part) for part in ("forward", "loss", "backward"))
+        )
 
     @property
     def host(self) -> int:
@@ -101,39 +111,38 @@ def verdict(need: float, have: float, where: str) -> str:
     return f"{where}: {word}, about {show(need)} of {show(have)}"
 
 
-def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """Return a line that says whether a plan fits into device memory, and a line for host memory.
+def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int | None) -> list[str]:
+    """Return a line that says whether a plan fits into device memory, and a line for host memory, if it is known.
 
     Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
     """
     local = launch.processes // launch.machines
-    if device is None:
-        return [
-            verdict(
-                local * (made.device + made.host), host, f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
-            )
-        ]
-    return [verdict(made.device, device, "GPU memory, per process"), verdict(local * made.host, host, "host memory")]
+    where = "host memory" if device is not None else f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
+    lines = [] if device is None else [verdict(made.device, device, "GPU memory, per process")]
+    need = local * (made.host + (made.device if device is None else 0))
+    return lines if host is None else [*lines, verdict(need, host, where)]
 
 
-def plan(run: Run, cuda: bool | None = None) -> Plan:
-    """Return the memory plan of a resolved recipe on a GPU (`cuda`) or a CPU; by default, on what this machine has."""
-    cuda = device_memory() is not None if cuda is None else cuda
-    return (_Training if isinstance(run.recipe, TrainRecipe) else _Evaluation)(run, cuda).plan()
+def plan(run: Run, device: int | None) -> Plan:
+    """Return the memory plan of a resolved recipe on a GPU with `device` bytes, or on a CPU if `device` is None."""
+    made = (_Training if isinstance(run.recipe, TrainRecipe) else _Evaluation)(run, device).plan()
+    if device is not None:
+        made.items.append(Item("outside PyTorch", OUTSIDE, note="an allowance for CUDA, NCCL and graphs"))
+    return made
 
 
 class _Process:
     """Memory of one process: its model, its engine, and the engine's caches."""
 
-    def __init__(self, run: Run, cuda: bool) -> None:
+    def __init__(self, run: Run, device: int | None) -> None:
         self.recipe, self.config, self.shape = run.recipe, run.config, run.shape
-        self.policies, self.cuda = run.policies, cuda
+        self.policies, self.total, self.cuda = run.policies, device or 0, device is not None
         self.windows = list(filter(None, windows_of(self.config)))  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
         self.parameters = count_parameters(self.skeleton)
         self.weights = self.parameters * self.itemsize
-        self.exact = computes_exactly(self.recipe, cuda)
+        self.exact = computes_exactly(self.recipe, self.cuda)
         rollout = self.recipe.rollout
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
@@ -156,8 +165,9 @@ class _Process:
             gib = rollout.kv_cache_gb or 1  # the engine's default
             pool, source = int(gib * 2**30), f"kv_cache_gb {gib:g}"
         else:
-            total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
-            pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
+            source = f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
+            pool = max(int(beside.share(rollout.gpu_memory_utilization, self.total) * self.total) - own, 0)
+            source += "" if pool else " has no room for a cache beside the weights: vLLM will not start; raise it"
         arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
@@ -169,7 +179,7 @@ class _Process:
             Item("vllm: KV pool", pool, when=when, note=source),
             Item("vllm: beside the pool", held, note=note_beside),
             Item(
-                "vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens sampled in float64"
+                "vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"
             ),
         ]
 
@@ -267,7 +277,7 @@ class _Training(_Process):
     def plan(self) -> Plan:
         recipe: Any = self.recipe
         engine = self.engine_items()
-        training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
+        launch, adapters = recipe.launch, recipe.lora is not None
         self.prompt = prompt_tokens(recipe.data)
         self.length = recipe.longest_row(self.prompt) or ASSUMED_LENGTH
         parameters = self.parameters
@@ -286,16 +296,11 @@ class _Training(_Process):
             "optimizer": "AdamW" + (", offloaded" if launch.offload else ""),
         }
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
-        if stored > self.itemsize:
-            items.append(Item("weights under autocast", copy, when="update", note=f"their {recipe.dtype} copies"))
-        rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
-        logits = isinstance(recipe, SFTRecipe)
-        held = activation_bytes(self.skeleton, rows * self.length, self.itemsize, checkpointing, logits)
-        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
-        items.append(Item("activations", held, when="update", note=note))
+        items += self.update_items(stored, trained=trainable >= self.parameters)
         if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
             items.append(self.teacher(recipe, copy))
         if recipe.foresees():
+            rows = recipe.training.per_device_train_batch_size
             size = future_bytes(rows, self.heads, self.shape[2], self.length, self.itemsize, self.cuda)
             items.append(Item("future attention", size, when="update", note="the scorers' target, of one layer"))
         if isinstance(recipe, GRPORecipe) and recipe.grpo.beta and not adapters:
@@ -305,6 +310,43 @@ class _Training(_Process):
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
         return Plan(parameters, items)
+
+    def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
+        """Yield the items of an update: activations, the loss, copies of weights, and DeepSpeed's buffers.
+
+        stored : bytes of a weight; more than those of the recipe's dtype under autocast
+        trained : True if the head is trained
+        """
+        recipe: Any = self.recipe
+        launch, rows = recipe.launch, recipe.training.per_device_train_batch_size
+        tokens, vocabulary = rows * self.length, self.config.vocab_size
+        checkpointing = recipe.training.gradient_checkpointing
+        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
+        options: dict[str, Any] = {"itemsize": self.itemsize, "checkpointing": checkpointing, "stream": stored}
+        kept, again = activation_bytes(self.skeleton, tokens, **options)
+        if isinstance(recipe, TaughtRecipe):
+            per_logit = 45 if recipe.loss.divergence == "jsd" and recipe.loss.top_k is None else 28  # measured
+            logits = min(tokens, recipe.loss.chunk) * vocabulary * per_logit
+        else:
+            logits = min(tokens, TILE[0]) * min(vocabulary, TILE[1]) * self.itemsize
+        yield Item("activations", kept, when="update", note=note)
+        if stored > self.itemsize:
+            when = "forward" if checkpointing else "update"  # the backward pass copies a layer's weights again
+            note = f"their {recipe.dtype} copies"
+            yield Item("weights under autocast", self.parameters * self.itemsize, when=when, note=note)
+        loss = loss_bytes(self.config, tokens, logits, trained=trained)
+        yield Item("head and loss", loss, when="loss", note=f"of which {show(logits)} are logits")
+        yield Item("a layer's activations", again, when="backward", note="with its gradients")
+        if launch.zero_stage:
+            size = 4 if launch.gradient_dtype == "float32" else self.itemsize
+            bucket = 2 * min(BUCKET, self.parameters) * size
+            yield Item("DeepSpeed: bucket", bucket, when="backward", note="gradients on their way, twice")
+        if launch.zero_stage == 3:
+            ends = 2 * vocabulary * self.config.hidden_size  # embedding and head
+            gathered = min(self.parameters, LIVE + ends) * self.itemsize
+            yield Item(
+                "DeepSpeed: gathered", gathered, when="update", note="weights of some layers, embedding and head"
+            )
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
         """Return the item of a teacher held in memory. By default it is a copy of the student, of `copy` bytes."""

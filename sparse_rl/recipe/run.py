@@ -291,7 +291,7 @@ class Recipe(Configuration):
         """Resolve the recipe for a model configuration. Reads no file but the model's cache policy.
 
         live : module in memory to sample from; None means the recipe's model
-        cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
+        cuda : the machine, as in `choose_engine`: None is this one
         """
         from rollout.engine import choose_engine
         from sparse_rl.attention.families import is_text_part, longest_text, policy_shape
