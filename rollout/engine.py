@@ -165,21 +165,17 @@ def choose_engine(
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
     if config is None:
         return "vllm keeps its own copy of the weights and cannot sample from a live module"
-    if not cuda and (refusal := _not_here(cache_shape(config)[2], cuda)):
-        return refusal
-    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
-    return family_only_hf(config) or next(of_policies, None)
-
-
-def _not_here(head_size: int, cuda: bool | None) -> str | None:
-    if default_engine() != "vllm":
+    here = not cuda  # of another machine nothing is assumed but a GPU and vLLM for it
+    if here and default_engine() != "vllm":
         return f"vllm is not installed: {INSTALL_VLLM}"
-    on_cpu = _is_cpu_build()
-    if not on_cpu and not (torch.cuda.is_available() if cuda is None else cuda):
+    on_cpu = here and _is_cpu_build()
+    if here and not on_cpu and (cuda is not None or not torch.cuda.is_available()):
         return "there is no GPU, but the installed vLLM needs one"
+    head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         return f"head size {head_size} is not supported by vllm on this platform"
-    return None
+    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
+    return family_only_hf(config) or next(of_policies, None)
 
 
 def _is_cpu_build() -> bool:

@@ -307,7 +307,7 @@ def _check_same(
     if bad := [key for key in differ if key not in but_for_rounding]:
         files = {*bad} <= {*(inputs or {}), *prints}
         what, mend = ("other rows or files", "Restore them") if files else ("another recipe", "Set the old values")
-        bad = differ if files else bad  # rows may differ because of a key that may change
+        bad = differ if files else bad  # a key that may change may have changed the rows
         changes = [f"{key} was {_show(recorded.get(key))} and is now {_show(current.get(key))}" for key in bad]
         changes[MOST_NAMED:] = [f"and {len(bad) - MOST_NAMED} more keys"] if len(bad) > MOST_NAMED else []
         wrong = f"{folder} was written with {what}: {'; '.join(changes)}. {mend}, or start a new run"

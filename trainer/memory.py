@@ -67,22 +67,18 @@ def training_state(
     return {name: (0, size) if in_host else (size, 0) for name, (size, in_host) in parts.items()}
 
 
-def activation_bytes(
-    model: Any, tokens: int, *, itemsize: int, checkpointing: bool, stream: int | None = None
-) -> tuple[int, int]:
-    """Estimate the bytes of `tokens` tokens' activations: (those kept from the forward pass until the backward pass,
-    those of the backward pass of one layer).
+def activation_bytes(model: Any, tokens: int, itemsize: int, stream: int, checkpointing: bool) -> tuple[int, int]:
+    """Estimate the bytes that activations hold from forward to backward pass, and in the backward pass of one layer.
 
     A layer keeps about 6 hidden vectors per token (two norms, residuals), 2 more for each further norm (Gemma 3 has
     four), two copies of queries, keys and values (RoPE), the attention output, and the vectors of the MLP
-    (`mlp_values`). Its backward pass adds gradients of half of the latter. With gradient checkpointing, only the inputs
-    of layers, of the last norm and of the head are kept, and a layer's vectors are computed again in its backward pass.
+    (`mlp_values`); its backward pass adds gradients of half of the latter. With gradient checkpointing only the inputs
+    of layers, last norm and head are kept, and a layer's vectors are computed again.
 
-    stream : bytes of a number in the residual stream and in 5 of the 6 vectors, by default `itemsize`. They are 4 under
-        autocast, because embeddings and norms keep the dtype of the weights, float32
+    stream : bytes of a number in the residual stream and 5 of the 6 vectors: those of the weights, 4 under autocast
     """
-    config, stream = model.config, stream or itemsize
-    heads, hidden = config.num_attention_heads, int(config.hidden_size)
+    config, hidden = model.config, int(model.config.hidden_size)
+    heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or hidden // heads
     attended = dim * (3 * heads + 4 * config.num_key_value_heads)
     kept, again = 2 * hidden * stream, 0
@@ -95,12 +91,9 @@ def activation_bytes(
     return tokens * kept, tokens * again
 
 
-def loss_bytes(config: Any, tokens: int, logits: int, *, trained: bool) -> int:
-    """Estimate the bytes of head and loss: a copy of the hidden states and their gradient in float32, and the larger of
-    `logits`, the bytes of the logits, and the gradient of the head, if it is trained: in float32 and in 16 bits.
-    """
-    hidden = int(config.hidden_size)
-    return 8 * tokens * hidden + max(logits, 6 * trained * config.vocab_size * hidden)
+def loss_bytes(config: Any, tokens: int, logits: int, trained: bool) -> int:
+    """Estimate the bytes of the loss: hidden states, their gradient, and the larger of logits and a head's gradient."""
+    return config.hidden_size * 8 * tokens + max(logits, 6 * trained * config.vocab_size * config.hidden_size)
 
 
 def mlp_values(layer: Any, config: Any) -> int:

@@ -29,13 +29,8 @@ CARDS = {"a100-40": 42.3, "a100-80": 84.9, "h100": 84.9, "h200": 150.1, "l40s": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, optional=True)
-    about = f"plan for another machine, with vLLM and GPUs of so many GB (1e9 bytes), or one of {', '.join(CARDS)}"
-    parser.add_argument("--gpu", metavar="GB", type=card, help=about)
-
-
-def card(text: str) -> int:
-    """Parse the memory of a GPU, given in GB or by the card's name, into bytes."""
-    return int((CARDS.get(text) or number(text)) * 1e9)
+    about = f"plan for another machine, with vLLM and GPUs of this memory in GB (1e9 bytes), or {', '.join(CARDS)}"
+    parser.add_argument("--gpu", metavar="GB", type=lambda text: CARDS.get(text) or number(text), help=about)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -108,10 +103,8 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
     return shown
 
 
-def fit(recipe: Recipe, config: Any, gpu: int | None = None) -> tuple[Table, list[str]]:
-    """Return the memory table of a recipe, and lines that say whether the recipe fits on this machine, or on another
-    one, whose GPUs have `gpu` bytes.
-    """
+def fit(recipe: Recipe, config: Any, gpu: float | None = None) -> tuple[Table, list[str]]:
+    """Return the memory table of a recipe, and lines about its fit, here or on another machine's GPU of `gpu` GB."""
     import torch
 
     from sparse_rl.attention.families import is_text_part
@@ -120,7 +113,7 @@ def fit(recipe: Recipe, config: Any, gpu: int | None = None) -> tuple[Table, lis
     from trainer.launch import crowded
 
     run = recipe.resolve(config, cuda=None if gpu is None else True)
-    device, host = (device_memory(), host_memory()) if gpu is None else (gpu, None)
+    device, host = (device_memory(), host_memory()) if gpu is None else (int(gpu * 1e9), None)
     made = plan(run, device)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
     lines = [f"model: {run.findings['model']}"] if is_text_part(config) else []
@@ -135,7 +128,7 @@ def fit(recipe: Recipe, config: Any, gpu: int | None = None) -> tuple[Table, lis
         # on a machine without a GPU, the recipe may be meant for another machine
         if torch.cuda.is_available() and (problem := crowded(launch)):
             lines.append(f"launch.processes: {problem}")
-    if (keys := ", ".join(recipe.unbounded())) and not any(remark.startswith(keys) for remark in run.remarks):
+    if (keys := recipe.unbounded()) and not any(remark.startswith(keys) for remark in run.remarks):
         lines.append(f"{keys}: not set, so prompts are assumed to have at most {ASSUMED_PROMPT} tokens")
     return memory_table(recipe, made), lines
 

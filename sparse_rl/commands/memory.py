@@ -29,7 +29,7 @@ from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Recipe, Run, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
@@ -37,11 +37,9 @@ from trainer.memory import activation_bytes, count_parameters, lora_parameters, 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
-OUTSIDE = 1_500_000_000
-"""Bytes on a GPU outside PyTorch's allocator, an allowance: about 0.4 GB for CUDA and its kernels, 0.7 GB for NCCL's
-buffers (NCCL issue 964) and 0.4 GB for vLLM's graphs (its logs)."""
-TILE = 4096, 32768  # tokens and vocabulary of the logits that TRL's fused head holds at a time
-BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's reduce_bucket_size and stage3_max_live_parameters
+OUTSIDE = 1_500_000_000  # bytes of a GPU outside PyTorch: 0.4 GB for CUDA, 0.7 for NCCL (its issue 964), 0.4 for graphs
+TILE = 4096, 32_768  # tokens and vocabulary of the logits that TRL's fused head holds
+BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's reduce_bucket_size (held twice) and stage3_max_live_parameters
 
 
 def host_memory() -> int:
@@ -91,13 +89,9 @@ class Plan:
     @property
     def device(self) -> int:
         """Peak bytes on the device: permanent items plus the larger of sampling and update, with its largest part."""
-
-        def held(*phases: str) -> int:
-            return sum(item.device for item in self.items if item.when in phases)
-
-        return held("always") + max(
-            held("sampling"), *(held("update", part) for part in ("forward", "loss", "backward"))
-        )
+        phases = ("sampling",), *(("update", part) for part in ("forward", "loss", "backward"))
+        held = [sum(item.device for item in self.items if item.when in phase) for phase in (("always",), *phases)]
+        return held[0] + max(held[1:])
 
     @property
     def host(self) -> int:
@@ -112,15 +106,16 @@ def verdict(need: float, have: float, where: str) -> str:
 
 
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int | None) -> list[str]:
-    """Return a line that says whether a plan fits into device memory, and a line for host memory, if it is known.
+    """Return a line that says whether a plan fits into device memory, and a line for host memory, unless it is None.
 
     Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
     """
     local = launch.processes // launch.machines
-    where = "host memory" if device is not None else f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
-    lines = [] if device is None else [verdict(made.device, device, "GPU memory, per process")]
-    need = local * (made.host + (made.device if device is None else 0))
-    return lines if host is None else [*lines, verdict(need, host, where)]
+    if device is None:
+        where = f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
+        return [verdict(local * (made.device + made.host), host or 0, where)]
+    lines = [verdict(made.device, device, "GPU memory, per process")]
+    return lines if host is None else [*lines, verdict(local * made.host, host, "host memory")]
 
 
 def plan(run: Run, device: int | None) -> Plan:
@@ -142,8 +137,9 @@ class _Process:
         self.skeleton = meta_model(self.config)
         self.parameters = count_parameters(self.skeleton)
         self.weights = self.parameters * self.itemsize
-        self.exact = computes_exactly(self.recipe, self.cuda)
         rollout = self.recipe.rollout
+        in_float32 = self.recipe.dtype == "float32" and not self.cuda
+        self.exact = in_float32 and (rollout is None or rollout.exact)  # attention is computed in float64
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
     def engine_items(self) -> list[Item]:
@@ -154,33 +150,27 @@ class _Process:
         own = -(-self.weights // rollout.tensor_parallel)
         when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
         kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces the weights after each sleep
-        size: dict[str, Any] = {
-            "itemsize": self.itemsize,
-            "max_batch": rollout.max_batch,
-            "tensor_parallel": rollout.tensor_parallel,
-        }
-        buffers = (beside_cache(policy, self.config, **size) for policy in self.policies)
+        size: dict[str, Any] = {"itemsize": self.itemsize, "tensor_parallel": rollout.tensor_parallel}
+        buffers = (beside_cache(policy, self.config, max_batch=rollout.max_batch, **size) for policy in self.policies)
         beside = max(buffers, key=lambda beside: beside.requests)
         if rollout.kv_cache_gb is not None or not self.cuda:
             gib = rollout.kv_cache_gb or 1  # the engine's default
             pool, source = int(gib * 2**30), f"kv_cache_gb {gib:g}"
         else:
             source = f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
-            pool = max(int(beside.share(rollout.gpu_memory_utilization, self.total) * self.total) - own, 0)
-            source += "" if pool else " has no room for a cache beside the weights: vLLM will not start; raise it"
+            share = int(beside.share(rollout.gpu_memory_utilization, self.total) * self.total)
+            pool = max(share - own - OUTSIDE, 0)  # vLLM subtracts both
+            source += "" if pool else " leaves no room for a cache, so vLLM will not start"
         arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
             pool, source = need, f"the most that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
-        note_beside = "positions, the policy's state and last queries; held during sleep too"
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),
-            Item("vllm: beside the pool", held, note=note_beside),
-            Item(
-                "vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"
-            ),
+            Item("vllm: beside the pool", held, note="positions, the policy's state and last queries; kept in sleep"),
+            Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"),
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
@@ -211,17 +201,14 @@ class _Process:
         """Return the maximum number of tokens that a cache holds after prompts of `prompt` tokens."""
         return max(prompt + self.recipe.sampling().max_tokens - 1, prompt)  # the last token is never fed
 
-    def window_items(self, tokens: int, at_once: int) -> Iterator[Item]:
-        """Yield the item of the layers with a sliding window, if there are any, for sequences of `tokens` tokens."""
+    def window_items(self, tokens: int, at_once: int | None = None) -> Iterator[Item]:
+        """Yield the item of the layers with a sliding window, if any, of `at_once` sequences or of one context."""
         if self.windows:
             unit_bytes, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
-            note = f"{self.window_layers}: {entries} entries, {show(unit_bytes)} per sequence, under any policy"
-            yield Item(f"sliding windows of {at_once}", at_once * unit_bytes, when="sampling", note=note)
-
-    @property
-    def window_layers(self) -> str:
-        """Description of the layers with a sliding window."""
-        return f"{len(self.windows)} layers with a window of {max(self.windows)} tokens"
+            note = f"{len(self.windows)} layers with a window of {max(self.windows)} tokens: {entries} entries"
+            note += f", {show(unit_bytes)} per sequence, under any policy"
+            name = "the context" if at_once is None else str(at_once)
+            yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
 
 class _Evaluation(_Process):
@@ -259,16 +246,9 @@ class _Evaluation(_Process):
             Item("context", whole, when="sampling", note=f"{tokens} tokens, before compaction"),
             Item("reference queries", stored * unit_bytes, when="sampling", note=f"{stored} per kv head"),
             Item("compacted context", compacted, when="sampling", note=", ".join(sizes)),
-            *self.context_windows(tokens),
+            *self.window_items(tokens),
             Item(f"KV cache of {at_once}", answers, when="sampling", note=note),
         ]
-
-    def context_windows(self, tokens: int) -> Iterator[Item]:
-        """Yield the item of a context's layers with a sliding window, if there are any. No compaction changes them."""
-        if self.windows:
-            size, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
-            note = f"{self.window_layers}: the last {entries} tokens, before and after a compaction"
-            yield Item("sliding windows of the context", size, when="sampling", note=note)
 
 
 class _Training(_Process):
@@ -291,10 +271,8 @@ class _Training(_Process):
         stored = self.itemsize if launch.zero_stage or adapters else 4  # same rule as trainer.arguments.weights_dtype
         state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
         dtype = "float32" if stored == 4 else recipe.dtype
-        notes = {
-            "weights": dtype + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""),
-            "optimizer": "AdamW" + (", offloaded" if launch.offload else ""),
-        }
+        zero = f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""
+        notes = {"weights": f"{dtype}{zero}", "optimizer": "AdamW, offloaded" if launch.offload else "AdamW"}
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
         items += self.update_items(stored, trained=trainable >= self.parameters)
         if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
@@ -312,41 +290,30 @@ class _Training(_Process):
         return Plan(parameters, items)
 
     def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
-        """Yield the items of an update: activations, the loss, copies of weights, and DeepSpeed's buffers.
-
-        stored : bytes of a weight; more than those of the recipe's dtype under autocast
-        trained : True if the head is trained
-        """
+        """Yield the items of an update. Weights have `stored` bytes each, and the head is `trained` or not."""
         recipe: Any = self.recipe
-        launch, rows = recipe.launch, recipe.training.per_device_train_batch_size
-        tokens, vocabulary = rows * self.length, self.config.vocab_size
-        checkpointing = recipe.training.gradient_checkpointing
-        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
-        options: dict[str, Any] = {"itemsize": self.itemsize, "checkpointing": checkpointing, "stream": stored}
-        kept, again = activation_bytes(self.skeleton, tokens, **options)
-        if isinstance(recipe, TaughtRecipe):
-            per_logit = 45 if recipe.loss.divergence == "jsd" and recipe.loss.top_k is None else 28  # measured
+        training, launch, vocabulary = recipe.training, recipe.launch, self.config.vocab_size
+        rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
+        tokens = rows * self.length
+        kept, again = activation_bytes(self.skeleton, tokens, self.itemsize, stored, checkpointing)
+        if isinstance(recipe, TaughtRecipe):  # bytes of a logit: measured
+            per_logit = 45 if recipe.loss.divergence == "jsd" and recipe.loss.top_k is None else 28
             logits = min(tokens, recipe.loss.chunk) * vocabulary * per_logit
         else:
             logits = min(tokens, TILE[0]) * min(vocabulary, TILE[1]) * self.itemsize
+        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
         yield Item("activations", kept, when="update", note=note)
-        if stored > self.itemsize:
-            when = "forward" if checkpointing else "update"  # the backward pass copies a layer's weights again
-            note = f"their {recipe.dtype} copies"
+        if stored > self.itemsize:  # with checkpointing, the backward pass copies one layer's weights at a time
+            when, note = "forward" if checkpointing else "update", f"their {recipe.dtype} copies"
             yield Item("weights under autocast", self.parameters * self.itemsize, when=when, note=note)
-        loss = loss_bytes(self.config, tokens, logits, trained=trained)
-        yield Item("head and loss", loss, when="loss", note=f"of which {show(logits)} are logits")
+        yield Item("head and loss", loss_bytes(self.config, tokens, logits, trained), when="loss")
         yield Item("a layer's activations", again, when="backward", note="with its gradients")
         if launch.zero_stage:
             size = 4 if launch.gradient_dtype == "float32" else self.itemsize
-            bucket = 2 * min(BUCKET, self.parameters) * size
-            yield Item("DeepSpeed: bucket", bucket, when="backward", note="gradients on their way, twice")
+            yield Item("DeepSpeed: bucket", 2 * size * min(BUCKET, self.parameters), when="backward")
         if launch.zero_stage == 3:
-            ends = 2 * vocabulary * self.config.hidden_size  # embedding and head
-            gathered = min(self.parameters, LIVE + ends) * self.itemsize
-            yield Item(
-                "DeepSpeed: gathered", gathered, when="update", note="weights of some layers, embedding and head"
-            )
+            ends = (2 - self.config.tie_word_embeddings) * vocabulary * self.config.hidden_size  # embedding and head
+            yield Item("DeepSpeed: gathered", self.itemsize * min(self.parameters, LIVE + ends), when="update")
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
         """Return the item of a teacher held in memory. By default it is a copy of the student, of `copy` bytes."""
@@ -372,12 +339,6 @@ class _Training(_Process):
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
         return items
-
-
-def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
-    """True if float32 attention is computed in float64, which is the default on a CPU."""
-    rollout = recipe.rollout
-    return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 
 def prompt_tokens(data: DataConfig) -> int:

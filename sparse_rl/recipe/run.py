@@ -15,7 +15,7 @@ A recipe is read and checked without torch, so this module imports torch, and wh
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -213,11 +213,10 @@ class Recipe(Configuration):
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
         return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
-    def unbounded(self) -> list[str]:
-        """Return the keys that would bound the length of prompts but are not set. Synthetic prompts are short."""
-        sources = self.prompt_sources().items()
-        without = [key for key, data in sources if data.synthetic is None and data.max_prompt_tokens is None]
-        return [f"{key}.max_prompt_tokens" for key in without]
+    def unbounded(self) -> str:
+        """Return the keys, not set, that would bound the length of prompts. Synthetic prompts are short."""
+        free = (key for key, d in self.prompt_sources().items() if not d.synthetic and not d.max_prompt_tokens)
+        return ", ".join(f"{key}.max_prompt_tokens" for key in free)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
@@ -294,6 +293,7 @@ class Recipe(Configuration):
         cuda : the machine, as in `choose_engine`: None is this one
         """
         from rollout.engine import choose_engine
+        from rollout.vllm.memory import pool_bytes
         from sparse_rl.attention.families import is_text_part, longest_text, policy_shape
         from sparse_rl.policies.make import make_policy
 
@@ -315,8 +315,11 @@ class Recipe(Configuration):
                 group = config.num_attention_heads // kv_heads
                 named_remarks = [(cache.name, cache.remark(group, layers)) for cache in caches]
                 remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
-                if isinstance(recipe, TrainRecipe) and engine == "vllm" and rollout.max_model_len is None:
-                    remarks += recipe.price_of_length(policies, config)
+                free = engine == "vllm" and rollout.max_model_len is None and self.unbounded()
+                if free and isinstance(recipe, TrainRecipe):  # which shares the GPU with vLLM
+                    most = max(pool_bytes(policy, recipe.engine_arguments(), config, cuda=True) for policy in policies)
+                    tokens = f"{config.max_position_embeddings:,} tokens a sequence, up to {most / 1e9:,.1f} GB"
+                    remarks.append(f"{free}: not set, so vLLM plans its cache for {tokens}")
         config = config if live is None else live.config
         return Run(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
 
@@ -480,15 +483,6 @@ class TrainRecipe(Recipe):
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {"data": self.data} | ({} if self.validation is None else {"validation.data": self.validation.data})
-
-    def price_of_length(self, policies: Sequence[Policy], config: Any) -> Iterator[str]:
-        """Yield a remark if the lengths of prompts are not bounded: vLLM's cache is then larger, in a shared GPU."""
-        from rollout.vllm.memory import pool_bytes
-
-        if keys := self.unbounded():
-            most = max(pool_bytes(policy, self.engine_arguments(), config, cuda=True) for policy in policies)
-            length = f"{config.max_position_embeddings:,} tokens a sequence, up to {most / 1e9:,.1f} GB"
-            yield f"{', '.join(keys)}: not set, so vLLM plans its cache for {length}"
 
     def samples_behind_prompts(self) -> bool:
         return False

@@ -48,10 +48,10 @@ def test_parameters_include_all_experts(new_model, family):
 def test_activations_are_those_of_the_experts_of_each_token(new_model, family):
     model, mlps = meta_model(new_model(family).config), MLPS[family]
     whole, gradients = (len(mlps) * KEPT + sum(mlps) + ENDS_KEPT, max(mlps) // 2)
-    assert activation_bytes(model, 10, itemsize=2, checkpointing=False) == (10 * 2 * whole, 10 * 2 * gradients)
+    assert activation_bytes(model, 10, 2, 2, checkpointing=False) == (10 * 2 * whole, 10 * 2 * gradients)
     inputs, one_layer = len(mlps) * 32 + ENDS_KEPT, KEPT + max(mlps) + gradients
-    assert activation_bytes(model, 10, itemsize=2, checkpointing=True) == (10 * 2 * inputs, 10 * 2 * one_layer)
-    wide = activation_bytes(model, 10, itemsize=2, checkpointing=True, stream=4)
+    assert activation_bytes(model, 10, 2, 2, checkpointing=True) == (10 * 2 * inputs, 10 * 2 * one_layer)
+    wide = activation_bytes(model, 10, 2, 4, checkpointing=True)
     assert wide == (10 * 4 * inputs, 10 * 2 * (one_layer + 5 * 32))
     items = {item.name: item for item in plan(make_recipe(GRPO), model.config, cuda=False).items}
     assert items["activations"].device == 8 * 118 * 4 * inputs
