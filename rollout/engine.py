@@ -148,9 +148,9 @@ def choose_engine(
 
     config : configuration of the model; None means that the engine samples from a live module
     caches : policies under which the engine will sample
-    cuda : True if the engine runs on a GPU; None means True if PyTorch finds a GPU on this machine
+    cuda : False means without a GPU; None means this machine; True means another machine, with a GPU and vLLM for it
 
-    Raises UserError if the engine cannot sample here, or cannot use several GPUs.
+    Raises UserError if the engine cannot sample there, or cannot use several GPUs.
     """
     refusal = None
     if rollout.engine != "hf" and not (refusal := _vllm_refusal(config, caches, cuda)):
@@ -165,12 +165,11 @@ def choose_engine(
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
     if config is None:
         return "vllm keeps its own copy of the weights and cannot sample from a live module"
-    if default_engine() != "vllm":
+    here = not cuda  # of another machine nothing is assumed but a GPU and vLLM for it
+    if here and default_engine() != "vllm":
         return f"vllm is not installed: {INSTALL_VLLM}"
-    if cuda is None:
-        cuda = torch.cuda.is_available()
-    on_cpu = _is_cpu_build()
-    if not cuda and not on_cpu:
+    on_cpu = here and _is_cpu_build()
+    if here and not on_cpu and (cuda is not None or not torch.cuda.is_available()):
         return "there is no GPU, but the installed vLLM needs one"
     head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:

@@ -14,5 +14,6 @@ GRPO = {
 }  # fmt: skip
 
 
-def plan(recipe: Any, config: Any, cuda: bool | None = None) -> Plan:
-    return memory.plan(recipe.resolve(config, cuda=cuda), cuda)
+def plan(recipe: Any, config: Any, cuda: bool = False) -> Plan:
+    """Return the plan on a CPU, or on a GPU of 80 GB."""
+    return memory.plan(recipe.resolve(config, cuda=cuda), 80 * 10**9 if cuda else None)

@@ -50,9 +50,11 @@ def config(head_dim: int = 32) -> SimpleNamespace:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(None | "cpu" | "cuda") simulates the installed build of vllm; None means that vllm is not installed."""
+    """machine(None | "cpu" | "cuda", gpu) simulates a machine with this build of vllm, or none, and with or without a
+    GPU."""
 
-    def make(vllm: str | None) -> None:
+    def make(vllm: str | None, gpu: bool = False) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
         find = importlib.util.find_spec
         spec = None if vllm is None else object()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a))
@@ -75,16 +77,25 @@ def machine(monkeypatch):
     ],
 )
 def test_auto_takes_vllm_if_vllm_can_run_and_else_hf(installed, cuda, head_size, refusal, machine):
-    machine(installed)
+    machine(installed, cuda)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
-    assert choose_engine(RolloutConfig(), config(head_size), (), cuda) == expected
-    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), (), cuda) == ("hf", "hf engine")
+    assert choose_engine(RolloutConfig(), config(head_size), ()) == expected
+    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), ()) == ("hf", "hf engine")
     if refusal is None:
-        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda) == expected
+        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), ()) == expected
     else:
         with pytest.raises(UserError) as caught:
-            choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda)
+            choose_engine(RolloutConfig(engine="vllm"), config(head_size), ())
         assert str(caught.value) == f"rollout.engine: {refusal}; use the engine hf"
+
+
+@pytest.mark.parametrize("installed", [None, "cpu", "cuda"])
+def test_for_another_machine_with_a_gpu_vllm_is_assumed_whatever_is_installed_here(installed, machine):
+    """Control: what vLLM cannot do at all still takes hf."""
+    machine(installed)
+    assert choose_engine(RolloutConfig(), config(24), (), True) == ("vllm", "vllm engine")
+    layered = PolicyConfig.from_block({"policy": "layered"})
+    assert choose_engine(RolloutConfig(), config(24), [layered], True)[0] == "hf"
 
 
 @pytest.mark.parametrize(("installed", "name"), [(None, "hf"), ("cpu", "vllm"), ("cuda", "vllm")])
@@ -194,13 +205,13 @@ def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine):
 
 
 def test_tensor_parallel_is_refused_without_vllm(machine):
-    machine("cuda")
+    machine("cuda", gpu=True)
     rollout = RolloutConfig(tensor_parallel=4)
-    assert choose_engine(rollout, config(), (), True)[0] == "vllm"
+    assert choose_engine(rollout, config(), ())[0] == "vllm"
     for engine, installed in (("hf", "cuda"), ("auto", None)):
-        machine(installed)
+        machine(installed, gpu=True)
         with pytest.raises(UserError, match=r"rollout\.tensor_parallel: only the vllm engine"):
-            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), (), True)  # type: ignore[arg-type]
+            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), ())  # type: ignore[arg-type]
 
 
 def test_a_dry_run_prints_the_chosen_engine(machine, tmp_path, monkeypatch):
@@ -241,7 +252,9 @@ def test_an_engine_gets_only_the_options_that_it_accepts():
         (200, 250, 400, 250, 400),
         (5, None, None, 5, 105),
         (None, None, 300, None, 300),
-        (200, "unknown", None, None, None),
+        (200, "unknown", None, 200, 300),
+        (None, 200, None, None, None),
+        (None, "unknown", None, None, None),
     ],
 )
 def test_the_longest_sequence_follows_from_the_bounds_on_prompts(data, held_out, max_model_len, prompt, length):
@@ -251,6 +264,47 @@ def test_the_longest_sequence_follows_from_the_bounds_on_prompts(data, held_out,
         keys["validation"] = {"data": {**SYNTHETIC, **bound}}
     given = grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys).engine_arguments()
     assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
+
+
+def test_validation_inherits_the_bound_of_the_data():
+    """Of every kind with validation, before and after a round trip, and in the evaluation of its held-out problems."""
+    kinds = {"grpo": {"rewards": ["boxed"]}, "distill": {}, "kvpop": {}}
+    cache = {"policy": "kvpop", "budget": 32, "window": 4}
+    for kind, more in kinds.items():
+        shared = {"kind": kind, "model": "m", "output_dir": "o", "cache": cache, **more}
+        for own, applied in ((None, 200), (7, 7), (900, 900)):
+            validation = {"data": {"path": "held_out.jsonl", "max_prompt_tokens": own}, "problems": 8}
+            recipe = make_recipe(
+                {**shared, "data": {"path": "x.jsonl", "max_prompt_tokens": 200}, "validation": validation}
+            )
+            assert recipe.validation.data.max_prompt_tokens == applied
+            assert make_recipe(recipe.resolved()) == recipe
+            assert kind != "grpo" or recipe.evaluation("run")["tasks"]["validation"]["max_prompt_tokens"] == applied
+        free = make_recipe({**shared, "data": {"path": "x.jsonl"}, "validation": {"data": {"path": "held_out.jsonl"}}})
+        assert free.validation.data.max_prompt_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, "data.max_prompt_tokens"),
+        ({"validation": {"data": {"path": "v.jsonl"}}}, "data.max_prompt_tokens, validation.data.max_prompt_tokens"),
+        ({"data": SYNTHETIC, "validation": {"data": {"path": "v.jsonl"}}}, "validation.data.max_prompt_tokens"),
+        ({"data": {"path": "x.jsonl", "max_prompt_tokens": 50}, "validation": {"data": {"path": "v.jsonl"}}}, None),
+        ({"data": SYNTHETIC}, None),
+        ({"rollout": {"max_model_len": 300}}, None),
+        ({"rollout": {"engine": "hf"}}, None),
+    ],
+)
+def test_an_unbounded_length_of_vllm_is_one_remark_with_its_key_and_its_price(keys, named, machine):
+    """A sequence of this model takes up to 131,072 entries of 2 layers x 2 kv heads x 2 x 32 numbers, in bfloat16."""
+    machine("cpu")
+    remarks = grpo(**{"data": {"path": "x.jsonl"}, **keys}).resolve(config(), cuda=False).remarks
+    assert len(remarks) == (named is not None)
+    price = (64 * 2**17 + 16) * 2 * 2 * 2 * 32 * 2 / 1e9
+    assert named is None or remarks == [
+        f"{named}: not set, so vLLM plans its cache for 131,072 tokens a sequence, up to {price:.1f} GB"
+    ]
 
 
 def test_memory_counts_the_engines_copy_of_the_weights(machine):

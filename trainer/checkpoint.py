@@ -305,10 +305,11 @@ def _check_same(
         current, recorded, keys = current | dict(inputs), recorded | prints, keys | inputs.keys() | prints.keys()
     differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in freely)
     if bad := [key for key in differ if key not in but_for_rounding]:
-        changes = [f"{key} was {_show(recorded.get(key))} and is now {_show(current.get(key))}" for key in bad]
-        changes[MOST_NAMED:] = [f"and {len(bad) - MOST_NAMED} more keys"] if len(bad) > MOST_NAMED else []
         files = all(key in prints or key in (inputs or {}) or key.endswith(".sha256") for key in bad)
         what, mend = ("other rows or files", "Restore them") if files else ("another recipe", "Set the old values")
+        bad = differ if files else bad  # a key that may change may have changed the rows
+        changes = [f"{key} was {_show(recorded.get(key))} and is now {_show(current.get(key))}" for key in bad]
+        changes[MOST_NAMED:] = [f"and {len(bad) - MOST_NAMED} more keys"] if len(bad) > MOST_NAMED else []
         wrong = f"{folder} was written with {what}: {'; '.join(changes)}. {mend}, or start a new run"
         raise UserError(wrong, "--resume")
     if differ:

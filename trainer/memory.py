@@ -1,4 +1,4 @@
-"""Estimates the memory of a training for weights, gradients, optimizer state and activations."""
+"""Estimates the memory of a training: weights, gradients, optimizer state, activations, and the loss."""
 
 from __future__ import annotations
 
@@ -67,26 +67,33 @@ def training_state(
     return {name: (0, size) if in_host else (size, 0) for name, (size, in_host) in parts.items()}
 
 
-def activation_bytes(model: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
-    """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
+def activation_bytes(model: Any, tokens: int, itemsize: int, stream: int, checkpointing: bool) -> tuple[int, int]:
+    """Estimate the bytes that activations hold from forward to backward pass, and in the backward pass of one layer.
 
-    Every layer keeps its input. A layer also keeps about 6 hidden vectors per token (two norms, residuals), 2 more for
-    each further norm (Gemma 3 has four), two copies of queries, keys and values (RoPE), the attention output, and the
-    vectors of the MLP (`mlp_values`): with gradient checkpointing, only one layer at a time.
+    A layer keeps about 6 hidden vectors per token (two norms, residuals), 2 more for each further norm (Gemma 3 has
+    four), two copies of queries, keys and values (RoPE), the attention output, and the vectors of the MLP
+    (`mlp_values`); its backward pass adds gradients of half of the latter. With gradient checkpointing only the inputs
+    of layers, last norm and head are kept, and a layer's vectors are computed again.
 
-    logits : True adds the [tokens, vocabulary] logits, once at `itemsize` bytes and twice in float32; False suits GRPO,
-        whose fused head holds only tiles of the logits
+    stream : bytes of a number in the residual stream and 5 of the 6 vectors: those of the weights, 4 under autocast
     """
-    config = model.config
+    config, hidden = model.config, int(model.config.hidden_size)
     heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dim = getattr(config, "head_dim", None) or hidden // heads
     attended = dim * (3 * heads + 4 * config.num_key_value_heads)
-    layers = []
+    kept, again = 2 * hidden * stream, 0
     for layer in model.get_decoder().layers:
-        norms = sum("norm" in name for name, _ in layer.named_children())
-        layers.append((6 + 2 * max(0, norms - 2)) * int(config.hidden_size) + attended + mlp_values(layer, config))
-    kept = len(layers) * config.hidden_size + max(layers) if checkpointing else sum(layers)
-    return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
+        more = 2 * max(0, sum("norm" in name for name, _ in layer.named_children()) - 2)
+        mlp = mlp_values(layer, config)
+        own = 5 * hidden * stream + ((1 + more) * hidden + attended + mlp) * itemsize
+        kept += hidden * stream if checkpointing else own
+        again = max(again, own * checkpointing + mlp * itemsize // 2)
+    return tokens * kept, tokens * again
+
+
+def loss_bytes(config: Any, tokens: int, logits: int, trained: bool) -> int:
+    """Estimate the bytes of the loss: hidden states, their gradient, and the larger of logits and a head's gradient."""
+    return config.hidden_size * 8 * tokens + max(logits, 6 * trained * config.vocab_size * config.hidden_size)
 
 
 def mlp_values(layer: Any, config: Any) -> int:

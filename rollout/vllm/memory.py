@@ -17,7 +17,7 @@ from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
 
 BLOCK = {"cuda": 16, "cpu": 32}  # tokens in a block of vLLM's cache
 STEP = 8  # kernels on GPUs support head sizes that are multiples of STEP
-LOGIT = 2 * 4 + 8  # bytes per logit in sampling: float32 log-probs before and after top-k, and a float64 number
+LOGIT = 4 + 2 * (4 + 8)  # bytes per logit in top-p: a float32 log-prob, and what a GPU sorts twice: value and index
 
 
 @dataclass(frozen=True)

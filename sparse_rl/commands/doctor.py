@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_recipe, read_recipe
+from sparse_rl.commands.arguments import add_recipe, number, read_recipe
 from sparse_rl.commands.console import Session, print_table
+from sparse_rl.errors import UserError
 from sparse_rl.recipe import KVpopRecipe, Recipe, ReplayedRecipe, Run, TrainRecipe
 from sparse_rl.source import INSTALL_VLLM
 
@@ -22,14 +23,20 @@ if TYPE_CHECKING:
 
 ABOUT = "Describe this machine and, given a recipe, predict whether it fits."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
+CARDS = {"a100-40": 42.3, "a100-80": 84.9, "h100": 84.9, "h200": 150.1, "l40s": 47.6, "rtx4090": 25.3}
+"""Name of a card -> GB (1e9 bytes) that PyTorch finds on it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, optional=True)
+    about = f"plan for another machine, with vLLM and GPUs of this memory in GB (1e9 bytes), or {', '.join(CARDS)}"
+    parser.add_argument("--gpu", metavar="GB", type=lambda text: CARDS.get(text) or number(text), help=about)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options, available=False) if options.recipe else None
+    if recipe is None and options.gpu:
+        raise UserError("plans a recipe; name one, as in doctor qwen2.5-1.5b/grpo --gpu 80", "--gpu")
     for topic, finding in environment():
         print(f"{topic:<13} {finding}")
     if recipe is None:
@@ -37,7 +44,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.models.hub import UnavailableError, is_tabled
 
     try:
-        table, lines = fit(recipe, recipe.load_shape())
+        table, lines = fit(recipe, recipe.load_shape(), options.gpu)
     except UnavailableError as error:
         print(f"\nmemory        unknown: {error.message}")
         return 0
@@ -88,7 +95,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
 
     sizes = [[show(size) if size else "" for size in (item.device, item.host)] for item in made.items]
     rows = [[item.name, *pair, item.when, item.note] for item, pair in zip(made.items, sizes, strict=True)]
-    largest = "always + the larger of update and sampling; activations are an estimate"
+    largest = "always + the larger of sampling and update with its largest part"
     rows.append(["peak", show(made.device), show(made.host) if made.host else "", "", largest])
     title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
     shown = table(title, ("", "device", "host", "when", "note"), rows, ("", "when", "note"))
@@ -96,8 +103,8 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
     return shown
 
 
-def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
-    """Return the memory table of a recipe, and lines that say whether the recipe fits on this machine."""
+def fit(recipe: Recipe, config: Any, gpu: float | None = None) -> tuple[Table, list[str]]:
+    """Return the memory table of a recipe, and lines about its fit, here or on another machine's GPU of `gpu` GB."""
     import torch
 
     from sparse_rl.attention.families import is_text_part
@@ -105,27 +112,24 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
-    run = recipe.resolve(config)
-    made = plan(run)
+    run = recipe.resolve(config, cuda=None if gpu is None else True)
+    device, host = (device_memory(), host_memory()) if gpu is None else (int(gpu * 1e9), None)
+    made = plan(run, device)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
     lines = [f"model: {run.findings['model']}"] if is_text_part(config) else []
-    lines += verdicts(made, launch, device_memory(), host_memory())
+    lines += verdicts(made, launch, device, host)
     if recipe.rollout is not None:
         lines += [f"rollouts: {run.findings['rollouts']}", *run.remarks]
     if recipe.prompt_caches():
         lines.append("contexts: the time is not predicted; sparse-rl bench measures it")
-    if isinstance(recipe, ReplayedRecipe):
-        lines += _attention_kernels(recipe)
-    lines += _kernels(run)
-    if torch.cuda.is_available() and (
-        problem := crowded(launch)
-    ):  # on a machine without a GPU, the recipe may be meant for another machine
-        lines.append(f"launch.processes: {problem}")
-    sources = recipe.prompt_sources().items()
-    if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
-        lines.append(
-            f"prompts are assumed to have at most {ASSUMED_PROMPT} tokens; set max_prompt_tokens to bound them"
-        )
+    if gpu is None:  # what follows is checked on the machine itself
+        lines += _attention_kernels(recipe) if isinstance(recipe, ReplayedRecipe) else []
+        lines += _kernels(run)
+        # on a machine without a GPU, the recipe may be meant for another machine
+        if torch.cuda.is_available() and (problem := crowded(launch)):
+            lines.append(f"launch.processes: {problem}")
+    if (keys := recipe.unbounded()) and not any(remark.startswith(keys) for remark in run.remarks):
+        lines.append(f"{keys}: not set, so prompts are assumed to have at most {ASSUMED_PROMPT} tokens")
     return memory_table(recipe, made), lines
 
 

@@ -29,14 +29,17 @@ from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Recipe, Run, SFTRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
-from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
+from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
+OUTSIDE = 1_500_000_000  # bytes of a GPU outside PyTorch: 0.4 GB for CUDA, 0.7 for NCCL (its issue 964), 0.4 for graphs
+TILE = 4096, 32_768  # tokens and vocabulary of the logits that TRL's fused head holds
+BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's reduce_bucket_size (held twice) and stage3_max_live_parameters
 
 
 def host_memory() -> int:
@@ -66,7 +69,7 @@ class Item:
     """Bytes that one process holds on its device and in host memory.
 
     name, note : label and remark of the item in the memory table
-    when : phase in which the bytes are held: always, update or sampling
+    when : phase in which the bytes are held: always, sampling, update, or a part of the update: forward, loss, backward
     """
 
     name: str
@@ -85,9 +88,10 @@ class Plan:
 
     @property
     def device(self) -> int:
-        """Peak bytes on the device: permanent items plus the larger of sampling and update, which do not overlap."""
-        by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
-        return sum(item.device for item in self.items if item.when == "always") + max(by.values())
+        """Peak bytes on the device: permanent items plus the larger of sampling and update, with its largest part."""
+        phases = ("sampling",), *(("update", part) for part in ("forward", "loss", "backward"))
+        held = [sum(item.device for item in self.items if item.when in phase) for phase in (("always",), *phases)]
+        return held[0] + max(held[1:])
 
     @property
     def host(self) -> int:
@@ -101,40 +105,41 @@ def verdict(need: float, have: float, where: str) -> str:
     return f"{where}: {word}, about {show(need)} of {show(have)}"
 
 
-def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """Return a line that says whether a plan fits into device memory, and a line for host memory.
+def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int | None) -> list[str]:
+    """Return a line that says whether a plan fits into device memory, and a line for host memory, unless it is None.
 
     Without a GPU (`device` None), only host memory counts, which all processes of a machine share.
     """
     local = launch.processes // launch.machines
     if device is None:
-        return [
-            verdict(
-                local * (made.device + made.host), host, f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
-            )
-        ]
-    return [verdict(made.device, device, "GPU memory, per process"), verdict(local * made.host, host, "host memory")]
+        where = f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
+        return [verdict(local * (made.device + made.host), host or 0, where)]
+    lines = [verdict(made.device, device, "GPU memory, per process")]
+    return lines if host is None else [*lines, verdict(local * made.host, host, "host memory")]
 
 
-def plan(run: Run, cuda: bool | None = None) -> Plan:
-    """Return the memory plan of a resolved recipe on a GPU (`cuda`) or a CPU; by default, on what this machine has."""
-    cuda = device_memory() is not None if cuda is None else cuda
-    return (_Training if isinstance(run.recipe, TrainRecipe) else _Evaluation)(run, cuda).plan()
+def plan(run: Run, device: int | None) -> Plan:
+    """Return the memory plan of a resolved recipe on a GPU with `device` bytes, or on a CPU if `device` is None."""
+    made = (_Training if isinstance(run.recipe, TrainRecipe) else _Evaluation)(run, device).plan()
+    if device is not None:
+        made.items.append(Item("outside PyTorch", OUTSIDE, note="an allowance for CUDA, NCCL and graphs"))
+    return made
 
 
 class _Process:
     """Memory of one process: its model, its engine, and the engine's caches."""
 
-    def __init__(self, run: Run, cuda: bool) -> None:
+    def __init__(self, run: Run, device: int | None) -> None:
         self.recipe, self.config, self.shape = run.recipe, run.config, run.shape
-        self.policies, self.cuda = run.policies, cuda
+        self.policies, self.total, self.cuda = run.policies, device or 0, device is not None
         self.windows = list(filter(None, windows_of(self.config)))  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
         self.parameters = count_parameters(self.skeleton)
         self.weights = self.parameters * self.itemsize
-        self.exact = computes_exactly(self.recipe, cuda)
         rollout = self.recipe.rollout
+        in_float32 = self.recipe.dtype == "float32" and not self.cuda
+        self.exact = in_float32 and (rollout is None or rollout.exact)  # attention is computed in float64
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
     def engine_items(self) -> list[Item]:
@@ -145,32 +150,27 @@ class _Process:
         own = -(-self.weights // rollout.tensor_parallel)
         when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
         kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces the weights after each sleep
-        size: dict[str, Any] = {
-            "itemsize": self.itemsize,
-            "max_batch": rollout.max_batch,
-            "tensor_parallel": rollout.tensor_parallel,
-        }
-        buffers = (beside_cache(policy, self.config, **size) for policy in self.policies)
+        size: dict[str, Any] = {"itemsize": self.itemsize, "tensor_parallel": rollout.tensor_parallel}
+        buffers = (beside_cache(policy, self.config, max_batch=rollout.max_batch, **size) for policy in self.policies)
         beside = max(buffers, key=lambda beside: beside.requests)
         if rollout.kv_cache_gb is not None or not self.cuda:
             gib = rollout.kv_cache_gb or 1  # the engine's default
             pool, source = int(gib * 2**30), f"kv_cache_gb {gib:g}"
         else:
-            total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
-            pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
+            source = f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
+            share = int(beside.share(rollout.gpu_memory_utilization, self.total) * self.total)
+            pool = max(share - own - OUTSIDE, 0)  # vLLM subtracts both
+            source += "" if pool else " leaves no room for a cache, so vLLM will not start"
         arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
             pool, source = need, f"the most that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
-        note_beside = "positions, the policy's state and last queries; held during sleep too"
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),
-            Item("vllm: beside the pool", held, note=note_beside),
-            Item(
-                "vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens sampled in float64"
-            ),
+            Item("vllm: beside the pool", held, note="positions, the policy's state and last queries; kept in sleep"),
+            Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"),
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
@@ -201,17 +201,14 @@ class _Process:
         """Return the maximum number of tokens that a cache holds after prompts of `prompt` tokens."""
         return max(prompt + self.recipe.sampling().max_tokens - 1, prompt)  # the last token is never fed
 
-    def window_items(self, tokens: int, at_once: int) -> Iterator[Item]:
-        """Yield the item of the layers with a sliding window, if there are any, for sequences of `tokens` tokens."""
+    def window_items(self, tokens: int, at_once: int | None = None) -> Iterator[Item]:
+        """Yield the item of the layers with a sliding window, if any, of `at_once` sequences or of one context."""
         if self.windows:
             unit_bytes, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
-            note = f"{self.window_layers}: {entries} entries, {show(unit_bytes)} per sequence, under any policy"
-            yield Item(f"sliding windows of {at_once}", at_once * unit_bytes, when="sampling", note=note)
-
-    @property
-    def window_layers(self) -> str:
-        """Description of the layers with a sliding window."""
-        return f"{len(self.windows)} layers with a window of {max(self.windows)} tokens"
+            note = f"{len(self.windows)} layers with a window of {max(self.windows)} tokens: {entries} entries"
+            note += f", {show(unit_bytes)} per sequence, under any policy"
+            name = "the context" if at_once is None else str(at_once)
+            yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
 
 class _Evaluation(_Process):
@@ -249,16 +246,9 @@ class _Evaluation(_Process):
             Item("context", whole, when="sampling", note=f"{tokens} tokens, before compaction"),
             Item("reference queries", stored * unit_bytes, when="sampling", note=f"{stored} per kv head"),
             Item("compacted context", compacted, when="sampling", note=", ".join(sizes)),
-            *self.context_windows(tokens),
+            *self.window_items(tokens),
             Item(f"KV cache of {at_once}", answers, when="sampling", note=note),
         ]
-
-    def context_windows(self, tokens: int) -> Iterator[Item]:
-        """Yield the item of a context's layers with a sliding window, if there are any. No compaction changes them."""
-        if self.windows:
-            size, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
-            note = f"{self.window_layers}: the last {entries} tokens, before and after a compaction"
-            yield Item("sliding windows of the context", size, when="sampling", note=note)
 
 
 class _Training(_Process):
@@ -267,7 +257,7 @@ class _Training(_Process):
     def plan(self) -> Plan:
         recipe: Any = self.recipe
         engine = self.engine_items()
-        training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
+        launch, adapters = recipe.launch, recipe.lora is not None
         self.prompt = prompt_tokens(recipe.data)
         self.length = recipe.longest_row(self.prompt) or ASSUMED_LENGTH
         parameters = self.parameters
@@ -281,21 +271,14 @@ class _Training(_Process):
         stored = self.itemsize if launch.zero_stage or adapters else 4  # same rule as trainer.arguments.weights_dtype
         state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
         dtype = "float32" if stored == 4 else recipe.dtype
-        notes = {
-            "weights": dtype + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""),
-            "optimizer": "AdamW" + (", offloaded" if launch.offload else ""),
-        }
+        zero = f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""
+        notes = {"weights": f"{dtype}{zero}", "optimizer": "AdamW, offloaded" if launch.offload else "AdamW"}
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
-        if stored > self.itemsize:
-            items.append(Item("weights under autocast", copy, when="update", note=f"their {recipe.dtype} copies"))
-        rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
-        logits = isinstance(recipe, SFTRecipe)
-        held = activation_bytes(self.skeleton, rows * self.length, self.itemsize, checkpointing, logits)
-        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
-        items.append(Item("activations", held, when="update", note=note))
+        items += self.update_items(stored, trained=trainable >= self.parameters)
         if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
             items.append(self.teacher(recipe, copy))
         if recipe.foresees():
+            rows = recipe.training.per_device_train_batch_size
             size = future_bytes(rows, self.heads, self.shape[2], self.length, self.itemsize, self.cuda)
             items.append(Item("future attention", size, when="update", note="the scorers' target, of one layer"))
         if isinstance(recipe, GRPORecipe) and recipe.grpo.beta and not adapters:
@@ -305,6 +288,32 @@ class _Training(_Process):
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
         return Plan(parameters, items)
+
+    def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
+        """Yield the items of an update. Weights have `stored` bytes each, and the head is `trained` or not."""
+        recipe: Any = self.recipe
+        training, launch, vocabulary = recipe.training, recipe.launch, self.config.vocab_size
+        rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
+        tokens = rows * self.length
+        kept, again = activation_bytes(self.skeleton, tokens, self.itemsize, stored, checkpointing)
+        if isinstance(recipe, TaughtRecipe):  # bytes of a logit: measured
+            per_logit = 45 if recipe.loss.divergence == "jsd" and recipe.loss.top_k is None else 28
+            logits = min(tokens, recipe.loss.chunk) * vocabulary * per_logit
+        else:
+            logits = min(tokens, TILE[0]) * min(vocabulary, TILE[1]) * self.itemsize
+        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
+        yield Item("activations", kept, when="update", note=note)
+        if stored > self.itemsize:  # with checkpointing, the backward pass copies one layer's weights at a time
+            when, note = "forward" if checkpointing else "update", f"their {recipe.dtype} copies"
+            yield Item("weights under autocast", self.parameters * self.itemsize, when=when, note=note)
+        yield Item("head and loss", loss_bytes(self.config, tokens, logits, trained), when="loss")
+        yield Item("a layer's activations", again, when="backward", note="with its gradients")
+        if launch.zero_stage:
+            size = 4 if launch.gradient_dtype == "float32" else self.itemsize
+            yield Item("DeepSpeed: bucket", 2 * size * min(BUCKET, self.parameters), when="backward")
+        if launch.zero_stage == 3:
+            ends = (2 - self.config.tie_word_embeddings) * vocabulary * self.config.hidden_size  # embedding and head
+            yield Item("DeepSpeed: gathered", self.itemsize * min(self.parameters, LIVE + ends), when="update")
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
         """Return the item of a teacher held in memory. By default it is a copy of the student, of `copy` bytes."""
@@ -330,12 +339,6 @@ class _Training(_Process):
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
         return items
-
-
-def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
-    """True if float32 attention is computed in float64, which is the default on a CPU."""
-    rollout = recipe.rollout
-    return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 
 def prompt_tokens(data: DataConfig) -> int:

@@ -24,6 +24,7 @@ MAY_CHANGE = (
 MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
     *("rollout.max_model_len", "rollout.sleep", "rollout.full_graphs", "rollout.exact", "attention_kernel"),
+    "validation.data.max_prompt_tokens",  # older checkpoints may have none; the rows are compared by fingerprint
 )
 LENGTH = ("max_steps", "num_train_epochs")  # may also change if the learning rate does not depend on these keys
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")

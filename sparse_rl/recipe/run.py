@@ -213,6 +213,11 @@ class Recipe(Configuration):
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
         return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
+    def unbounded(self) -> str:
+        """Return the keys, not set, that would bound the length of prompts. Synthetic prompts are short."""
+        free = (key for key, d in self.prompt_sources().items() if not d.synthetic and not d.max_prompt_tokens)
+        return ", ".join(f"{key}.max_prompt_tokens" for key in free)
+
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
         rollout, bounds = self.rollout, self.prompt_bounds()
@@ -285,9 +290,10 @@ class Recipe(Configuration):
         """Resolve the recipe for a model configuration. Reads no file but the model's cache policy.
 
         live : module in memory to sample from; None means the recipe's model
-        cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
+        cuda : the machine, as in `choose_engine`: None is this one
         """
         from rollout.engine import choose_engine
+        from rollout.vllm.memory import pool_bytes
         from sparse_rl.attention.families import is_text_part, longest_text, policy_shape
         from sparse_rl.policies.make import make_policy
 
@@ -301,14 +307,19 @@ class Recipe(Configuration):
         findings, policies = {"model": words}, [make_policy(cache) for cache in caches]
         if policies:
             findings["cache"] = ", ".join(map(repr, policies))
-        if self.rollout is not None:
-            engine, findings["rollouts"] = choose_engine(self.rollout, config if live is None else None, caches, cuda)
+        if (rollout := self.rollout) is not None:
+            engine, findings["rollouts"] = choose_engine(rollout, config if live is None else None, caches, cuda)
             recipe = self.with_rollout(engine=engine)
             if live is None:
                 recipe.check_lengths(config)
                 group = config.num_attention_heads // kv_heads
                 named_remarks = [(cache.name, cache.remark(group, layers)) for cache in caches]
                 remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
+                free = engine == "vllm" and rollout.max_model_len is None and self.unbounded()
+                if free and isinstance(recipe, TrainRecipe):  # which shares the GPU with vLLM
+                    most = max(pool_bytes(policy, recipe.engine_arguments(), config, cuda=True) for policy in policies)
+                    tokens = f"{config.max_position_embeddings:,} tokens a sequence, up to {most / 1e9:,.1f} GB"
+                    remarks.append(f"{free}: not set, so vLLM plans its cache for {tokens}")
         config = config if live is None else live.config
         return Run(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
 
@@ -423,6 +434,7 @@ class ValidationConfig(Configuration):
     completions. Distillation and KVpop measure KL and cross-entropy, also once before the first step. They do not use
     `samples`.
 
+    data : held-out problems; if it sets no max_prompt_tokens, that of the recipe's `data` applies
     every : number of training steps between two validations
     problems : maximum number of held-out problems
     samples : number of completions sampled for each problem
@@ -459,6 +471,9 @@ class TrainRecipe(Recipe):
         if self.lora is not None and self.launch.zero_stage == 3:
             wrong = "LoRA under ZeRO-3 requires reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
             raise UserError(wrong, "launch.zero_stage")
+        if (validation := self.validation) is not None and validation.data.max_prompt_tokens is None:
+            data = replace(validation.data, max_prompt_tokens=self.data.max_prompt_tokens)
+            object.__setattr__(self, "validation", replace(validation, data=data))
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
         """Return the trainer of this recipe's run, with its engine, which writes to the run's folder."""

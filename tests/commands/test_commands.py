@@ -545,7 +545,32 @@ def test_doctor_prints_versions_and_the_memory_of_a_recipe(workdir, capsys):
     assert "102,848 parameters" in out
     assert "fits" in out
     assert "streaming 16: 20 entries" in out
+    assert "host memory (1 process, no GPU): fits" in out
     assert main(["doctor", "eval.yaml"]) == 0
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("80", "80.0 GB"), ("0.5", "500 MB"), ("h200", "150 GB")])
+def test_doctor_plans_for_a_gpu_that_is_not_here(gpu, size, workdir, capsys):
+    """Of the machine itself, nothing is compared: neither its memory nor its attention kernels."""
+    assert main(["doctor", "grpo.yaml", "rollout={engine: auto}", "--gpu", gpu, "data.max_prompt_tokens=24"]) == 0
+    out = capsys.readouterr().out
+    assert f"of {size}" in out
+    assert "vllm: KV pool" in out
+    assert "outside PyTorch" in out
+    assert ("does not fit" in out) == (gpu == "0.5")
+    assert "host memory" not in out
+    assert "attention kernel" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["doctor", "grpo.yaml", "--gpu", "x9"], "argument --gpu: expected a number > 0"),
+        (["doctor", "--gpu", "80"], "name one"),
+    ],
+)
+def test_doctor_refuses_a_gpu_without_a_size_or_a_recipe(words, message, workdir, capsys):
+    assert message in error_of(capsys, *words)
 
 
 def test_a_training_log_is_printed_as_one_readable_line():

@@ -25,6 +25,7 @@ PARAMETERS = {
     "glm4_moe": ENDS + 3 * (ATTENTION + NORMS) + 3 * 32 * 48 + 2 * (EXPERTS + 3 * 32 * 24),  # the first layer is dense
 }
 KEPT = 6 * 32 + 8 * (3 * 4 + 4 * 2)  # values per token that attention and norms of a layer keep
+ENDS_KEPT = 2 * 32  # inputs of the last norm and of the head
 MLPS = {  # values per token that the MLP of each layer keeps
     "qwen3_moe": [2 * (4 * 24 + 2 * 32)] * 2,
     "qwen2_moe": [2 * (4 * 24 + 2 * 32) + 4 * 32] * 2,
@@ -46,12 +47,15 @@ def test_parameters_include_all_experts(new_model, family):
 @pytest.mark.parametrize("family", MLPS)
 def test_activations_are_those_of_the_experts_of_each_token(new_model, family):
     model, mlps = meta_model(new_model(family).config), MLPS[family]
-    whole = len(mlps) * KEPT + sum(mlps)
-    assert activation_bytes(model, 10, 2, checkpointing=False, logits=False) == 10 * 2 * whole
-    one_layer = len(mlps) * 32 + KEPT + max(mlps)
-    assert activation_bytes(model, 10, 2, checkpointing=True, logits=False) == 10 * 2 * one_layer
+    whole, gradients = (len(mlps) * KEPT + sum(mlps) + ENDS_KEPT, max(mlps) // 2)
+    assert activation_bytes(model, 10, 2, 2, checkpointing=False) == (10 * 2 * whole, 10 * 2 * gradients)
+    inputs, one_layer = len(mlps) * 32 + ENDS_KEPT, KEPT + max(mlps) + gradients
+    assert activation_bytes(model, 10, 2, 2, checkpointing=True) == (10 * 2 * inputs, 10 * 2 * one_layer)
+    wide = activation_bytes(model, 10, 2, 4, checkpointing=True)
+    assert wide == (10 * 4 * inputs, 10 * 2 * (one_layer + 5 * 32))
     items = {item.name: item for item in plan(make_recipe(GRPO), model.config, cuda=False).items}
-    assert items["activations"].device == 8 * 118 * 4 * one_layer
+    assert items["activations"].device == 8 * 118 * 4 * inputs
+    assert items["a layer's activations"].device == 8 * 118 * 4 * one_layer
 
 
 @pytest.mark.parametrize("family", PARAMETERS)

@@ -168,6 +168,18 @@ def test_recipes_have_the_settings_of_their_papers(name, part):
     assert not isinstance(recipe, GRPORecipe) or recipe.validation.data == recipe.data
 
 
+@pytest.mark.parametrize("name", TRAINING_RECIPES)
+def test_no_shipped_training_leaves_the_length_of_vllm_unbounded(name):
+    """Else vLLM plans for the model's whole context, in a GPU that training shares. Synthetic prompts are short."""
+    recipe = load_recipe(name)
+    if recipe.rollout is not None:
+        bounded = recipe.with_rollout(engine="vllm").engine_arguments()["max_model_len"]
+        assert (bounded is None) == (recipe.data.synthetic is not None)
+        assert recipe.unbounded() == ""
+    repeated = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text()).get("validation", {"data": {}})
+    assert "max_prompt_tokens" not in repeated["data"]  # validation inherits it
+
+
 def test_budgets_of_the_papers_recipes_have_the_stated_number_of_free_entries():
     for names, counts in (
         (KVPOP, {2048: 1788, 4096: 3836, 2276: 2016, 4292: 4032}),

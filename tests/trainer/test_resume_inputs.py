@@ -159,6 +159,27 @@ def test_a_checkpoint_without_fingerprints_is_resumed_with_a_word(run, caplog):
         recipe(data={"path": "b.jsonl"}).prepare_training("newest")
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_checkpoint_from_before_validation_inherited_its_bound_is_resumed_or_refused(drops, run, caplog):
+    """With the same rows, the resume says that lengths are planned otherwise. If the bound now drops rows, the resume
+    is refused, until the recipe sets a bound that drops none."""
+    make, data = run("distill"), {"path": "rows.jsonl", "max_prompt_tokens": 18}  # as long as all prompts
+    shutil.rmtree("out")
+    if drops:
+        rewrite("held_out.jsonl", lambda rows: [{**rows[0], "prompt": "1 1" + rows[0]["prompt"]}, *rows[1:]])
+    high = {"data": {"path": "held_out.jsonl", "max_prompt_tokens": 500}}
+    old = make(data=data, validation=high).prepare_training()
+    object.__setattr__(old.recipe.validation.data, "max_prompt_tokens", None)
+    place = checkpoint(Path("out"), 3, old.recipe, inputs=old.inputs())
+    if drops:
+        with pytest.raises(
+            UserError, match=r"other rows .*rows of validation.data was .* was null and is now 18\. Res"
+        ):
+            make(data=data).prepare_training("newest")
+    assert make(data=data, **({"validation": high} if drops else {})).prepare_training("newest").checkpoint == place
+    assert "validation.data.max_prompt_tokens changed: the resumed run may differ in rounding" in caplog.text
+
+
 def test_weights_that_are_not_read_whole_have_a_fingerprint_of_pieces(tmp_path, monkeypatch):
     """Up to PIECES pieces, every byte counts. Of a larger file, its start and evenly spread pieces count."""
     monkeypatch.setattr(files, "PIECES", 64)
