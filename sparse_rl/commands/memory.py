@@ -18,9 +18,11 @@ from rollout.context.compact import stored_queries
 from rollout.measure.contexts import label
 from rollout.vllm.memory import beside_cache, held_head, pool_bytes
 from sparse_rl.attention.families import windows_of
+from sparse_rl.attention.views import KEPT
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.synthetic import Retrieval
 from sparse_rl.experts import routed_experts
+from sparse_rl.kernels.flex import padded, tiles_bytes
 from sparse_rl.kernels.future import future_bytes
 from sparse_rl.methods.kvpop.scorers import sketch_scorer
 from sparse_rl.methods.pages.layered import Layered
@@ -338,7 +340,19 @@ class _Training(_Process):
             traces += trace_bytes(len(self.windows), kv_heads, self.length, sequences)
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
+            if self.cuda:
+                items += self.tile_items(recipe.training.per_device_train_batch_size)
         return items
+
+    def tile_items(self, rows: int) -> Iterator[Item]:
+        """Yield the items of FlexAttention (kernels/flex.py) under the traces of `rows` rows."""
+        layers, kv_heads, dim = self.shape
+        width = padded(self.length)
+        tiles = tiles_bytes(rows * kv_heads, width)  # of a layer
+        at_once = min(layers, max(1, KEPT // tiles))
+        yield Item("tiles", at_once * tiles, when="update", note=f"of {at_once} layers")
+        heads = 2 * rows * self.heads * width * dim * self.itemsize
+        yield Item("gradients of keys", heads, when="backward", note="and values, of one layer, for each query head")
 
 
 def prompt_tokens(data: DataConfig) -> int:
