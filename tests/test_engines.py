@@ -297,8 +297,11 @@ def test_validation_inherits_the_bound_of_the_data():
     ],
 )
 def test_an_unbounded_length_of_vllm_is_one_remark_with_its_key_and_its_price(keys, named, machine):
-    """A sequence of this model takes up to 131,072 entries of 2 layers x 2 kv heads x 2 x 32 numbers, in bfloat16."""
+    """A sequence of this model takes up to 131,072 entries of 2 layers x 2 kv heads x 2 x 32 numbers, in bfloat16.
+    Control: no remark for less than 1 GB, as of 8 sequences."""
     machine("cpu")
+    few = grpo(**{"data": {"path": "x.jsonl"}, **keys, "rollout": {**keys.get("rollout", {}), "max_batch": 8}})
+    assert few.resolve(config(), cuda=False).remarks == []
     remarks = grpo(**{"data": {"path": "x.jsonl"}, **keys}).resolve(config(), cuda=False).remarks
     assert len(remarks) == (named is not None)
     price = (64 * 2**17 + 16) * 2 * 2 * 2 * 32 * 2 / 1e9

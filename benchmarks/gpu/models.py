@@ -194,7 +194,7 @@ def grpo_model(options: Options) -> Iterator[Row]:
 
 
 def trained(options: Options, model: str, engine: str, overrides: Row) -> Row:
-    from sparse_rl.commands.memory import plan
+    from sparse_rl.commands.memory import OUTSIDE, device_memory, plan
     from sparse_rl.commands.train import run_training
     from sparse_rl.metrics import read_metrics
     from sparse_rl.recipe import TrainRecipe, load_recipe
@@ -203,7 +203,7 @@ def trained(options: Options, model: str, engine: str, overrides: Row) -> Row:
     keys = {"model": model, "output_dir": f"{folder}/run", "dtype": "bfloat16", "rollout.engine": engine, **overrides}
     words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     prepared = load_recipe("quickstart/grpo", words).expect(TrainRecipe).prepare_training()
-    predicted = plan(prepared)
+    predicted = plan(prepared, device_memory())
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -214,7 +214,7 @@ def trained(options: Options, model: str, engine: str, overrides: Row) -> Row:
     row["tokens/s"] = statistics.median(line["time/tokens_per_second"] for line in measured)
     row["gap mean"] = statistics.median(line["replay/gap_mean"] for line in metrics)
     row["gap max"] = max(line["replay/gap_max"] for line in metrics)
-    row["predicted GB"] = (predicted.device if cuda else predicted.device + predicted.host) / 1e9
+    row["predicted GB"] = (predicted.device + (-OUTSIDE if cuda else predicted.host)) / 1e9
     peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {**row, "peak GB": peak / 1e9}
 

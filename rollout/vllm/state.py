@@ -545,6 +545,7 @@ class CacheState:
             scaling=self.scaling,
             state={name: paged.read_blocks(state, group.blocks) for name, state in slab.state.items()},
             left=[group.left] * len(group.lengths),
-            older=group.left * (self.policy.last_queries <= self.policy.schedule.period),  # a newer slot has a newer token
+            older=group.left
+            * (self.policy.last_queries <= self.policy.schedule.period),  # a newer slot has a newer token
             mean_over_ranks=paged.mean_over_ranks,
         )

@@ -317,9 +317,10 @@ class Recipe(Configuration):
                 remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
                 free = engine == "vllm" and rollout.max_model_len is None and self.unbounded()
                 if free and isinstance(recipe, TrainRecipe):  # which shares the GPU with vLLM
-                    most = max(pool_bytes(policy, recipe.engine_arguments(), config, cuda=True) for policy in policies)
-                    tokens = f"{config.max_position_embeddings:,} tokens a sequence, up to {most / 1e9:,.1f} GB"
-                    remarks.append(f"{free}: not set, so vLLM plans its cache for {tokens}")
+                    arguments = recipe.engine_arguments()
+                    price = max(pool_bytes(policy, arguments, config, cuda=True) for policy in policies) / 1e9
+                    tokens = f"{config.max_position_embeddings:,} tokens a sequence, up to {price:,.1f} GB"
+                    remarks += [f"{free}: not set, so vLLM plans its cache for {tokens}"] if price > 1 else []
         config = config if live is None else live.config
         return Run(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
 

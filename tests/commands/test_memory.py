@@ -20,6 +20,7 @@ from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.synthetic import TASKS, RunningSum
 from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.kernels.flex import make_tiles
 from sparse_rl.kernels.future import future_bytes
 from sparse_rl.kernels.masked import mask_bytes, visible_mask
 from sparse_rl.matching import match
@@ -510,8 +511,14 @@ def test_the_larger_part_of_an_update_counts_and_a_gpu_holds_more_than_pytorch_k
     assert made.device == 123
     made.items.append(Item("e", 14, when="sampling"))
     assert made.device == 124
-    on_gpu, on_cpu = (plan(make_recipe(GRPO), tiny_config(), cuda=cuda) for cuda in (True, False))
-    assert on_gpu.device - on_cpu.device == memory.OUTSIDE
+    on_gpu, on_cpu = (
+        {item.name: item for item in plan(make_recipe(GRPO), tiny_config(), cuda=cuda).items} for cuda in (True, False)
+    )
+    assert on_gpu.keys() - on_cpu.keys() == {"outside PyTorch", "tiles", "gradients of keys"}
+    assert on_gpu["outside PyTorch"].device == memory.OUTSIDE
+    layers, kv_heads, _ = cache_shape(tiny_config())
+    rows = layers * 8 * kv_heads
+    assert on_gpu["tiles"].device == make_tiles(torch.zeros(rows, 118, dtype=torch.int32), 128, 128).nbytes
 
 
 def test_verdict_says_if_the_plan_fits_the_free_memory():
