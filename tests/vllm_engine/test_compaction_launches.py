@@ -27,9 +27,8 @@ POLICIES: list[dict[str, Any]] = [
 def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
     policy: dict, blocks_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 1, 8 and 64 requests of a run, whose evictions are recorded. Layer by layer, G-KV took 4,264 operators and 283
-    waits; in a later version it waited 8 times. Only redundancy without Triton waits, which also reads a few requests
-    at a time.
+    """For 1, 8 and 64 requests of a run, whose evictions are recorded. Layer by layer, G-KV took 4,264 operators and
+    283 waits, in a later version 8 waits. Only redundancy without Triton waits; it also reads a few requests at a time.
     """
     pytest.importorskip("vllm")
     from rollout.vllm import state
