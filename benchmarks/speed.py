@@ -274,9 +274,8 @@ def entries(
     memory = policy.entry_memory.items()
     state = {name: torch.full((rows, heads, held), start, device=device) for name, start in memory}
     positions = torch.arange(held, device=device).expand(rows, heads, held)
-    return Entries(
-        keys, values, positions, lengths, lengths, queries, dim**-0.5, state, [policy.schedule.budget] * rows
-    )
+    left, older = [policy.schedule.budget] * rows, held - policy.last_queries
+    return Entries(keys, values, positions, lengths, lengths, queries, dim**-0.5, state, left, older)
 
 
 def compaction(budget: int, period: int) -> Made:

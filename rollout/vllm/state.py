@@ -454,7 +454,7 @@ class CacheState:
         if self.record is not None:
             by_entry = torch.cat(dropped).permute(1, 3, 0, 2)  # [R, entries, L, Hkv]
             count = by_entry.shape[1]
-            numbers, at = (x.repeat_interleave(count) for x in (self.number[first], seen))
+            numbers, at = (x[:, None].expand(-1, count).flatten() for x in (self.number[first], seen))
             self.record.evict(numbers, at, by_entry.flatten(0, 1))
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
@@ -493,14 +493,14 @@ class CacheState:
             self._write(slab.values, group, kept.values)
 
         # In each head, the first `left` slots have one dropped entry for each kept entry after these slots. The kept
-        # entries move into the slots of these dropped entries. For each head the same number of entries is moved, so
-        # that nothing waits for the device: those without a partner stay in their slots.
+        # entries move into the slots of these dropped entries. So that nothing waits for the device, each head moves
+        # the same number of entries: those that are not kept "move" to their own slots.
         most = kept.keep.shape[2] - left
-        dropped, behind = slots_of(entries.valid() & ~kept.keep, most), slots_of(kept.keep[..., left:], min(most, left))
+        moved = min(most, left)
+        dropped, behind = slots_of(entries.valid() & ~kept.keep, most), slots_of(kept.keep[..., left:], moved) + left
         place = torch.arange(most, device=self.device)
-        moves = place[: behind.shape[2]] < kept.keep[..., left:].sum(-1, keepdim=True)
-        behind = behind + left
-        slots = torch.stack([torch.where(moves, dropped[..., : behind.shape[2]], behind), behind])
+        is_kept = place[:moved] < kept.keep[..., left:].sum(-1, keepdim=True)
+        slots = torch.stack([torch.where(is_kept, dropped[..., :moved], behind), behind])
         block = group.blocks[:, None].expand(2, -1, len(self.heads), -1).gather(3, slots // self.block_size)
         to, source = ((b, self.heads[:, None], p) for b, p in zip(block, slots % self.block_size, strict=True))
         for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):

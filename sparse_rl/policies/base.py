@@ -12,7 +12,7 @@ prompt, T tokens or queries of a call, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +55,9 @@ class Entries:
     left: Sequence[int] = ()
     older: int = 0
     mean_over_ranks: Callable[[Tensor], Tensor] = lambda value: value  # one rank
-    _masks: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._masks: dict[Any, Tensor] = {}  # results of `valid` and `competing`
 
     def valid(self) -> Tensor:
         """Return a mask of the slots that hold an entry: bool [R, 1, N]. Do not write to it."""

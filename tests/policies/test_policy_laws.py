@@ -146,6 +146,28 @@ def test_a_sequence_that_never_exceeds_the_peak_loses_no_entry(name: str) -> Non
         torch.testing.assert_close(fed.outputs[row], dense_output(policy, batch, row, record), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tova", "snapkv"])
+def test_slots_said_to_be_older_hold_entries_that_all_last_queries_see(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the rows of a batch hold different numbers of entries, and if the window is longer than the period."""
+    policy, older, newer = make_policy(name, **small_parameters(name, period=2)), 0, 0
+    compact = type(policy).compact
+
+    def watch(self: Policy, layer: int, entries: Entries) -> Kept:
+        nonlocal older, newer
+        seen_by_all = entries.valid() & (entries.positions < (entries.seen - self.last_queries)[:, None, None])
+        assert bool(seen_by_all[..., : entries.older].all())
+        older += entries.older
+        newer += int((~seen_by_all[..., entries.older : entries.older + 1]).any())  # control: one more would be wrong
+        return compact(self, layer, entries)
+
+    monkeypatch.setattr(type(policy), "compact", watch)
+    feed(policy, ragged_batch(3, [5, 17, 30], [40, 40, 44]))
+    assert older > 100
+    assert newer > 10
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
     policy, batch, fed = run_policy(name, period=8, sinks=1)

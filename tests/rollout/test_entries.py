@@ -6,6 +6,8 @@ Replay is exact for any decision of a policy, so it would not detect a cache tha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense_matched import DenseMatchedView
@@ -52,7 +54,7 @@ class Spy(Policy):
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         inputs = {name: value.clone() for name, value in vars(entries).items() if isinstance(value, torch.Tensor)}
         state = {name: value.clone() for name, value in entries.state.items()}
-        self.shown.append((layer, Entries(**{**vars(entries), **inputs, "state": state})))
+        self.shown.append((layer, replace(entries, **inputs, state=state)))
         entries.state["mark"] = entries.positions.float()
         return torch.sin(entries.positions * 37.0 + 11 * torch.arange(entries.keys.shape[1])[:, None])
 

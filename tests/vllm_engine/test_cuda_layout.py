@@ -123,6 +123,8 @@ class Arithmetic(Policy):
         total = entries.queries.float().unflatten(1, (HEADS, GROUP)).sum((2, 3))
         score = (entries.keys.float() * total[:, :, None]).sum(-1) + entries.values.float().sum(-1)
         score = score + entries.state["mass"] + 3 * entries.state["history"].clamp(min=0)
+        older = entries.valid() & (entries.positions < (entries.seen - self.config.window)[:, None, None])
+        assert bool(older[..., : entries.older].all())
         competing = entries.competing(self.config.sinks, self.config.window)
         entries.state["history"] = torch.where(competing, score.remainder(7), -1.0)
         return score.remainder(5)
@@ -419,13 +421,20 @@ def padding_written(state: Any) -> None:
     state._group = lambda blocks, lengths, seen, most, left=0: Group(blocks[:, : -(-most // SIZE)], lengths, seen, left)
 
 
+def always_older(state: Any) -> None:
+    """Ignore that a window may be longer than the period: then some of its entries are in the first `left` slots."""
+    entries = state._entries
+    state._entries = lambda group, *args, **kwargs: replace(entries(group, *args, **kwargs), older=group.left)
+
+
 @pytest.mark.parametrize(
-    "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
+    "sabotage",
+    [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written, always_older],
 )
 def test_control_faults_are_detected(sabotage: Callable[[Any], None]) -> None:
-    """Each fault makes CacheState use a wrong head, key, row or block; four seeds show it."""
+    """Each fault makes CacheState use a wrong head, key, row, block or bound; eight seeds show it."""
     with pytest.raises(AssertionError):
-        for seed in range(4):
+        for seed in range(8):
             pool = Pool(MEMORY_ORDERS[0], True, seed)
             sabotage(pool.state)
             pool.run()

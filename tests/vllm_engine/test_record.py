@@ -112,12 +112,12 @@ def test_requests_may_drop_different_numbers_of_entries(record: Any) -> None:
     a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]
     later = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
     padded = [[*heads, -1] for heads in a]
+    together = torch.cat([torch.tensor(padded).T, torch.tensor(b).T])
     for numbers, at, entries in (
-        ([0, 0, 1, 1], [7, 7, 8, 8], [*zip(*padded), *zip(*b)]),
-        ([0] * 3, [9] * 3, zip(*later)),
+        ([0, 0, 1, 1], [7, 7, 8, 8], together),
+        ([0] * 3, [9] * 3, torch.tensor(later).T),
     ):
-        positions = torch.tensor([*entries]).view(-1, LAYERS, HEADS)
-        record.evict(torch.tensor(numbers), torch.tensor(at), positions)
+        record.evict(torch.tensor(numbers), torch.tensor(at), entries.view(-1, LAYERS, HEADS))
     results = zip(record.take({7: 10, 3: 9}), (10, 9), strict=True)
     heads_of_a, heads_of_b = (
         [head for layer in evict_at(result, length) for head in layer] for result, length in results
