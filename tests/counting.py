@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -60,6 +61,8 @@ class Counted(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __enter__(self) -> Counted:
+        # `torch.device(...)` keeps its list of constructors from its first use on: not with a replaced one
+        _device_constructors()
         self.tensor = torch.tensor
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(torch, "tensor", self._tensor)

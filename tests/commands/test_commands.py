@@ -303,7 +303,7 @@ def test_a_nan_score_of_a_policy_gives_one_line(tmp_path, capsys):
         zeros + float("nan"), zeros, torch.arange(9).view(1, 1, 9), lengths, lengths, zeros[:, :, :2], 1.0, {}, [4]
     )
     policy = make_policy("morphkv", budget=4, window=2, period=2)
-    assert guarded(lambda: policy.compact(0, entries) and 0, session) == 2
+    assert guarded(lambda: policy.compact(0, entries).check_finite(0, policy.name) or 0, session) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sparse-rl: error: morphkv: a NaN score in layer 0")
     assert "Traceback" in (tmp_path / "error.log").read_text()
