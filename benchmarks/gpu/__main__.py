@@ -1,7 +1,7 @@
 """Measures everything on a GPU, and writes a report. The project need not be installed.
 
     python -m benchmarks.gpu                          # 95 minutes on an H100; writes runs/gpu/results.json and .md
-    python -m benchmarks.gpu --minutes 45             # leaves out the last stages, which matter least
+    python -m benchmarks.gpu --minutes 45             # leaves out what does not fit
     python -m benchmarks.gpu --resume runs/gpu/results.json     # continues an interrupted call, on any machine
     python -m benchmarks.gpu --device cpu --small     # all stages in a small form on a CPU: tests that they run
 

@@ -69,7 +69,7 @@ class Stage:
 
 
 # Nothing has run on a GPU yet. Assumed: 10 s for the start of a process, 10 s to compile FlexAttention's forward pass
-# for a length and 25 s with the backward pass, 20 s for a vLLM engine with a tiny model and its test.
+# for a length and 25 s more for the backward pass, 20 s for a vLLM engine with a tiny model and its test.
 STAGES = (
     Stage("attention_parity", "kernels parity", 2.5),  # are the kernels those of the dense float64 reference?
     Stage("attention_speed", "kernels speed", 6.0),  # under recorded evictions

@@ -1,10 +1,10 @@
 """Eviction replay, training under exactly the attention that the sampler had; and which cache or view has which layer.
 
 The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, the
-next layer's slice is prefetched, and the layer's mask is made, used and dropped, in the backward pass again. So at most
-one layer's mask and two layers' slices of evict_at are on the device. FlexAttention's lists of tiles are made for
-all layers at once, and kept for the backward pass. If they exceed KEPT bytes, they are made for one block of layers
-after the other, in the backward pass again, if it recomputes the layers.
+next layer's slice is prefetched, and the layer's mask is made, used and dropped; a backward pass that recomputes the
+layer repeats this. FlexAttention's tiles, which contain evict_at, are instead made for all layers at once, and kept for
+the backward pass. If they exceed KEPT bytes, they are made for one block of layers after the other, and made again in a
+backward pass that recomputes the layers.
 
 A layer with a sliding window sees what the model decides (windows.py), any other layer what the cache policy decides,
 and the policy `layered` has a cache for each range of layers. A LayerMap says which view or cache has which layer.

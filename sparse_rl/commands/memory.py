@@ -1,6 +1,7 @@
 """Predict the memory of a run, in bytes, from the recipe and the model's configuration, without loading anything.
 
-`sparse-rl doctor RECIPE` prints the plan. Each component computes its own bytes; this module adds them up.
+`sparse-rl doctor RECIPE` prints the plan. Our components compute their own bytes; this module adds
+those of the losses, DeepSpeed and CUDA, and sums up.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ key. Softmax does not depend on the order of keys, so keys may be sorted by evic
 a later query sees are a prefix of each past segment, and the tiles after the prefix are empty. With sorted keys, the
 first test may fail to recognise an empty tile, but only if its queries and keys belong to the same segment.
 
-In the backward pass, one program of the GPU computes the gradients of a tile of keys, for all query heads that share
-the keys. All later queries visit the first tiles of a segment; their programs would still run while most of the GPU
-waits. So keys are expanded to the query heads, which copies nothing: a program then has one query head, and the
-gradients of the G heads, [R, G, N, D], are summed. tests/attention/test_flex_costs.py has the schedule.
+By default, one program of the GPU computes the gradients of a tile of keys for all G query heads that share the keys.
+Most queries visit the first tiles of a segment, so their programs would end long after all others. Keys expanded to
+the query heads (no copy) give each program one head; the gradients of the G heads, [R, G, N, head_dim], are then
+summed. tests/attention/test_flex_costs.py has the schedule.
 
 `mass_by_flex` is attention transposed: the attention that each key receives. FlexAttention is called with keys in the
 place of queries, and queries in the place of keys. The log-sum-exp of a query is subtracted from the query's scores,
