@@ -114,8 +114,8 @@ def test_messages_that_begin_with_the_context_continue_from_it(model: Path, text
     try:
         server.wait()
         tokenizer, engine = load_tokenizer(str(model)), make_engine("hf", model=model)
-        context_tokens = prompt_ids([{"role": "user", "content": TEXT}], tokenizer)[: 3 + len(TEXT)]
-        context = engine.compact(context_tokens, PromptCacheConfig(ratio=0.1, first=3))
+        context_tokens, first, prompts = _tokens([{"role": "user", "content": TEXT}], TEXT, tokenizer)
+        context = engine.compact(context_tokens, PromptCacheConfig(ratio=0.1, first=first), prompts)
         greedy = SamplingConfig(60, temperature=0, ignore_eos=True)
         for question in ("a1?", "h3g2:4"):
             content = TEXT + question
