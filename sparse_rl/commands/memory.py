@@ -341,8 +341,7 @@ class _Training(_Process):
             traces += trace_bytes(len(self.windows), kv_heads, self.length, sequences)
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
-            if self.cuda:
-                items += self.tile_items(recipe.training.per_device_train_batch_size)
+            items += self.tile_items(recipe.training.per_device_train_batch_size) if self.cuda else ()
         return items
 
     def tile_items(self, rows: int) -> Iterator[Item]:
@@ -350,7 +349,7 @@ class _Training(_Process):
         layers, kv_heads, dim = self.shape
         width = padded(self.length)
         tiles = tiles_bytes(rows * kv_heads, width)  # of a layer
-        at_once = min(layers, max(1, KEPT // tiles))
+        at_once = min(layers, max(1, KEPT // tiles)) if self.recipe.training.gradient_checkpointing else layers
         yield Item("tiles", at_once * tiles, when="update", note=f"of {at_once} layers")
         heads = 2 * rows * self.heads * width * dim * self.itemsize
         yield Item("gradients of keys", heads, when="backward", note="and values, of one layer, for each query head")
