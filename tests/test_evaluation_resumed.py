@@ -259,7 +259,7 @@ def test_resuming_samples_only_new_points(recipe_of, sampled):
     assert len(evaluate(recipe_of(sweep=sweep), progress=False, resume=True)) == 6
     assert sum(sampled) == 8  # both tasks under one new cache
     sampled.clear()
-    for change in ({"seed": 43}, {"temperature": 0.5}, {"accuracy": "letter"}, {"samples": 1}):
+    for change in ({"seed": 43}, {"temperature": 0.5}, {"accuracy": "math"}, {"samples": 1}):
         assert len(evaluate(recipe_of(**change), progress=False, resume=True)) == 4
         assert sum(sampled) == 16, change
         sampled.clear()
