@@ -4,7 +4,7 @@ livecodebench_verdicts.jsonl.
 `right` is the verdict of LiveCodeBench's checker (lcb_runner/evaluation/testing_util.py, commit 28fef95) with a time
 limit of 2 seconds. For statements, which it does not know, it is the verdict of a plain Python that runs the program
 and then the test, in a new process for each test and with nothing imported. `departs` is the reason for a verdict that
-we do not follow, and `ours` is then the right one.
+we do not follow, and `ours` is then the right one, or, if the reason begins with "ours", a limit of the reward.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_the_file_has_right_and_wrong_programs_of_each_format_and_few_departures
     assert len(counts) == 6
     departures = [row for row in ROWS if "departs" in row]
     assert all(row["ours"] != row["right"] for row in departures)
-    assert len(departures) <= 28
+    assert len(departures) <= 29
 
 
 @pytest.mark.skipif("LIVECODEBENCH" not in os.environ, reason="LIVECODEBENCH does not name a copy of LiveCodeBench")
