@@ -504,7 +504,7 @@ def test_a_plan_counts_the_buffers_of_deepspeed():
             assert stage < 3 or items["DeepSpeed: gathered"].device == 2 * gathered
 
 
-def test_the_larger_part_of_an_update_counts_and_a_gpu_holds_more_than_pytorch_knows():
+def test_the_larger_part_of_an_update_counts_and_a_gpu_holds_more_than_pytorch_knows(monkeypatch):
     made = Plan(0, [Item("a", 100), Item("b", 10, when="sampling"), Item("c", 20, when="update")])
     for part, size in (("forward", 1), ("loss", 3), ("backward", 2)):
         made.items.append(Item("d", size, when=part))
@@ -519,6 +519,11 @@ def test_the_larger_part_of_an_update_counts_and_a_gpu_holds_more_than_pytorch_k
     layers, kv_heads, _ = cache_shape(tiny_config())
     rows = layers * 8 * kv_heads
     assert on_gpu["tiles"].device == make_tiles(torch.zeros(rows, 118, dtype=torch.int32), 128, 128).nbytes
+    monkeypatch.setattr(memory, "KEPT", 1)  # one layer at a time, but autograd keeps all if nothing is recomputed
+    for checkpointing, held in ((True, 1), (False, layers)):
+        recipe = make_recipe({**GRPO, "gradient_checkpointing": checkpointing})
+        (tiles,) = (item.device for item in plan(recipe, tiny_config(), cuda=True).items if item.name == "tiles")
+        assert tiles * layers == on_gpu["tiles"].device * held
 
 
 def test_verdict_says_if_the_plan_fits_the_free_memory():
