@@ -1,7 +1,7 @@
 """Install sources of sparse-rl and of the supported vLLM version. sparse-rl is not on any package index."""
 
 URL = ""  # the repository's URL for pip, "git+https://..."; empty if unpublished, so that installing needs a checkout
-VLLM = "0.31.*"
+VLLM = "0.32.*"
 INSTALL_VLLM = f'pip install "vllm=={VLLM}"'
 
 

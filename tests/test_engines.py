@@ -72,8 +72,8 @@ def machine(monkeypatch):
         ("cpu", True, 24, "head size 24 is not supported by vllm on this platform"),
         ("cuda", True, 16, None),
         ("cuda", False, 32, "there is no GPU, but the installed vLLM needs one"),
-        (None, False, 32, 'vllm is not installed: pip install "vllm==0.31.*"'),
-        (None, True, 128, 'vllm is not installed: pip install "vllm==0.31.*"'),
+        (None, False, 32, 'vllm is not installed: pip install "vllm==0.32.*"'),
+        (None, True, 128, 'vllm is not installed: pip install "vllm==0.32.*"'),
     ],
 )
 def test_auto_takes_vllm_if_vllm_can_run_and_else_hf(installed, cuda, head_size, refusal, machine):

@@ -98,7 +98,7 @@ def test_the_pins_satisfy_each_other():
     ("pins", "wrong"),
     [
         ({"apache-tvm-ffi": "0.1.15.post2"}, 1),
-        ({"transformers": "5.18.0", "torch": "2.12.0"}, 2),
+        ({"transformers": "5.20.0", "torch": "2.12.0"}, 2),
         ({"protobuf": "6.33.1"}, 1),
         ({"protobuf": "7.36.2"}, 0),  # the other pin is for s390x, which has no CUDA
         ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras that are not requested

@@ -1,4 +1,4 @@
-"""rollout.vllm: a plugin that makes stock vLLM 0.31 sample with eviction (docs/architecture.md).
+"""rollout.vllm: a plugin that makes stock vLLM 0.32 sample with eviction (docs/architecture.md).
 
 A worker identifies a request by its first cache block, which no other request owns at the same time. A request's
 physical length, the number of entries that it holds, depends only on the prompt's length and the number of tokens. So

@@ -72,9 +72,6 @@ class BoundedManager(FullAttentionManager):
     def blocks_of(self, slots: int) -> int:
         return -(-slots // self.block_size)
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        return 0
-
 
 class EvictingManager(BoundedManager):
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
@@ -153,9 +150,15 @@ class ContextManager(BoundedManager):
         return max(0, self.blocks_of(num_tokens - _missing_slots(request_id)) - len(allocated))
 
     def allocate_external_computed_blocks(
-        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
     ) -> None:
-        """Give a request the blocks of its context: shared ones if they exist, and new ones for the rest."""
+        """Give a request the blocks of its context: shared ones if they exist, and new ones for the rest. None is set
+        to zero by vLLM: `ContextState` fills them.
+        """
         behind, blocks = ASKED[request_id], self.req_to_blocks[request_id]
         shared = self.full.get(behind.name, [])
         self.block_pool.touch(shared)

@@ -33,7 +33,7 @@ def without_vllm(monkeypatch):
 
 
 def test_a_command_prints_why_auto_falls_back_to_hf(workdir, without_vllm, capsys):
-    fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.31.*")'
+    fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.32.*")'
     assert main(["rollout", "grpo.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
     assert main(["eval", "eval.yaml", *QUIET]) == 0

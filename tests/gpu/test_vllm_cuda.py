@@ -1,4 +1,4 @@
-"""Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.31's source, on a machine without a GPU.
+"""Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.32's source, on a machine without a GPU.
 
     pip install ".[vllm,test]" && python -m pytest tests/gpu -m ""
 

@@ -151,7 +151,6 @@ def test_vllm_uses_no_unsupported_feature_by_default(kernels: str) -> None:
     config = SimpleNamespace(additional_config={}, kv_transfer_config=None)
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     assert not builder.supports_update_block_table
-    assert not builder.use_cascade_attention(None)
     assert not backend.forward_includes_kv_cache_update
     assert backend.get_impl_cls().do_kv_cache_update is backends.EvictingImpl.do_kv_cache_update
     assert backend.get_name() in ("FLASH_ATTN", "TRITON_ATTN")

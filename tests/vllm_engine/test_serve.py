@@ -104,7 +104,7 @@ def test_user_errors_are_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("owner", "name", "value", "says"),
     [
-        (serve.importlib.util, "find_spec", lambda name: None, 'is not installed: pip install "vllm==0.31.*"'),
+        (serve.importlib.util, "find_spec", lambda name: None, 'is not installed: pip install "vllm==0.32.*"'),
         (serve, "PLUGIN", "another", "sparse-rl is not installed, so vLLM would not find its plugin"),
         (FAMILIES, "qwen3", "vllm has no code for it", "sparse-rl: error: model: qwen3: vllm has no code for it\n"),
     ],

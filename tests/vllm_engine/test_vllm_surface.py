@@ -48,12 +48,12 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     f"{MANAGER}.get_num_blocks_to_allocate": "request_id num_tokens new_computed_blocks total_computed_tokens "
     "num_local_computed_tokens num_tokens_main_model apply_admission_cap prefill_end",
     f"{MANAGER}.allocate_new_blocks": "request_id num_tokens num_tokens_main_model",
-    f"{MANAGER}.allocate_external_computed_blocks": "request_id num_local_computed_tokens num_external_computed_tokens",
+    f"{MANAGER}.allocate_external_computed_blocks": "request_id num_local_computed_tokens num_external_computed_tokens "
+    "record_for_zeroing",
     "v1.core.block_pool.BlockPool.touch": "blocks",
     "v1.core.block_pool.BlockPool.get_new_blocks": "num_blocks",
     f"{MANAGER}.remove_skipped_blocks": "request_id processed_computed_tokens num_prompt_tokens",
     f"{MANAGER}.pop_blocks_for_free": "request_id",
-    f"{MANAGER}.get_num_common_prefix_blocks": "running_request_id",
     f"{CONNECTOR}.__init__": "vllm_config role kv_cache_config",
     f"{CONNECTOR}.register_kv_caches": "kv_caches",
     f"{CONNECTOR}.handle_preemptions": "kv_connector_metadata",
@@ -76,7 +76,7 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.engine.input_processor.InputProcessor.process_inputs": "request_id prompt params supported_tasks arrival_time "
     "lora_request tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id kv_hints",
     "v1.engine.output_processor.OutputProcessor.add_request": "request prompt parent_req request_index queue",
-    "v1.engine.async_llm.AsyncLLM.pause_generation": "mode wait_for_inflight_requests clear_cache",
+    "v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",
     "v1.engine.async_llm.AsyncLLM.reset_prefix_cache": "reset_running_requests reset_connector",
     "v1.engine.async_llm.AsyncLLM.sleep": "level mode",
     "entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": "prompt request_id params "
@@ -93,13 +93,13 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "allow_none group_ids",
     "entrypoints.launchers.api_server.entry.setup_server": "args reuse_port",
     "entrypoints.launchers.api_server.entry.build_async_engine_client": "args usage_context client_config",
-    "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args uvicorn_kwargs",
+    "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args peer_loads uvicorn_kwargs",
     "v1.engine.llm_engine.LLMEngine.step": "",
     "v1.engine.llm_engine.LLMEngine.abort_request": "request_ids internal",
     "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
 }
 MEMBERS = {  # class or module -> its fields, properties, methods and names that we use
-    f"{BASE}.AttentionMetadataBuilder": "use_cascade_attention supports_update_block_table",
+    f"{BASE}.AttentionMetadataBuilder": "supports_update_block_table",
     f"{BASE}.AttentionBackend": "get_impl_cls get_builder_cls validate_configuration",
     f"{BACKENDS}.registry.AttentionBackendEnum": "CPU_ATTN CUSTOM",
     f"{BASE}.CommonAttentionMetadata": "block_table_tensor seq_lens query_start_loc query_start_loc_cpu slot_mapping "

@@ -81,9 +81,6 @@ class EvictingBuilder:
         physical = common.replace(seq_lens=lengths, slot_mapping=slots, max_seq_len=longest)
         return super().build(common_prefix_len, physical, fast_build)  # type: ignore[misc]
 
-    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
 
 class EvictingImpl:
     """Mixin for an attention implementation: writes to physical slots, and passes the queries to the cache state."""
