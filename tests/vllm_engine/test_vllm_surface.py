@@ -93,7 +93,8 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "allow_none group_ids",
     "entrypoints.launchers.api_server.entry.setup_server": "args reuse_port",
     "entrypoints.launchers.api_server.entry.build_async_engine_client": "args usage_context client_config",
-    "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args peer_loads uvicorn_kwargs",
+    "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args peer_loads "
+    "uvicorn_kwargs",
     "v1.engine.llm_engine.LLMEngine.step": "",
     "v1.engine.llm_engine.LLMEngine.abort_request": "request_ids internal",
     "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
