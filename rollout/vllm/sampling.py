@@ -31,13 +31,11 @@ HELD = 2**22  # number of evictions, over all layers and kv heads, from which on
 class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
 
-    preempted : True if the request lost its cache before its end; the record then does not match its attention
-    evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped, or if `preempted`
+    evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
     """
 
-    preempted: bool
     evict_at: bytes | None
     logprobs: bytes
     routed: bytes | None
@@ -60,7 +58,6 @@ class RunRecord:
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
-        self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
         # the arguments of `evict`: on the device, then in host memory
         self._evicted: list[tuple[Tensor, ...]] = []
@@ -73,8 +70,6 @@ class RunRecord:
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
     def begin(self, request_id: str) -> int:
-        if request_id in self.numbers:  # it was preempted, and has lost its cache
-            self.preempted.add(request_id)
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
@@ -149,12 +144,10 @@ class RunRecord:
         for place, length in lengths.items():
             request_id = request_of[place]
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
-            preempted = request_id in self.preempted
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
             results.append(
                 {
-                    "preempted": preempted,
-                    "evict_at": None if dropped is None or preempted else _evict_at(dropped, length).tobytes(),
+                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "routed": _by_position(self.routed.pop(request_id, None), length),
                 }
@@ -267,7 +260,9 @@ class SeededSampler(nn.Module):
             settings = (state.sampling_params.extra_args or {}).get(KEY)
             if settings is None:
                 continue
-            key = request_id, settings["seed"]
+            seeds = settings["seeds"]
+            sample_index = int(request_id.partition("_")[0]) if len(seeds) > 1 else 0  # "0_id", "1_id", ... of vLLM
+            key = request_id, seeds[sample_index]
             if key not in self.seeded:
                 top_p, top_k = state.sampling_params.top_p, state.sampling_params.top_k
                 support = SamplingConfig(1, top_p=top_p, top_k=top_k if top_k > 0 else None)

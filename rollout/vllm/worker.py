@@ -14,7 +14,7 @@ from rollout.context import Context
 from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
-from rollout.vllm.compat.plugin import capture
+from rollout.vllm.compat.plugin import capture, keep_transformers_classes
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.methods.kvpop.scorers import head_digests
@@ -41,6 +41,8 @@ class EngineWorker(Worker):
         return min(super().determine_available_memory(), most)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
+        if self.model_config.using_transformers_backend():
+            keep_transformers_classes()
         super().load_model(*arguments, **options)
         self.model_runner.captured_experts = capture(self.model_runner)
 
