@@ -305,6 +305,10 @@ async def _json(request: Request) -> Any:
         body = [None]
         for _ in range(LIMITS["levels"]):
             body = [body]
+    connector = getattr(request.app.state.args.kv_transfer_config, "kv_connector", None)
+    if isinstance(body, dict) and body.get("use_beam_search") and connector == "EvictionConnector":
+        why = "each step of a beam search prefills the whole text again, so nothing would ever be evicted"
+        raise HTTPException(400, f"use_beam_search: {why}; leave it out, or serve with --cache policy=full")
     if refused := over_body(body):
         raise HTTPException(400, refused)
     return body
