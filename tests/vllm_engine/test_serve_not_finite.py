@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import Server, running, served_directory
 
-from sparse_rl.models.directory import save_policy
+from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies import make_policy
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,8 @@ def test_a_failed_request_does_not_affect_other_requests(server: Server) -> None
     """It gets status 500, and the log names the reason. Requests beside it or after it get the same answers, to the
     last bit."""
     expected = [tokens_of(server, prompt) for prompt in GOOD]
-    for options in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, {"use_beam_search": True, "n": 2}):
+    beams = [] if saved_policy(server.model) else [{"use_beam_search": True, "n": 2}]
+    for options in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, *beams):
         before = len(server.log.read_text())
         answer = post(server, BAD[0], **options)
         assert answer.status_code == 500, (options, answer.text)
@@ -63,7 +64,7 @@ def test_a_stream_ends_with_the_error(server: Server) -> None:
     """A stream ends with the error, before its first token, even if only one of n samples fails."""
     for options in ({}, {"n": 2, "temperature": 1}, {"echo": True}):
         text = post(server, BAD[1], stream=True, **options).text
-        assert text.count("error") == 3, text
+        assert text.count('"error"') == 1, text
         assert json.loads(text.split("data: ")[-2])["error"]["code"] == 500, text
     assert tokens_of(server, GOOD[0])[0]
 
