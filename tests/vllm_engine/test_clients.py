@@ -10,7 +10,8 @@ import pytest
 from tiny import directory_of, policy_of
 
 from rollout.vllm import serve
-from rollout.vllm.compat.arguments import KEY, engine_arguments
+from rollout.vllm.compat.arguments import KEY, engine_arguments, model_arguments
+from sparse_rl.models.load import load_config
 from sparse_rl.policies import make_policy
 
 POLICY = {"policy": "gkv", "budget": 64, "window": 8, "period": 16}
@@ -49,6 +50,21 @@ def test_unservable_configurations_are_refused_before_a_process_starts(
     words = serve.command_line(**fields, **engine_arguments(make_policy(policy), dtype="float32"))
     with nullcontext() if says is None else pytest.raises(ValueError, match=says):
         server.run_server([*words, *further], [])
+
+
+def test_overrides_of_the_user_are_added_to_ours() -> None:
+    """Control: without ours, vLLM does not scale the queries of Ministral 3."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rollout.vllm.compat import server
+
+    folder = str(directory_of("ministral3"))
+    fields = {"model": folder, "dtype": "float32", "allowed_hosts": [], "allowed_origins": []}
+    for ours, scaled in ((model_arguments(load_config(folder)), True), ({}, False)):
+        parsed = server.read_arguments(serve.command_line(**fields, **ours), ["--hf-overrides", '{"eos_token_id": 5}'])
+        config = AsyncEngineArgs.from_cli_args(parsed).create_model_config().hf_text_config
+        assert config.eos_token_id == 5
+        assert hasattr(config, "llama_4_scaling") is scaled
 
 
 @pytest.mark.usefixtures("put_back")

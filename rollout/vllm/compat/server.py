@@ -67,7 +67,7 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
-    default, user, combined = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
+    default, user, own, combined = (parser.parse_args(words) for words in ([], further, ours, [*ours, *further]))
     if user.model_tag is not None:
         raise UserError(f"{user.model_tag!r} is not a flag")
     for name in [*OURS, *ALONE, *(FIXED if combined.kv_transfer_config is not None else ())]:
@@ -76,7 +76,7 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
             raise UserError(f"--{name.replace('_', '-')} {why}")
     with user_errors():
         validate_parsed_serve_args(combined)
-    combined.hf_overrides = {**parser.parse_args(ours).hf_overrides, **user.hf_overrides}
+    combined.hf_overrides = {**own.hf_overrides, **user.hf_overrides}
     combined.api_key = [key for key in combined.api_key or [envs.VLLM_API_KEY] if key]
     combined.middleware = [*combined.middleware, f"{__name__}.Guard"]  # the last one wraps all others
     return combined
