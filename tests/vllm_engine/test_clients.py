@@ -17,15 +17,6 @@ from sparse_rl.policies import make_policy
 POLICY = {"policy": "gkv", "budget": 64, "window": 8, "period": 16}
 
 
-@pytest.fixture
-def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the member of vLLM that a server replaces in its process."""
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
-
-
-@pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize(
     ("policy", "further", "says"),
     [
@@ -67,14 +58,16 @@ def test_overrides_of_the_user_are_added_to_ours() -> None:
         assert hasattr(config, "llama_4_scaling") is scaled
 
 
-@pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", ["gkv", "full"])
-def test_unsafe_fields_of_clients_are_refused(name: str, open_engine: Callable) -> None:
+def test_unsafe_fields_of_clients_are_refused(
+    name: str, open_engine: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gkv refuses an input session; every policy, the field by which our engine passes settings to its workers, a token
     that the model lacks, and a structure beyond a limit."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.engine.input_processor import InputProcessor
 
     from rollout.vllm.compat import server
 
@@ -96,6 +89,7 @@ def test_unsafe_fields_of_clients_are_refused(name: str, open_engine: Callable) 
     ]
     assert processed(SamplingParams(), [5, beyond]).prompt_token_ids[1] == beyond  # control: vLLM does not refuse it
     assert processed(SamplingParams(), resumable=True).resumable
+    monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)  # put back after the test
     server.check_requests(engine.vllm_config)
     for says, arguments in refused:
         with pytest.raises(VLLMValidationError, match=says):

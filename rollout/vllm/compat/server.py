@@ -108,9 +108,12 @@ def run_server(ours: list[str], further: list[str]) -> None:
     with user_errors():
         address, listening = entry.setup_server(words, reuse_port=False)
         vllm_config = AsyncEngineArgs.from_cli_args(words).create_engine_config(usage)
-    prepare(vllm_config)
+    config = arguments.cache_config(vllm_config)
+    if config is not None and config.physical:
+        arguments.refuse_unsupported(vllm_config, config.full_graphs)
 
     async def serve() -> bool:
+        check_requests(vllm_config)
         engine = AsyncLLM.from_vllm_config(
             vllm_config,
             usage_context=usage,
@@ -127,14 +130,6 @@ def run_server(ours: list[str], further: list[str]) -> None:
 
     if uvloop.run(serve()):
         raise StoppedError("vLLM's engine died; see its messages above")
-
-
-def prepare(vllm_config: Any) -> None:
-    """Check a server's configuration before a process starts, and make the server check requests."""
-    config = arguments.cache_config(vllm_config)
-    if config is not None and config.physical:
-        arguments.refuse_unsupported(vllm_config, config.full_graphs)
-    check_requests(vllm_config)
 
 
 @contextmanager
