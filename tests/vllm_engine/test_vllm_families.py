@@ -123,7 +123,9 @@ def test_control_vllm_computes_another_function_under_a_setting_that_it_ignores(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "settings"), READ, ids=str)
-def test_vllm_reads_the_settings_of_experts_and_biases(family: str, settings: dict, open_engine: Callable, tmp_path: Path) -> None:
+def test_vllm_reads_the_settings_of_experts_and_biases(
+    family: str, settings: dict, open_engine: Callable, tmp_path: Path
+) -> None:
     new_model(family, **SHAPE, **settings).save_pretrained(tmp_path)
     assert replay_gap(open_engine("full", tmp_path).generate(random_prompts(LENGTHS), SAMPLING), tmp_path) <= 1e-5
 
