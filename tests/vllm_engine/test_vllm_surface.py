@@ -66,8 +66,8 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
     "v1.worker.cpu_worker.CPUWorker.determine_available_memory": "",
-    "v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens": "grammar_output",
-    "v1.worker.gpu_model_runner.GPUModelRunner._sample": "logits spec_decode_metadata",
+    "v1.worker.gpu_worker.Worker.load_model": "load_dummy_weights",
+    "v1.sample.sampler.Sampler.__init__": "logprobs_mode use_fp64_gumbel",
     "v1.core.sched.scheduler.Scheduler._update_request_with_output": "request new_token_ids is_stale",
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
@@ -116,7 +116,6 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "sampling_params.StructuredOutputsParams": "json structural_tag",
     "v1.request.Request": "num_tokens",
     "v1.request.RequestStatus": "FINISHED_ERROR",
-    "v1.worker.gpu_model_runner.ExecuteModelState": "logits",
     "v1.outputs.SamplerOutput": "sampled_token_ids",
     "v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing kv_cache_groups",
     "v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec",
@@ -141,8 +140,8 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config compute_hash",
 }
 ASSIGNED = {  # class -> attributes that its objects get when they are created
-    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests execute_model_state",
-    "v1.sample.sampler.Sampler": "topk_topp_sampler",
+    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch query_start_loc vllm_config device",
+    "v1.sample.sampler.Sampler": "topk_topp_sampler logprobs_mode use_fp64_gumbel",
     "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
     "block_pool",
     f"{CONNECTOR}": "_vllm_config _kv_cache_config",
@@ -222,10 +221,8 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     assert (of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear) == plugin.on_cpu()
     runner = of_vllm("v1.worker.gpu_model_runner.GPUModelRunner")
     scheduler = of_vllm("v1.core.sched.scheduler.Scheduler")
-    for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
-        assert replaced.__globals__["__name__"] == "rollout.vllm.compat.plugin"
-    assert "self._sample(" in inspect.getsource(runner.sample_tokens.__wrapped__)
-    assert runner.__init__.__globals__["__name__"] == "rollout.vllm.compat.plugin"
+    assert scheduler._update_request_with_output.__globals__["__name__"] == "rollout.vllm.compat.plugin"
+    assert "self.sampler(\n                logits=logits" in inspect.getsource(runner._sample)
     assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))

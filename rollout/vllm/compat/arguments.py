@@ -113,6 +113,7 @@ def engine_arguments(
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "additional_config": {KEY: {"exact": exact, "folds": bias is not None and not exact}},
+        "worker_cls": "rollout.vllm.worker.PolicyWorker",
     }
     if on_cpu():
         arguments["enforce_eager"] = True
