@@ -15,6 +15,7 @@ from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.runner import Runner
+from rollout.vllm.compat.runner_v2 import RunnerV2
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.methods.kvpop.scorers import head_digests
@@ -31,7 +32,14 @@ class PolicyWorker(Worker):
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)
-        self.runner = Runner(self.model_runner)
+        self.runner = (RunnerV2 if self.use_v2_model_runner else Runner)(self.model_runner)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Remove requests that have ended, and add those that begin, before vLLM builds the attention metadata."""
+        if (state := live_state()) is not None:
+            step = scheduler_output.kv_connector_metadata
+            state.begin(step.ended, step.begun)
+        return super().execute_model(scheduler_output)
 
 
 class EngineWorker(PolicyWorker):

@@ -46,10 +46,14 @@ class Runner:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.experts: Tensor | None = None  # of `capture`
-        runner.sampler = CheckedSampler(self)
+        runner.sampler = self.sampler()
         if on_cpu():  # compiling the ranking of sampled tokens would take 20 seconds, and the ranks are not used
             ranking = sampler.batched_count_greater_than
             sampler.batched_count_greater_than = getattr(ranking, "_torchdynamo_orig_callable", ranking)
+
+    def sampler(self) -> Any:
+        """Return our sampler, made from vLLM's."""
+        return CheckedSampler(self)
 
     @property
     def model(self) -> Any:
