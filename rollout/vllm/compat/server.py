@@ -137,7 +137,8 @@ def check_before_it_starts() -> None:
         refuse_requests()
         if config is not None and config.policy.schedule.evicts:
             refuse_what_goes_round_the_policy()
-        if vllm_config.speculative_config is None:  # with speculative decoding, vLLM uses another sampler
+        # with speculative decoding or a watermark, vLLM uses another sampler
+        if vllm_config.speculative_config is None and vllm_config.watermark_config is None:
             give_sequences_their_seeds()
         return vllm_config
 
@@ -182,13 +183,13 @@ def refuse_requests() -> None:
         if largest >= self.model_config.get_vocab_size():  # in the tokenizer, not in the model: the engine would crash
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
-    def validate_ours(self: Any, params: Any, supported_tasks: Any) -> None:
+    def validate_ours(self: Any, params: Any, supported_tasks: Any) -> Any:
         if KEY in (getattr(params, "extra_args", None) or {}):  # workers would take it for ours
             raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         structure = getattr(params, "structured_outputs", None)
         if structure is not None and (message := over_structure(structure)):
             raise RefusedError(message)
-        validate_parameters(self, params, supported_tasks)
+        return validate_parameters(self, params, supported_tasks)
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Raise an error if log-probs were not finite. Later code would drop the error of a stream without tokens."""
