@@ -143,6 +143,7 @@ class VLLMEngine:
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
+            "worker_cls": "rollout.vllm.worker.EngineWorker",
         }
         with plugin.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(
@@ -155,7 +156,6 @@ class VLLMEngine:
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 seed=0,
-                worker_cls="rollout.vllm.worker.EngineWorker",
                 **{name: value for name, value in options.items() if value is not None},
             )
         if not self.separate:
