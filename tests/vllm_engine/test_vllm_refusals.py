@@ -84,7 +84,7 @@ def test_a_live_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "message"), [("0.30.1", r"needs vLLM 0\.31\.\*, found .* 0\.30\.1"), (None, "not installed")]
+    ("installed", "message"), [("0.30.1", r"needs vLLM 0\.32\.\*, found .* 0\.30\.1"), (None, "not installed")]
 )
 def test_another_version_of_vllm_is_refused(
     installed: str | None, message: str, monkeypatch: pytest.MonkeyPatch

@@ -30,8 +30,6 @@ CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a 
         "fuse_rope_kvcache": False,
         "fuse_qk_norm_rope_kvcache": False,
         "fuse_attn_quant": False,
-        "enable_sp": False,
-        "fuse_gemm_comms": False,
     },
 }
 

@@ -180,13 +180,13 @@ def refuse_requests() -> None:
         if largest >= self.model_config.get_vocab_size():  # in the tokenizer, not in the model: the engine would crash
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
-    def validate_ours(self: Any, params: Any, supported_tasks: Any) -> None:
+    def validate_ours(self: Any, params: Any, supported_tasks: Any) -> Any:
         if KEY in (getattr(params, "extra_args", None) or {}):  # workers would take it for ours
             raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         structure = getattr(params, "structured_outputs", None)
         if structure is not None and (message := over_structure(structure)):
             raise RefusedError(message)
-        validate_parameters(self, params, supported_tasks)
+        return validate_parameters(self, params, supported_tasks)
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Raise an error if log-probs were not finite. Later code would drop the error of a stream without tokens."""
