@@ -356,19 +356,19 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             view.routers = RouterReplay.unrecorded(base_of(student).config, ids)
         others = learns and view.of_policy.losses is not None
         if not others and not balance and supports is None:
-            return self._forward(model, ids, positions, view, labels=labels, fused_lm_head=True), None
+            return self._forward(model, ids, positions, labels, view), None
 
-        def with_losses() -> tuple[Any, Tensor | None]:
+        def with_losses(*inputs: Any) -> tuple[Any, Tensor | None]:
             if supports is None:
-                out = self._forward(student.forward, ids, positions, view, labels=labels, fused_lm_head=True)
+                out = self._forward(student.forward, *inputs)
             else:
-                out = self._among_kept(base_of(student), supports, first, ids, positions, labels, view)
+                out = self._among_kept(base_of(student), supports, first, *inputs)
             if balance:
                 out.aux_loss = balancing_loss(view.routers.choices, real)
             return out, torch.stack(list(view.of_policy.losses.values())) if others else None
 
         # DDP and DeepSpeed track the outputs of their forward: a loss outside these outputs would get no gradient.
-        out, losses = self._redirect(model, student, with_losses)
+        out, losses = self._redirect(model, student, with_losses, ids, positions, labels, view)
         if losses is None:
             return out, None
         if scorers_learn:
@@ -377,15 +377,15 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 setattr(out, name, getattr(out, name).gather(1, back))
         return out, AuxiliaryLosses(losses, view.of_policy.recalls if scorers_learn else {})
 
-    def _forward(self, run: Any, ids: Tensor, positions: Tensor, view: Any, **options: Any) -> Any:
+    def _forward(self, model: Any, ids: Tensor, positions: Tensor, labels: Tensor, view: Any) -> Any:
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
         with self.accelerator.autocast():
-            unmasked = NO_MASK.to(ids.device)
-            return run(input_ids=ids, position_ids=positions, attention_mask=unmasked, kv_view=view, **options)
+            return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)
 
     def _among_kept(
         self, model: Any, supports: Supports, first: Tensor, ids: Tensor, positions: Tensor, labels: Tensor, view: Any
     ) -> Any:
-        """Run a base model, and score each token among those that its draw kept.
+        """Run a base model as `_forward` does, and score each token among those that its draw kept.
 
         first : column of each row's first token, int64 [rows, 1]
         """
@@ -395,10 +395,11 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         kept = supports.ids[scored[rows, columns][supports.draws]]  # mask_truncated_completions leaves draws out
         scale = 1 / getattr(model.config, "logits_scaling", 1.0) / self.temperature
         gathered = partial(maybe_gather_lm_head_ctx, head.weight, head.bias)
-        hidden = self._forward(model.get_decoder(), ids, positions, view, use_cache=False).last_hidden_state
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
         before = scored[:, 1:]  # True at the position before each scored token
         with self.accelerator.autocast():
-            scores = score_draws(hidden[:, :-1][before], head, labels[scored], sizes, kept, scale, gathered)
+            hidden = model.get_decoder()(**inputs, kv_view=view, use_cache=False).last_hidden_state[:, :-1]
+            scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale, gathered)
         kept, whole, entropy = (score.new_zeros(before.shape).masked_scatter(before, score) for score in scores)
         out = FusedCausalLMOutput(log_probs=kept, entropy=entropy)
         out.whole = whole
