@@ -244,7 +244,7 @@ def _cell(text: str) -> str:
 KEYS = (
     *("adam_beta1", "adam_beta2", "beta", "epsilon", "epsilon_high", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "learning_rate", "logging_steps", "loss_type", "lr_scheduler_type"),
-    *("max_completion_length", "max_grad_norm", "max_steps", "num_generations", "num_iterations", "num_train_epochs"),
+    *("max_completion_length", "max_grad_norm", "max_steps", "min_p", "num_generations", "num_iterations", "num_train_epochs"),
     *("output_dir", "per_device_train_batch_size", "report_to", "run_name", "save_steps", "save_total_limit"),
     *("scale_rewards", "seed", "steps_per_generation", "temperature", "top_k", "top_p", "warmup_steps"),
     *("weight_decay",),
@@ -254,6 +254,7 @@ THEIRS: dict[str, object] = {
     "loss_type": "dapo",
     "lr_scheduler_type": "linear",
     "max_completion_length": 512,
+    "min_p": None,
     "num_train_epochs": 3.0,
     "output_dir": None,
     "report_to": "none",

@@ -65,7 +65,7 @@ def test_the_importance_ratio_is_1_where_the_kept_tokens_are_replayed(name, grpo
         assert [line[f"ratio/{part}"] for part in ("mean", "p5", "p95", "max")] == pytest.approx([1] * 4, abs=1e-5)
         assert line["support/size"] >= 1
         assert 0 <= line["support/single"] < 1
-        assert settings["top_p"] - 1e-6 <= line["support/mass"] < 1 or settings["top_p"] == 1
+        assert (0.8 if name == "top_p" else 0.1) <= line["support/mass"] < 1
         if settings.get("importance_correction", "none") != "none":
             assert line["sampling/sampling_logp_difference/max"] <= NOISE
     assert all(line["grad_norm"] > 0 for line in lines)
