@@ -104,14 +104,14 @@ class GRPORecipe(SampledRecipe):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo
-        cut = grpo.top_p, grpo.top_k, grpo.min_p
-        return SamplingConfig(grpo.max_completion_length, grpo.temperature, *cut, n=samples, seed=self.seed)
+        return SamplingConfig(
+            grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k, n=samples, seed=self.seed
+        )
 
     def named_rewards(self) -> tuple[str, list[Any]]:
         return "rewards", self.rewards

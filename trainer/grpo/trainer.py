@@ -229,8 +229,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or None,
-            min_p=self.min_p or 0.0,
-            record_support=True,
             seed=self.sampling_seed(None if self.mode == "eval" else self._generations),
             stop_token_ids=self.eos_token_ids,
         )
