@@ -137,7 +137,7 @@ class Origin(Configuration):
     vocabulary : size of the model's vocabulary
     engine, dtype, exact : values of these recipe keys when the rollouts were sampled
     sampling : settings of sampling
-    evicts : true if entries can be evicted, so that there are trace files
+    evicts : true if entries can be evicted
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
     """
 
@@ -149,6 +149,11 @@ class Origin(Configuration):
     sampling: SamplingConfig
     evicts: bool
     made_by: dict[str, str]
+
+    @property
+    def has_traces(self) -> bool:
+        """True if there are trace files: if entries can be evicted, or if supports are recorded."""
+        return self.evicts or self.sampling.records_support
 
 
 def write_origin(folder: Path, origin: Origin) -> None:

@@ -22,6 +22,7 @@ from rollout.config import SamplingConfig
 from rollout.sampling import Uniforms, forced_token, sample
 from rollout.vllm.compat.arguments import KEY
 from sparse_rl.trace import NEVER
+from sparse_rl.trace.support import SupportRecord
 
 NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
 STEPS = 64  # maximum number of steps whose routed experts are held on the device
@@ -35,12 +36,14 @@ class Result(TypedDict):
     evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped, or if `preempted`
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
+    supports : name -> int32 array and shape, the sections of supports, if they are recorded
     """
 
     preempted: bool
     evict_at: bytes | None
     logprobs: bytes
     routed: bytes | None
+    supports: dict[str, tuple[bytes, list[int]]]
 
 
 class Dropped(NamedTuple):
@@ -67,6 +70,7 @@ class RunRecord:
         self._held = 0
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self.supports = SupportRecord()
         self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
         # request id -> (position of the first token, experts of the tokens, int16 [tokens, L, K]), per step
         self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -151,12 +155,14 @@ class RunRecord:
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
             preempted = request_id in self.preempted
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+            supports = self.supports.take(request_id, length)
             results.append(
                 {
                     "preempted": preempted,
                     "evict_at": None if dropped is None or preempted else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "routed": _by_position(self.routed.pop(request_id, None), length),
+                    "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
                 }
             )
         return results
@@ -228,6 +234,7 @@ class SequenceSampler(nn.Module):
         ]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
+        logprobs, supports = logprobs[:2], logprobs[2:]
         sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
             if (captured := self.runner.captured_experts) is not None:
@@ -235,6 +242,8 @@ class SequenceSampler(nn.Module):
                 ends = self.runner.query_start_loc.np[: len(ids) + 1]
                 self.record.route(ids, first, np.diff(ends), captured[: int(ends[-1])])
             self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
+            for bits in supports:
+                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
         return sampled, None
 
 

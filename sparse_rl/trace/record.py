@@ -305,7 +305,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
         if missing := [needed for needed in section.needs if needed not in sections]:
             raise TraceError(f"a trace with the section {name} also needs {missing[0]}; it has {', '.join(sections)}")
     for name, section in declarations.items():
-        seen = sections if "layer" in section.axes else part
+        seen = sections if "layer" in section.axes or name in SUPPORT else part
         if name in sections and (mistake := section.check(sections[name], seen, prompt)):
             raise TraceError(mistake)
 

@@ -111,6 +111,16 @@ class Supports:
         draw = torch.arange(len(self.sizes), device=self.ids.device)
         return draw.repeat_interleave(self.sizes, output_size=len(self.ids))
 
+    def logprobs(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """Return the log-prob of each drawn token among its support, float32 [N].
+
+        logits : float32 [N, V], divided by the sampling temperature
+        drawn : token ids, int64 [N]
+        """
+        kept = torch.zeros_like(logits, dtype=torch.bool)
+        kept[self.draws, self.ids.long()] = True
+        return logits.masked_fill(~kept, float("-inf")).log_softmax(-1).gather(-1, drawn[:, None])[:, 0]
+
 
 class SupportRecord:
     """Records the supports of draws while sequences are sampled. A key stands for a sequence."""
