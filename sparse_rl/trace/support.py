@@ -29,7 +29,8 @@ AT_ONCE = 2**18  # words of 32 bits that are unpacked at a time
 def packed(kept: Tensor) -> Tensor:
     """Return supports as bits, int32 [B, W], from a mask of the tokens in each, bool [B, V]. Never waits."""
     words = F.pad(kept, (0, -kept.shape[-1] % 32)).unflatten(-1, (-1, 32)).int()
-    return words.bitwise_left_shift_(torch.arange(32, device=kept.device)).sum(-1, dtype=torch.int32)
+    bit = torch.arange(32, dtype=torch.int32, device=kept.device)
+    return words.bitwise_left_shift_(bit).sum(-1, dtype=torch.int32)
 
 
 def unpacked(bits: Tensor, sizes: Tensor) -> Tensor:
