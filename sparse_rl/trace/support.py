@@ -180,7 +180,7 @@ def _check(bits: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """No token of the prompt was drawn; the supports have the sizes that are recorded; their ids ascend, within V."""
     sizes, ids, words = sections["support_sizes"].long(), sections["support"], bits.shape[1]
     small, wide = sizes[(sizes > 0) & (sizes <= words)], sizes[sizes > words]
-    if bool((sizes < 0).any()) or bool(sizes[:prompt].any() if prompt is not None else False):
+    if bool((sizes < 0).any()) or bool(sizes[: prompt or 1].any()):
         return "support_sizes has a number below 0, or a support of a token of the prompt, which was not drawn"
     if (len(ids), len(bits)) != (int(small.sum()), len(wide)):
         wanted = f"{int(small.sum())} ids and {len(wide)} rows of bits"
