@@ -203,12 +203,12 @@ def sample(
     logprobs = (logits.float() / sampling.temperature if scaled else logits.float()).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
     processed = truncate(logprobs, sampling.top_p, sampling.top_k, sampling.min_p) if cut else logprobs
-    return *drawn(logprobs, processed, uniform, forced), *_supports(processed, forced, cut and sampling.records_support)
+    return drawn(logprobs, processed, uniform, forced, cut and sampling.record_support)
 
 
 def drawn(
-    logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None, record: bool = False
+) -> tuple[Tensor, ...]:
     """Sample tokens as `sample` does. logprobs, processed : float32 [B, V], before and after the truncation"""
     if uniform is None:
         tokens = logprobs.argmax(-1)
@@ -218,15 +218,11 @@ def drawn(
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
     if forced is not None:
         tokens = torch.where(forced < 0, tokens, forced)
-    index = tokens[:, None]
-    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
-
-
-def _supports(processed: Tensor, forced: Tensor | None, recorded: bool) -> tuple[Tensor, ...]:
-    if not recorded:
-        return ()
+    results = tokens, *(values.gather(-1, tokens[:, None])[:, 0] for values in (processed, logprobs))
+    if not record:
+        return results
     bits = packed(processed > float("-inf"))
-    return (bits if forced is None else bits.masked_fill(forced[:, None] >= 0, 0),)
+    return *results, bits if forced is None else bits.masked_fill(forced[:, None] >= 0, 0)
 
 
 def truncate(logprobs: Tensor, top_p: float, top_k: int | None, min_p: float = 0.0) -> Tensor:
@@ -287,7 +283,7 @@ def sample_reference(
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
     processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k, sampling.min_p) if cut else logprobs
-    return *drawn(logprobs, processed, uniform, forced), *_supports(processed, forced, cut and sampling.records_support)
+    return drawn(logprobs, processed, uniform, forced, cut and sampling.record_support)
 
 
 def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None, min_p: float = 0.0) -> Tensor:

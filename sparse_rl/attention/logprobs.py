@@ -71,13 +71,16 @@ def replay_logprobs(
         for i, rollout in enumerate(batch):
             first, end = len(rollout.prompt_ids), len(rows[i])
             scaled = logits[i, first - 1 : end - 1].float() / (temperature or 1.0)
-            logprobs, drawn = scaled.log_softmax(-1).gather(-1, ids[i, first:end, None])[:, 0], ids[i, first:end]
+            drawn = ids[i, first:end, None]
+            logprobs = scaled.log_softmax(-1).gather(-1, drawn)[:, 0]
             if truncated:
-                within, supports = logprobs, Supports.of([rollout.trace], model.config.vocab_size, device)
-                if supports is not None:
+                kept = torch.ones_like(scaled, dtype=torch.bool)
+                if (supports := Supports.of([rollout.trace], model.config.vocab_size, device)) is not None:
                     place = supports.tokens - first
-                    within = within.index_put((place,), supports.logprobs(scaled[place], drawn[place]))
-                logprobs = torch.stack([logprobs, within], dim=-1)
+                    kept[place] = False
+                    kept[place[supports.draws], supports.ids.long()] = True
+                within = scaled.masked_fill(~kept, float("-inf")).log_softmax(-1)
+                logprobs = torch.stack([logprobs, within.gather(-1, drawn)[:, 0]], dim=-1)
             out.append(logprobs)
     return out
 

@@ -13,22 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl.trace.record import EvictionTrace, pinned
-from sparse_rl.trace.sections import SUPPORT, Section, Sections, TraceError
+from sparse_rl.trace.sections import SUPPORT, Check, Section, Sections, TraceError
 
 HELD = 16  # steps whose supports are held on the device
-ROWS = 64  # supports that are unpacked at a time, each of V bits
+AT_ONCE = 2**18  # words of 32 bits that are unpacked at a time
 
 
 def packed(kept: Tensor) -> Tensor:
     """Return supports as bits, int32 [B, W], from a mask of the tokens in each, bool [B, V]. Never waits."""
     words = F.pad(kept, (0, -kept.shape[-1] % 32)).unflatten(-1, (-1, 32)).int()
-    return words.bitwise_left_shift_(_bit_numbers(kept)).sum(-1, dtype=torch.int32)
+    bit = torch.arange(32, dtype=torch.int32, device=kept.device)
+    return words.bitwise_left_shift_(bit).sum(-1, dtype=torch.int32)
 
 
 def unpacked(bits: Tensor, sizes: Tensor) -> Tensor:
@@ -38,23 +40,20 @@ def unpacked(bits: Tensor, sizes: Tensor) -> Tensor:
     sizes : numbers of tokens in the supports, int64 [N] in host memory
     """
     ids = [torch.empty(0, dtype=torch.int32, device=bits.device)]
-    for some, counts in zip(bits.split(ROWS), sizes.split(ROWS), strict=True):
-        flags = (some[..., None] >> _bit_numbers(bits)).bitwise_and_(1).flatten()
+    rows = max(1, AT_ONCE // max(1, bits.shape[1]))
+    for some, counts in zip(bits.split(rows), sizes.split(rows), strict=True):
+        bit = torch.arange(32, dtype=torch.int32, device=bits.device)
+        flags = (some[..., None] >> bit).bitwise_and_(1).flatten()
         places = torch.nonzero_static(flags, size=int(counts.sum()))[:, 0]
         ids.append((places % (32 * bits.shape[1])).int())
     return torch.cat(ids)
 
 
-def _bit_numbers(like: Tensor) -> Tensor:
-    return torch.arange(32, dtype=torch.int32, device=like.device)
-
-
-def _count(bits: Tensor) -> Tensor:
-    """Return the number of tokens in each support, int64 [N], from bits [N, W]: sums of 2, of 4, and of 8 bits."""
-    x = bits - ((bits >> 1) & 0x55555555)
+def _count(words: Tensor) -> Tensor:
+    """Return the number of set bits of each int32: sums of 2, of 4 and of 8 bits, and of the 4 bytes."""
+    x = words - ((words >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return sum(((x >> shift) & 0xFF).sum(-1) for shift in (0, 8, 16, 24))  # type: ignore[return-value]
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).long()
 
 
 @dataclass(frozen=True)
@@ -81,45 +80,33 @@ class Supports:
         """
         if any(name not in trace.further for trace in traces for name in SUPPORT):
             return None
-        by_token, ids, bits = ([trace.further[name] for trace in traces] for name in SUPPORT)
-        of_row = [sizes.nonzero()[:, 0] for sizes in by_token]
-        counts = torch.tensor(list(map(len, of_row)))
-        sizes = torch.cat([sizes[tokens] for sizes, tokens in zip(by_token, of_row, strict=True)]).long()
-        small, wide = torch.cat(ids), torch.cat(bits)
-        words, beyond = wide.shape[1], 32 * wide.shape[1] - vocabulary
-        if not 0 <= beyond < 32:
+        by_token, ids, bits = (torch.cat([trace.further[name] for trace in traces]) for name in SUPPORT)
+        drawn, lengths = by_token.nonzero()[:, 0], torch.tensor(list(map(len, traces)))
+        sizes, row = by_token[drawn].long(), torch.arange(len(traces)).repeat_interleave(lengths)[drawn]
+        token = drawn - (lengths.cumsum(0) - lengths)[row]
+        words, unused = bits.shape[1], 32 * bits.shape[1] - vocabulary
+        if not 0 <= unused < 32:
             raise TraceError(f"supports over {32 * words} tokens do not fit a model with {vocabulary}; sample again")
-        last = wide[:, -1] >> (31 - beyond) >> 1  # a shift by 32 is not defined
-        if bool((small >= vocabulary).any()) or bool((beyond > 0) & (last != 0).any()):
+        last = bits[:, -1:].long() & 0xFFFFFFFF
+        if bool((ids >= vocabulary).any()) or bool((last >= 1 << (32 - unused)).any()):
             raise TraceError(f"a support has a token id of {vocabulary} or more, but the model has no such token")
 
         def sent(values: Tensor) -> Tensor:
             return pinned(values, device).to(device, non_blocking=True)
 
-        joined = sent(small)
-        if len(wide):
+        joined = sent(ids)
+        if len(bits):
             large = sizes > words
-            of_wide = large.repeat_interleave(sizes)
-            joined = joined.new_empty(len(of_wide)).index_copy_(0, sent((~of_wide).nonzero()[:, 0]), joined)
-            joined.index_copy_(0, sent(of_wide.nonzero()[:, 0]), unpacked(sent(wide), sizes[large]))
-        rows = torch.arange(len(traces)).repeat_interleave(counts)
-        return cls(sent(rows), sent(torch.cat(of_row)), sent(sizes), joined)
+            of_large = large.repeat_interleave(sizes)
+            joined = joined.new_empty(len(of_large)).index_copy_(0, sent((~of_large).nonzero()[:, 0]), joined)
+            joined.index_copy_(0, sent(of_large.nonzero()[:, 0]), unpacked(sent(bits), sizes[large]))
+        return cls(sent(row), sent(token), sent(sizes), joined)
 
     @property
     def draws(self) -> Tensor:
         """The draw to which each of `ids` belongs: int64 [sum of sizes]."""
         draw = torch.arange(len(self.sizes), device=self.ids.device)
         return draw.repeat_interleave(self.sizes, output_size=len(self.ids))
-
-    def logprobs(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """Return the log-prob of each drawn token among its support, float32 [N].
-
-        logits : float32 [N, V], divided by the sampling temperature
-        drawn : token ids, int64 [N]
-        """
-        kept = torch.zeros_like(logits, dtype=torch.bool)
-        kept[self.draws, self.ids.long()] = True
-        return logits.masked_fill(~kept, float("-inf")).log_softmax(-1).gather(-1, drawn[:, None])[:, 0]
 
 
 class SupportRecord:
@@ -143,32 +130,34 @@ class SupportRecord:
         if not self._held:
             return
         bits = torch.cat([bits for _, bits in self._held])
-        counts = _count(bits)
-        sizes, large = counts.cpu(), counts > bits.shape[1]
-        wide, ids = bits[large].cpu(), unpacked(bits[~large], sizes[~large.cpu()]).cpu()
-        of_wide, of_small = iter(wide), iter(ids.split(sizes[sizes <= bits.shape[1]].tolist()))
+        self.words = bits.shape[1]
+        row, word = bits.nonzero(as_tuple=True)  # words without bits, which are most, are skipped
+        counts = _count(bits[row, word])
+        by_row = torch.zeros(len(bits), dtype=torch.int64, device=bits.device).index_add_(0, row, counts)
+        large = by_row > self.words
+        row, word, counts = (values[~large[row]] for values in (row, word, counts))
+        ids = unpacked(bits[row, word][:, None], counts.cpu()) + 32 * word.repeat_interleave(counts).int()
+        sizes = by_row.cpu()
+        of_large = iter(bits[large].cpu().split(1))
+        of_small = iter(ids.cpu().split(sizes[sizes <= self.words].tolist()))
         places = (place for places, _ in self._held for place in places)
         for (key, step), size in zip(places, sizes.tolist(), strict=True):
-            support = next(of_wide if size > bits.shape[1] else of_small)
+            support = next(of_large if size > self.words else of_small)
             self.drawn.setdefault(key, {})[step] = size, support
-        self.words = bits.shape[1]
         self._held.clear()
 
     def take(self, key: Hashable, length: int) -> dict[str, Tensor]:
-        """Return the sections of a sequence of `length` tokens, which ends with those drawn, and forget it; {} if
+        """Return the sections of a sequence of `length` tokens, the last of which were drawn, and forget it; {} if
         nothing was recorded.
         """
         self._settle()
         if not (by_step := self.drawn.pop(key, None)):
             return {}
         drawn = [by_step[step] for step in range(len(by_step))]
-        sizes = torch.zeros(length, dtype=torch.int32)
-        sizes[length - len(drawn) :] = torch.tensor([size for size, _ in drawn])
-        ids = [support for size, support in drawn if size <= self.words]
-        bits = [support for size, support in drawn if size > self.words]
-        none = sizes.new_empty(0)
-        wide = torch.stack(bits) if bits else none.new_empty(0, self.words)
-        return dict(zip(SUPPORT, (sizes, torch.cat([none, *ids]), wide), strict=True))
+        sizes = torch.tensor([0] * (length - len(drawn)) + [size for size, _ in drawn], dtype=torch.int32)
+        small, large = ([x for size, x in drawn if (size > self.words) is wide] for wide in (False, True))
+        none = sizes.new_empty(0, self.words)
+        return dict(zip(SUPPORT, (sizes, torch.cat([none[:, 0], *small]), torch.cat([none, *large])), strict=True))
 
 
 def check_drawn(trace: EvictionTrace, tokens: Sequence[int]) -> None:
@@ -176,77 +165,41 @@ def check_drawn(trace: EvictionTrace, tokens: Sequence[int]) -> None:
     if SUPPORT[0] not in trace.further or not trace.validate:
         return
     sizes, ids, bits = (trace.further[name] for name in SUPPORT)
-    places, words = sizes.nonzero()[:, 0], bits.shape[1]
-    drawn, large = torch.tensor(tokens)[places], sizes[places] > words
-    has, small = torch.zeros(len(places), dtype=torch.bool), (~large).nonzero()[:, 0]
-    draw = small.repeat_interleave(sizes[places][small])
-    has[draw[ids == drawn[draw]]] = True
-    of_wide = drawn[large]
-    has[large] = (bits.gather(1, (of_wide // 32)[:, None])[:, 0] >> (of_wide % 32) & 1).bool()
-    if not bool(has.all()):
-        place = int(places[~has][0])
-        raise TraceError(f"token {place} of the sequence, id {tokens[place]}, is not in the support it was drawn from")
+    drawn, sizes = torch.tensor(tokens)[sizes > 0], sizes[sizes > 0]
+    large = sizes > bits.shape[1]
+    small, wide = drawn[~large].repeat_interleave(sizes[~large]), drawn[large, None]
+    found = int((ids == small).sum()) + int((bits.gather(1, wide // 32) >> wide % 32 & 1).sum())
+    if found < len(drawn):  # an id occurs once in a support
+        raise TraceError(f"{len(drawn) - found} sampled tokens are not in the supports that they were drawn from")
 
 
 # ---- the sections ---------------------------------------------------------------------------------------------------
 
 
-def _check_sizes(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Sizes are not negative, and no token of the prompt was drawn."""
-    if bool((values < 0).any()):
-        return f"support_sizes has {int(values.min())}, but a support has no less than 0 tokens"
-    if prompt is not None and bool(values[:prompt].any()):
-        return f"support_sizes has a support for token {int(values.nonzero()[0])}, which is in the prompt"
+def _check(bits: Tensor, sections: Sections, prompt: int | None) -> str | None:
+    """No token of the prompt was drawn; the supports have the sizes that are recorded; their ids ascend, within V."""
+    sizes, ids, words = sections["support_sizes"].long(), sections["support"], bits.shape[1]
+    small, wide = sizes[(sizes > 0) & (sizes <= words)], sizes[sizes > words]
+    if bool((sizes < 0).any()) or bool(sizes[: prompt or 1].any()):
+        return "support_sizes has a number below 0, or a support of a token of the prompt, which was not drawn"
+    if (len(ids), len(bits)) != (int(small.sum()), len(wide)):
+        wanted = f"{int(small.sum())} ids and {len(wide)} rows of bits"
+        return f"the supports have {len(ids)} ids and {len(bits)} rows of bits, but support_sizes says {wanted}"
+    if bool((_count(bits).sum(-1) != wide).any()):
+        return "support_bits has a row with more or fewer tokens than support_sizes says"
+    same = torch.arange(len(small)).repeat_interleave(small).diff() == 0
+    if bool((same & (ids.diff() <= 0)).any()) or bool(((ids < 0) | (ids >= 32 * words)).any()):
+        return f"support has ids of one draw that do not ascend, or an id outside 0 to {32 * words - 1}"
     return None
 
 
-def _check_ids(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """The supports of at most W tokens have as many ids as support_sizes says, ascending and below 32 W."""
-    sizes, words = sections["support_sizes"].long(), sections["support_bits"].shape[1]
-    sizes = sizes[(sizes > 0) & (sizes <= words)]
-    if int(sizes.sum()) != len(values):
-        return f"support has {len(values)} token ids, but support_sizes says {int(sizes.sum())}"
-    outside = (values < 0) | (values >= 32 * words)
-    if bool(outside.any()):
-        return f"support has the token id {int(values[outside][0])}, but its vocabulary has at most {32 * words} tokens"
-    draw = torch.arange(len(sizes)).repeat_interleave(sizes)
-    wrong = (values[1:] <= values[:-1]) & (draw[1:] == draw[:-1])
-    if bool(wrong.any()):
-        before, after = values[int(wrong.nonzero()[0]) :][:2].tolist()
-        return f"support has the token id {after} after {before} in one draw: ids ascend, and none occurs twice"
-    return None
+def _section(name: str, *axes: str, check: Check = lambda *_: None) -> Section:
+    def joined(rows: Sequence[Tensor], *_: object) -> Tensor:
+        return torch.cat(list(rows))  # `Supports.of` reads the traces themselves
+
+    shape: dict[str, Any] = {"dtype": torch.int32, "axes": axes, "joined": axes[0]}
+    return Section(name=name, **shape, check=check, batch=joined, pack=joined, needs=SUPPORT)
 
 
-def _check_bits(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """There are bits for each support of more than W tokens, and as many as support_sizes says."""
-    sizes = sections["support_sizes"].long()
-    sizes = sizes[sizes > values.shape[1]]
-    if len(sizes) != len(values):
-        wide = f"{len(sizes)} draws of more than {values.shape[1]} tokens"
-        return f"support_bits has {len(values)} rows, but support_sizes has {wide}"
-    wrong = (_count(values) != sizes).nonzero()[:, 0]
-    if len(wrong):
-        draw = int(wrong[0])
-        return f"support_bits[{draw}] has {int(_count(values)[draw])} tokens, but support_sizes says {int(sizes[draw])}"
-    return None
-
-
-def _joined(rows: Sequence[Tensor], starts: Sequence[int], ends: object) -> Tensor:
-    return torch.cat(list(rows))  # `Supports.of` reads the traces themselves
-
-
-SECTIONS = tuple(
-    Section(
-        name=name,
-        dtype=torch.int32,
-        axes=axes,
-        joined=axes[0],
-        check=check,
-        batch=_joined,
-        pack=_joined,
-        needs=tuple(other for other in SUPPORT if other != name),
-    )
-    for name, axes, check in zip(
-        SUPPORT, (("token",), ("id",), ("wide_draw", "word")), (_check_sizes, _check_ids, _check_bits), strict=True
-    )
-)
+SIZES, IDS, BITS = SUPPORT
+SECTIONS = _section(SIZES, "token"), _section(IDS, "id"), _section(BITS, "wide_draw", "word", check=_check)
