@@ -105,15 +105,8 @@ class GRPORecipe(SampledRecipe):
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo
-        return SamplingConfig(
-            grpo.max_completion_length,
-            grpo.temperature,
-            grpo.top_p,
-            grpo.top_k,
-            grpo.min_p,
-            n=samples,
-            seed=self.seed,
-        )
+        cut = grpo.top_p, grpo.top_k, grpo.min_p
+        return SamplingConfig(grpo.max_completion_length, grpo.temperature, *cut, n=samples, seed=self.seed)
 
     def named_rewards(self) -> tuple[str, list[Any]]:
         return "rewards", self.rewards

@@ -244,15 +244,7 @@ def _cell(text: str) -> str:
 KEYS = (
     *("adam_beta1", "adam_beta2", "beta", "epsilon", "epsilon_high", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "learning_rate", "logging_steps", "loss_type", "lr_scheduler_type"),
-    *(
-        "max_completion_length",
-        "max_grad_norm",
-        "max_steps",
-        "min_p",
-        "num_generations",
-        "num_iterations",
-        "num_train_epochs",
-    ),
+    *("max_completion_length", "max_grad_norm", "max_steps", "num_generations", "num_iterations", "num_train_epochs"),
     *("output_dir", "per_device_train_batch_size", "report_to", "run_name", "save_steps", "save_total_limit"),
     *("scale_rewards", "seed", "steps_per_generation", "temperature", "top_k", "top_p", "warmup_steps"),
     *("min_p", "weight_decay"),
