@@ -232,9 +232,10 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
                 around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
                 if not around <= set(held) or len(held) != sinks + window + kept_count:
                     return False
-    if names & SUPPORTS:
-        if not names >= SUPPORTS or not possible_supports(further, prompt, sections["support_bits"].shape[1]):
-            return False
+    if names & SUPPORTS and not names >= SUPPORTS:
+        return False
+    if names & SUPPORTS and not possible_supports(further, prompt, sections["support_bits"].shape[1]):
+        return False
     if "routed" in names and not all(possible_experts(layer, length) for layer in further["routed"]):
         return False
     return "opened" not in names or possible_pages(further, prompt, length)
