@@ -105,8 +105,8 @@ class GRPORecipe(SampledRecipe):
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo
-        truncation = {"top_p": grpo.top_p, "top_k": grpo.top_k, "min_p": grpo.min_p}
-        return SamplingConfig(grpo.max_completion_length, grpo.temperature, **truncation, n=samples, seed=self.seed)
+        cut = grpo.top_p, grpo.top_k, grpo.min_p
+        return SamplingConfig(grpo.max_completion_length, grpo.temperature, *cut, n=samples, seed=self.seed)
 
     def named_rewards(self) -> tuple[str, list[Any]]:
         return "rewards", self.rewards

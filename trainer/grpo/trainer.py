@@ -135,8 +135,8 @@ class TracedBatch:
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
-    logprobs : log-probs from the first forward pass, which is the trained model's, float [2, rows, completion width],
-        detached: of the distribution that was sampled from, and before top-p, top-k and min-p
+    logprobs : log-probs of the first forward pass, which is the trained model's if it scores, float [2, rows,
+        completion width], detached: after top-p, top-k and min-p, as the sampler drew, and before
     auxiliary : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
     """
 
@@ -144,7 +144,7 @@ class TracedBatch:
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
-    logprobs: Tensor | None = None
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     auxiliary: AuxiliaryLosses | None = None
 
 
@@ -315,7 +315,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 if compute_aux_loss:
                     balancing.append(out.aux_loss)
         scored = torch.cat(logps)
-        if self.batch.logprobs is None:  # else this is the reference model's pass, which follows
+        if not len(self.batch.logprobs):  # else this is the reference model's pass, which follows
             self.batch.logprobs = torch.stack([scored.detach(), torch.cat(whole)])
         self.batch.auxiliary = AuxiliaryLosses.of_chunks(auxiliary, list(map(len, logps))) if auxiliary else None
         aux_loss = torch.stack(balancing).mean() if compute_aux_loss else None
