@@ -281,7 +281,12 @@ class VLLMEngine:
             for request, *results in zip(part, *ranks, strict=True):
                 output, length = sampled[request.place], lengths[request.place]
                 logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
-                numbers = (logprobs, model_logprobs, self._trace(request, results, length), output.finish_reason)
+                supports = {
+                    name: torch.from_numpy(np.frombuffer(values, np.int32).reshape(shape).copy())
+                    for name, (values, shape) in results[0]["supports"].items()
+                }
+                trace = self._trace(request, results, length).beside(supports)
+                numbers = logprobs, model_logprobs, trace, output.finish_reason
                 yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
 
     def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:

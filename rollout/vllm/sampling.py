@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rollout.config import SamplingConfig
 from rollout.sampling import Uniforms, forced_token, sample
 from sparse_rl.trace import NEVER
+from sparse_rl.trace.support import SupportRecord
 
 NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
 STEPS = 64  # maximum number of steps whose routed experts are held on the device
@@ -33,11 +34,13 @@ class Result(TypedDict):
     evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
+    supports : name -> int32 array and shape, the sections of supports, if they are recorded
     """
 
     evict_at: bytes | None
     logprobs: bytes
     routed: bytes | None
+    supports: dict[str, tuple[bytes, list[int]]]
 
 
 class Dropped(NamedTuple):
@@ -63,6 +66,7 @@ class RunRecord:
         self._held = 0
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self.supports = SupportRecord()
         self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
         # request id -> (position of the first token, experts of the tokens, int16 [tokens, L, K]), per step
         self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -144,11 +148,13 @@ class RunRecord:
             request_id = request_of[place]
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+            supports = self.supports.take(request_id, length)
             results.append(
                 {
                     "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "routed": _by_position(self.routed.pop(request_id, None), length),
+                    "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
                 }
             )
         return results
@@ -218,11 +224,14 @@ class SequenceSampler(nn.Module):
         ]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
+        logprobs, supports = logprobs[:2], logprobs[2:]
         sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
             if (routes := self.runner.routes(len(ids))) is not None:
                 self.record.route(ids, *routes)
             self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
+            for bits in supports:
+                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
         return sampled, None
 
 
