@@ -121,9 +121,9 @@ class CheckedSampler(Sampler):
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """Return bool [B]: True for a request whose logits [B, V] have NaN, +inf or only -inf, or with a NaN score of the
-    policy. A grammar has written -inf for what it forbids.
+    """Return bool [B]: True for a request whose logits [B, V] have NaN or +inf, or with a NaN score of the policy. A
+    grammar has written -inf for what it forbids, which may be everything.
     """
-    failed = ~logits.amax(-1).isfinite()
+    failed = ~(logits.amax(-1) < torch.inf)
     state = live_state()
     return failed if state is None else failed | state.failed_rows(len(logits))
