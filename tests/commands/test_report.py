@@ -74,8 +74,8 @@ def test_what_truncated_sampling_trained_is_said(tmp_path):
         lines = [json.dumps({**json.loads(line), **more}) + "\n" for line in file.read_text().splitlines()]
         file.write_text("".join(lines))
     assert main(["report", str(tmp_path)]) == 0
-    said = re.findall(r"(\w+): top-p, top-k or min-p kept (\S+) of", (tmp_path / "report.html").read_text())
-    assert said == [("top_p", "97.5%")]
+    labels = re.findall(r"(\w+): top-p, top-k or min-p kept (\S+) of", (tmp_path / "report.html").read_text())
+    assert labels == [("top_p", "97.5%")]
 
 
 def test_trainings_stand_beside_the_model_before_training(tmp_path, monkeypatch):
