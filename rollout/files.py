@@ -140,14 +140,14 @@ class RolloutFiles:
             if self.origin.sampling.truncated_support:
                 model_logprobs = _logprobs(line, "model_logprobs", len(completion))
             own = trace if isinstance(trace, EvictionTrace) else trace(length=len(prompt) + len(completion))
+            if len(own) != (tokens := len(prompt) + len(completion)):
+                wrong = f"{file} holds a trace of {len(own)} tokens, but the line has {tokens}"
+                raise UserError(f"{wrong}: the two files do not belong together")
             reason: Literal["stop", "length"] = "stop" if line.get("finish_reason") == "stop" else "length"
             rollout = Rollout(prompt, completion, logprobs, model_logprobs, own, reason)
         except (ValueError, RecursionError) as error:
             problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
-        if len(own) != (tokens := len(prompt) + len(completion)):
-            theirs = f"line {number} of {COMPLETIONS} has {tokens}: the two files do not belong together"
-            raise UserError(f"{file} holds a trace of {len(own)} tokens, but {theirs}")
         return rollout
 
 

@@ -164,6 +164,8 @@ def check_drawn(trace: EvictionTrace, tokens: Sequence[int]) -> None:
     """Raise TraceError if a token id of a sequence does not belong to the support that its trace records for it."""
     if SUPPORT[0] not in trace.further or not trace.validate:
         return
+    if len(tokens) != len(trace):
+        raise TraceError(f"a trace of {len(trace)} tokens does not fit a sequence of {len(tokens)}")
     sizes, ids, bits = (trace.further[name] for name in SUPPORT)
     drawn, sizes = torch.tensor(tokens)[sizes > 0], sizes[sizes > 0]
     large = sizes > bits.shape[1]

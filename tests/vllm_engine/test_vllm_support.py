@@ -26,6 +26,7 @@ def test_log_probs_among_the_supports_are_the_samplers(
 ) -> None:
     """Prompts are prefilled in pieces, so that some tokens are sampled several times."""
     trained, policy = name == "quickstart", policy_of("gkv", budget=32, window=8, period=8)
+    cut = {"min_p": 0.6} if name == "granite" and "min_p" in cut else cut  # its logits are divided by 3
     model = TRAINED if trained else name
     engine = open_engine(policy, model, shared=True, max_num_batched_tokens=64)
     prompts = quickstart_prompts(4) if trained else random_prompts((5, 40, 150))
