@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer_runs import GKV, trained
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.models.load import load_model
 from sparse_rl.trace import EvictionTrace, Supports
@@ -166,6 +167,14 @@ def test_the_guard_stops_a_wrong_trace(settings, grpo):
     with pytest.raises(ReplayGapError, match=r"replay gap: .* beyond the limit"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_an_engine_that_records_no_supports_is_refused(grpo):
+    trainer = grpo(top_p=0.9)
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda prompts, sampling: generate(prompts, replace(sampling, record_support=False))
+    with pytest.raises(UserError, match="the engine records no supports"):
+        trainer.train()
 
 
 def test_full_attention_in_training_keeps_the_supports(metrics_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tiny import directory_of, policy_of
 
 from rollout.vllm import serve
 from rollout.vllm.compat.arguments import KEY, engine_arguments, model_arguments
+from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
 from sparse_rl.policies import make_policy
 
@@ -90,6 +92,8 @@ def test_unsafe_fields_of_clients_are_refused(
     assert processed(SamplingParams(), [5, beyond]).prompt_token_ids[1] == beyond  # control: vLLM does not refuse it
     assert processed(SamplingParams(), resumable=True).resumable
     monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)  # put back after the test
+    with pytest.raises(UserError, match="leave --watermark-config out"):
+        server.check_requests(SimpleNamespace(**{**vars(engine.vllm_config), "watermark_config": {}}))
     server.check_requests(engine.vllm_config)
     for says, arguments in refused:
         with pytest.raises(VLLMValidationError, match=says):

@@ -43,6 +43,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
+from sparse_rl.trace.sections import SUPPORT
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig
@@ -242,6 +243,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
+            if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
+                raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
         replayed = self.args.sparse.train_attention == "replay"
         self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
         self.batch.rollouts = rollouts

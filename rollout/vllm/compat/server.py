@@ -163,8 +163,9 @@ def check_requests(vllm_config: Any) -> None:
 
     config, vocab_size = arguments.cache_config(vllm_config), vllm_config.model_config.get_vocab_size()
     whole_prompts = config is not None and config.physical
-    # with speculative decoding or a watermark, vLLM uses another sampler
-    seeded = vllm_config.speculative_config is None and vllm_config.watermark_config is None
+    if vllm_config.watermark_config is not None:
+        raise UserError("vLLM draws tokens with a watermark by a sampler of its own; leave --watermark-config out")
+    seeded = vllm_config.speculative_config is None  # with speculative decoding, vLLM uses another sampler
     process: Any = InputProcessor.process_inputs
 
     @wraps(process)
