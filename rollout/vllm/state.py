@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
 from sparse_rl.errors import UserError
@@ -56,18 +57,32 @@ class Behind:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """The holder (scheduler.py) of whose entries a request begins with a copy.
+
+    source, target : blocks of the holder, and as many of the request
+    """
+
+    holder: str
+    source: Sequence[int]
+    target: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Begun:
     """A request that was admitted, for the first time or after a preemption. All its tokens are prefilled densely.
 
     block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
     behind : compacted context that the request continues, if any, whose tokens need no forward pass
+    fork : holder of all tokens of the prompt but the last, if any, which then need no forward pass
     """
 
     request_id: str
     block: int
     prompt: int
     behind: Behind | None = None
+    fork: Fork | None = None
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,7 @@ class CacheState:
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
         rows = vllm_config.scheduler_config.max_num_seqs
+        rows += most_holders(self.policy, rows)
         window = self.policy.last_queries or int(self.policy.every_query)
         self.arrangement = Arrangement.of([keys for keys, _ in self.caches])
         joined, apart = self.arrangement.joined, self.arrangement.apart
@@ -264,6 +280,7 @@ class CacheState:
         self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # for each row: a score was NaN
         number = torch.arange(count, device=self.device)
         self.first_block, self.first_row = number * self.arrangement.of_layer, number * (rows + 1)  # of each layer
+        self.memory: dict[str, Tensor] = {}  # name -> [L, rows, ...], the policy's memory of each request
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # record of the current run; a server keeps none
 
@@ -278,13 +295,33 @@ class CacheState:
         for request in begun:
             self.row_of[request.block] = self.free_rows.pop()
             self.prompts[request.block] = request.prompt
-        numbers = [0 if self.record is None else self.record.begin(request.request_id) for request in begun]
+        numbers = [
+            0 if self.record is None else self.record.begin(request.request_id, request.fork and request.fork.holder)
+            for request in begun
+        ]
         if begun:
             first = self._sent([request.block for request in begun])
             self.prompt_length[first] = self._sent([request.prompt for request in begun])
             self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
+            self.copy([request.fork for request in begun if request.fork is not None])
+
+    def copy(self, forks: Sequence[Fork]) -> None:
+        """Copy what is in the blocks and the rows of holders to those of the samples that begin."""
+        if not forks:
+            return
+        source, target = (
+            self._sent([block for fork in forks for block in blocks(fork)])
+            for blocks in (lambda fork: fork.source, lambda fork: fork.target)
+        )
+        for layer, caches in enumerate(self.caches):
+            state = (value[layer] for value in self.state.values())
+            for buffer in (*caches, self.positions[layer], *state, *self.folded[layer : layer + 1]):
+                buffer[target] = buffer[source]
+        source, target = self.row[self._sent([(fork.source[0], fork.target[0]) for fork in forks])].unbind(1)
+        for by_row in (*self.memory.values(), *([] if self.queries is None else [self.queries])):
+            by_row[:, target] = by_row[:, source]
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.cache import load_context
-from rollout.vllm.compat.arguments import on_cpu
+from rollout.vllm.compat.arguments import cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.plugin import capture
+from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.methods.kvpop.scorers import head_digests
@@ -31,9 +32,10 @@ class EngineWorker(Worker):
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
-        plus one block for vLLM itself.
+        and the prompts that are held for groups, plus one block for vLLM itself.
         """
-        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        sequences, config = self.vllm_config.scheduler_config.max_num_seqs, cache_config(self.vllm_config)
+        sequences += 0 if config is None else most_holders(config.policy, sequences)
         specs = self.get_kv_cache_spec().values()
         most = sum(sequences * spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
         if (configured := self.cache_config.kv_cache_memory_bytes) is not None:
