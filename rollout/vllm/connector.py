@@ -30,7 +30,7 @@ from rollout.vllm.compat import arguments, paged
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.memory import most_holders
 from rollout.vllm.scheduler import ASKED, HOLDING, Holder, refuse_cache
-from rollout.vllm.state import Begun, Behind, CacheState, Due, Fork, Plan
+from rollout.vllm.state import Begun, Behind, CacheState, Due, Plan
 from sparse_rl.errors import UserError
 from sparse_rl.methods.am.policy import BIAS
 
@@ -112,33 +112,33 @@ class EvictionConnector(KVConnectorBase_V1):
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def on_new_request(self, request: Any) -> None:
-        own = _own(request)
-        if "samples" in own:
-            holder = Holder(own["holds"], request.request_id, request.num_tokens, own["samples"])
-            self.groups[holder.group] = holder
+        if (held := _own(request, "holds")) is not None:
+            group, samples = held
+            self.groups[group] = Holder(group, request.request_id, request.num_tokens, samples)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens that a sample copies from its holder; None if the request must wait: a sample for
         its holder, a holder for another one to end.
         """
-        own, request_id = _own(request), request.request_id
-        if (holder := self.groups.get(own.get("holds"))) is not None:
-            if request_id not in HOLDING and len(HOLDING) >= self.most_holders:
-                return None, False
-            HOLDING[request_id] = holder
-        elif (holder := self.groups.get(own.get("group"))) is not None and not request.num_preemptions:
+        holder, request_id = self._holder(request), request.request_id
+        if holder is None or (request_id != holder.request_id and request.num_preemptions):
+            return 0, False
+        if request_id != holder.request_id:
             return (None if holder.blocks is None else holder.tokens), False
+        if request_id not in HOLDING and len(HOLDING) >= self.most_holders:
+            return None, False
+        HOLDING[request_id] = holder
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
-        fork = None
-        if num_external_tokens and (holder := self.groups.get(_own(request).get("group"))) is not None:
+        fork: tuple[Any, ...] = ()
+        if num_external_tokens and (holder := self._holder(request)) is not None:
             assert holder.blocks is not None
-            fork = Fork(holder.request_id, holder.blocks, owned[: len(holder.blocks)])
+            fork = holder.request_id, holder.blocks, owned[: len(holder.blocks)]
             self._leaves(holder)
-        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned), fork)
+        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned), *fork)
         self._end(request.request_id)  # the request may have been preempted in this same step
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
@@ -166,17 +166,22 @@ class EvictionConnector(KVConnectorBase_V1):
         return step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        own, request_id = _own(request), request.request_id
-        if (holder := self.groups.get(own.get("holds"))) is not None:
-            if request.num_output_tokens:
-                holder.blocks = block_ids
-                return True, None  # vLLM keeps the blocks until `get_finished` names the holder
-            del self.groups[holder.group]  # it failed or was aborted: samples that do not end, too, prefill the prompt
-        elif (holder := self.groups.get(own.get("group"))) is not None:
+        holder, request_id = self._holder(request), request.request_id
+        if holder is not None and request_id != holder.request_id:
             if request_id not in self.running and not request.num_preemptions:  # it has not begun
                 self._leaves(holder)
+        elif holder is not None and request.num_output_tokens:
+            holder.blocks = block_ids
+            return True, None  # vLLM keeps the blocks until `get_finished` names the holder
+        elif holder is not None:
+            del self.groups[holder.group]  # it failed or was aborted; samples that do not end prefill the prompt
         self._end(request_id)
         return False, None
+
+    def _holder(self, request: Any) -> Holder | None:
+        """Return the holder of a request's group, which may be the request itself; None once no sample waits for it."""
+        (name, _) = _own(request, "holds") or (_own(request, "group"), 0)
+        return self.groups.get(name)
 
     def _leaves(self, holder: Holder) -> None:
         """Count a sample that waits no longer."""
@@ -191,9 +196,9 @@ class EvictionConnector(KVConnectorBase_V1):
             self.step.ended.append(self.running.pop(request_id).block)
 
 
-def _own(request: Any) -> dict[str, Any]:
-    """Return the settings that the engine has given to a request (`VLLMEngine._sample`)."""
-    return (request.sampling_params.extra_args or {}).get(KEY, {})
+def _own(request: Any, name: str) -> Any:
+    """Return a setting that the engine has given to a request (`VLLMEngine._sample`), if it has."""
+    return (request.sampling_params.extra_args or {}).get(KEY, {}).get(name)
 
 
 # ---- contexts: the worker's side ------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ class ContextConnector(EvictionConnector):
         if request.skip_reading_prefix_cache or request.lora_request is not None:  # its whole prompt is computed
             return None
         if not self.served:  # an engine; a server ignores the name, because a client could write any name
-            named = _own(request).get("context")
+            named = _own(request, "context")
             return None if named is None else Behind(*named)
         if request not in self.compared:  # vLLM asks again at each attempt to schedule the request
             prompt = request.prompt_token_ids or ()

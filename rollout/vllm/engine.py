@@ -218,6 +218,8 @@ class VLLMEngine:
                 raise UserError(f"prompt {number} may need {held} entries; raise context_entries, which is {most}")
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
+        if self.caches_prompts and not self.llm.reset_prefix_cache():  # weights may have changed since the last run
+            raise RuntimeError("vLLM keeps the prompts of an earlier run in its cache, although no request runs")
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
@@ -264,7 +266,7 @@ class VLLMEngine:
             for group in self._groups(requests):
                 first, extra = group[0], {}
                 if len(group) > 1:  # the samples follow their holder; its place is negative
-                    add(-1 - first.place, first.tokens[:-1], 1, first, holds=str(first.place), samples=len(group))
+                    add(-1 - first.place, first.tokens[:-1], 1, first, holds=[str(first.place), len(group)])
                     extra = {"group": str(first.place)}
                 for request in group:
                     add(request.place, request.tokens, request.max_tokens, request, **extra)
@@ -284,8 +286,8 @@ class VLLMEngine:
                 engine.abort_request(added)
 
     def _groups(self, requests: list[Request]) -> Iterable[list[Request]]:
-        """Return the requests in groups whose prompt is prefilled once. A cache that evicts must have room for the prompt
-        and two samples; a full cache needs no groups, because vLLM's prefix caching finds equal prompts.
+        """Return the requests in groups whose prompt is prefilled once. A cache that evicts must have room for the
+        prompt and two samples. A full cache needs no groups: vLLM's prefix caching finds equal prompts.
         """
         if not self.policy.schedule.evicts:
             return [[request] for request in requests]
@@ -338,8 +340,6 @@ class VLLMEngine:
         checked = self._checked(weights)
         self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
         with self.turn, ExitStack() as stack:
-            if self.caches_prompts and not self.llm.reset_prefix_cache():
-                raise RuntimeError("vLLM keeps cached prompts of the old weights, although no request runs")
             if self.separate:
                 self.llm.collective_rpc("receive_weights", args=stack.enter_context(handed_over(checked)))
             else:

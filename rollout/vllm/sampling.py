@@ -60,7 +60,7 @@ class RunRecord:
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
-        self.holder_of: dict[str, str] = {}  # id of a sample -> of the holder with whose entries it began
+        self.holder_of: dict[str, str] = {}  # request id -> id of the holder with whose entries it began, or ""
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
         # the arguments of `evict`: on the device, then in host memory
@@ -73,9 +73,8 @@ class RunRecord:
         self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
-    def begin(self, request_id: str, holder: str | None = None) -> int:
-        if holder is not None:
-            self.holder_of[request_id] = holder
+    def begin(self, request_id: str, holder: str = "") -> int:
+        self.holder_of[request_id] = holder
         if request_id in self.numbers:  # it was preempted, and has lost its cache
             self.preempted.add(request_id)
         return self.numbers.setdefault(request_id, len(self.numbers))

@@ -132,7 +132,7 @@ class EvictingManager(BoundedManager):
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
     def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Give a sample the blocks for its holder's entries. vLLM must not clear them: it would do so after the copy."""
+        """Give a sample the blocks for its holder's entries, which vLLM must not clear: it would clear the copies."""
         super().allocate_external_computed_blocks(*args, **{**kwargs, "record_for_zeroing": False})
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:

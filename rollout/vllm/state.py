@@ -57,32 +57,24 @@ class Behind:
 
 
 @dataclass(frozen=True)
-class Fork:
-    """The holder (scheduler.py) of whose entries a request begins with a copy.
-
-    source, target : blocks of the holder, and as many of the request
-    """
-
-    holder: str
-    source: Sequence[int]
-    target: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Begun:
     """A request that was admitted, for the first time or after a preemption. All its tokens are prefilled densely.
 
     block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
     behind : compacted context that the request continues, if any, whose tokens need no forward pass
-    fork : holder of all tokens of the prompt but the last, if any, which then need no forward pass
+    holder : id of the holder (scheduler.py) with copies of whose entries the request begins, if any, so that only the
+        last token of the prompt needs a forward pass
+    source, target : blocks of the holder, and as many of the request
     """
 
     request_id: str
     block: int
     prompt: int
     behind: Behind | None = None
-    fork: Fork | None = None
+    holder: str = ""
+    source: Sequence[int] = ()
+    target: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -296,8 +288,7 @@ class CacheState:
             self.row_of[request.block] = self.free_rows.pop()
             self.prompts[request.block] = request.prompt
         numbers = [
-            0 if self.record is None else self.record.begin(request.request_id, request.fork and request.fork.holder)
-            for request in begun
+            0 if self.record is None else self.record.begin(request.request_id, request.holder) for request in begun
         ]
         if begun:
             first = self._sent([request.block for request in begun])
@@ -305,16 +296,13 @@ class CacheState:
             self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
-            self.copy([request.fork for request in begun if request.fork is not None])
+        if forks := [request for request in begun if request.holder]:
+            self.copy(forks)
 
-    def copy(self, forks: Sequence[Fork]) -> None:
+    def copy(self, forks: Sequence[Begun]) -> None:
         """Copy what is in the blocks and the rows of holders to those of the samples that begin."""
-        if not forks:
-            return
-        source, target = (
-            self._sent([block for fork in forks for block in blocks(fork)])
-            for blocks in (lambda fork: fork.source, lambda fork: fork.target)
-        )
+        blocks = [pair for fork in forks for pair in zip(fork.source, fork.target, strict=True)]
+        source, target = self._sent(blocks).unbind(1)
         for layer, caches in enumerate(self.caches):
             state = (value[layer] for value in self.state.values())
             for buffer in (*caches, self.positions[layer], *state, *self.folded[layer : layer + 1]):
