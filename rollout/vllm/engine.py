@@ -137,7 +137,7 @@ class VLLMEngine:
         launched = self.had_group and "LOCAL_RANK" in os.environ and not self.separate
         options: dict[str, Any] = {
             "dtype": dtype,
-            "enable_sleep_mode": self.can_sleep,  # releases the memory of the cache, but not of our own buffers
+            "enable_sleep_mode": self.can_sleep,  # drops the cache; moves our buffers, made with it, to host memory
             **arguments.length_arguments(config, max_model_len),
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -381,7 +381,8 @@ class VLLMEngine:
     def sleep(self, level: int = 1) -> None:
         """Release the engine's GPU memory between two calls of `generate`. Has no effect without `sleep_mode`.
 
-        level : 1 keeps the weights in host memory; 2 drops them, so that `load_weights` must precede `generate`
+        level : 1 keeps the weights in host memory; 2 drops them, so that `load_weights` must precede `generate`. The
+            buffers beside the cache are kept in host memory at both levels, and any `wake_up` brings them back
         """
         if self.can_sleep:
             with self.turn:

@@ -65,7 +65,7 @@ READ_BY_ONE: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": ANY, "llama_4_scaling": ANY},  # our plugin copies the latter (compat/models.py)
     "phi3": {"sliding_window": ANY, "partial_rotary_factor": ANY},
     "granite": {**BOTH_READ_BIASES, "layer_rope_theta": None, "attention_sinks": False},
-    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "seed_oss": {**BOTH_READ_BIASES, "attention_out_bias": ANY},
     "glm4": {"attention_bias": ANY, "partial_rotary_factor": ANY},
     "smollm3": {**BOTH_READ_BIASES, "layer_types": ANY, "hidden_act": ANY},
     "olmo2": {"attention_bias": ANY, "hidden_act": ANY},

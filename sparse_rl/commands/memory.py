@@ -171,10 +171,11 @@ class _Process:
             sequences = f"{rollout.max_batch} sequences" + (f" and {held} shared prompts" if held else "")
             pool, source = need, f"the most that {sequences} can fill; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
+        asleep = held if rollout.sleep else 0
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),
-            Item("vllm: beside the pool", held, note="positions, the policy's state and last queries; kept in sleep"),
+            Item("vllm: beside the pool", held, asleep, when, "positions, the policy's state and last queries"),
             Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"),
         ]
 

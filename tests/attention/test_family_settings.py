@@ -54,7 +54,7 @@ NOT_COMPUTED = {  # names of settings and methods that change nothing that a mod
 }
 VLLM_FILES = {  # family -> files of vLLM's code; the other families run in its Transformers backend
     **{name: [name] for name in ("qwen2", "llama", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe")},
-    **{"qwen3": ["qwen3", "qwen2"], "seed_oss": ["seed_oss", "qwen2"], "ministral3": ["mistral", "llama"]},
+    **{"qwen3": ["qwen3", "qwen2"], "ministral3": ["mistral", "llama"]},
     **{name: [name, "llama"] for name in ("mistral", "phi3", "granite", "glm4")},
 }
 CONFIGS = ("config", "hf_config", "hf_text_config", "text_config")

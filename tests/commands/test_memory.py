@@ -317,16 +317,18 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, bloc
         assert ("that 2 sequences can fill" in pool.note) == (most == 2)
 
 
-def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
-    """GRPO keeps none, since it loads new weights into vLLM afterwards."""
+def test_what_a_sleep_keeps_is_in_host_memory(monkeypatch):
+    """GRPO keeps no weights, since it loads new ones into vLLM afterwards. The buffers beside the pool are kept."""
     monkeypatch.setattr("rollout.engine.choose_engine", lambda *_: ("vllm", ""))
     config, distilled = tiny_config(), {key: value for key, value in GRPO.items() if key != "rewards"}
     distilled |= {"kind": "distill", "data": {"path": "said.jsonl"}}
     for recipe, sleep, kept in ((GRPO, True, False), (distilled, True, True), (distilled, False, False)):
         items = plan(make_recipe({**recipe, "rollout": {"engine": "vllm", "sleep": sleep}}), config, cuda=False).items
-        weights = next(item for item in items if item.name == "vllm: weights")
+        weights, beside = (item for item in items if item.name in ("vllm: weights", "vllm: beside the pool"))
         assert weights.host == kept * weights.device
         assert weights.device == 4 * count_parameters(meta_model(config))
+        assert beside.host == sleep * beside.device
+        assert beside.when == ("sampling" if sleep else "always")
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])

@@ -211,6 +211,7 @@ def configuration(**changes: Any) -> Any:
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
         kv_transfer_config=SimpleNamespace(kv_connector="EvictionConnector"),
         speculative_config=None,
+        watermark_config=None,
         compilation_config=compilation,
     )
     for name, value in changes.items():
@@ -224,6 +225,8 @@ def configuration(**changes: Any) -> Any:
     [
         ("cache_config.enable_prefix_caching", True, "prefix caching"),
         ("cache_config.cache_dtype", "fp8", "quantized cache"),
+        ("cache_config.cache_dtype", "ultraquant_4bit", "quantized cache"),
+        ("watermark_config", object(), "a watermark"),
         ("speculative_config", object(), "speculative decoding"),
         ("scheduler_config.async_scheduling", True, "asynchronous scheduling"),
         ("scheduler_config.scheduler_reserve_full_isl", False, "scheduler-reserve-full-isl"),

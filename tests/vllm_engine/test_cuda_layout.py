@@ -23,7 +23,7 @@ MEMORY_ORDERS = ("LBNHC", "LBHNC", "BLHNC")  # vLLM's memory orders; the first i
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
+def allocate(order: str, blocks: int = BLOCKS, kernel_block: int = SIZE) -> dict[str, torch.Tensor]:
     """Allocate KV caches as vLLM's model runners do: per layer [blocks, Hkv, block size, 2 D], filled with NaN."""
     from vllm.v1 import kv_cache_interface as vllms
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -33,7 +33,7 @@ def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
     layer_stride, block_stride, *_ = vllms.compute_layout_strides(spec, blocks, LAYERS, layout)
     tensor = vllms.KVCacheTensor(LAYERS * blocks * spec.page_size_bytes, NAMES, layer_stride, block_stride)
     config = vllms.KVCacheConfig(blocks, [tensor], [vllms.KVCacheGroupSpec(NAMES, spec)])
-    caches = allocate_kv_cache(config, torch.device("cpu"), layout, [SIZE])
+    caches = allocate_kv_cache(config, torch.device("cpu"), layout, [kernel_block])
     for cache in caches.values():
         cache.fill_(float("nan"))
     return caches
@@ -42,6 +42,19 @@ def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
 def stock_views(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return keys and values [blocks, block size, Hkv, D], viewed as in do_kv_cache_update of both backends."""
     return cache.transpose(1, 2).split(DIM, dim=-1)
+
+
+def test_blocks_that_a_kernel_splits_are_refused() -> None:
+    """vLLM gives connectors the kernel's blocks; requests' blocks and slots would then be counted in another unit."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from rollout.vllm.scheduler import ContextSpec, refuse_cache
+
+    vllms = FullAttentionSpec(block_size=SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
+    config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=ContextSpec.of(vllms))])
+    refuse_cache(config, allocate("LBNHC"))
+    with pytest.raises(ValueError, match="set block_size to the kernel's 2"):
+        refuse_cache(config, allocate("LBNHC", kernel_block=SIZE // 2))
 
 
 @pytest.mark.parametrize("order", MEMORY_ORDERS)

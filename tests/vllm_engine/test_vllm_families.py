@@ -37,14 +37,15 @@ IGNORED = [  # family, setting, and a value that only one of vLLM and transforme
         if alike is not ANY and (name == "attention_bias" if settings is EVERY_FAMILY else name not in READ_BY_VLLM)
     ),
     *(("llama", name, value) for name, value in (("bias", True), ("qkv_bias", True), ("sliding_window", 8))),
-    *(("mistral", "attention_bias", True), ("phi3", "attention_bias", True), ("seed_oss", "mlp_bias", True)),
+    *(("mistral", "attention_bias", True), ("phi3", "attention_bias", True)),
     *(("qwen2", "hidden_act", "gelu"), ("granite", "hidden_act", "gelu")),
 ]
-READ: list[tuple[str, dict[str, Any]]] = [  # settings of experts that vLLM must read
+READ: list[tuple[str, dict[str, Any]]] = [  # settings of experts and biases that vLLM must read
     *(("qwen3_moe", s) for s in ({"norm_topk_prob": False}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2})),
     *(("qwen2_moe", s) for s in ({"norm_topk_prob": True}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2})),
     *(("glm4_moe", s) for s in ({"norm_topk_prob": False}, {"n_group": 1}, {"n_shared_experts": 2})),
     *(("glm4_moe", s) for s in ({"attention_bias": True}, {"use_qk_norm": True})),
+    *(("seed_oss", s) for s in ({"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True})),
 ]
 
 
@@ -122,7 +123,9 @@ def test_control_vllm_computes_another_function_under_a_setting_that_it_ignores(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "settings"), READ, ids=str)
-def test_vllm_reads_the_settings_of_experts(family: str, settings: dict, open_engine: Callable, tmp_path: Path) -> None:
+def test_vllm_reads_the_settings_of_experts_and_biases(
+    family: str, settings: dict, open_engine: Callable, tmp_path: Path
+) -> None:
     new_model(family, **SHAPE, **settings).save_pretrained(tmp_path)
     assert replay_gap(open_engine("full", tmp_path).generate(random_prompts(LENGTHS), SAMPLING), tmp_path) <= 1e-5
 

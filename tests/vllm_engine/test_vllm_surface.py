@@ -94,6 +94,7 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "distributed.kv_transfer.has_kv_transfer_group": "",
     "model_executor.models.utils.extract_layer_index": "layer_name num_attn_module",
     "v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "allow_none group_ids",
+    "v1.kv_cache_interface.get_kv_quant_mode": "kv_cache_dtype",
     "entrypoints.launchers.api_server.entry.setup_server": "args reuse_port",
     "entrypoints.launchers.api_server.entry.build_async_engine_client": "args usage_context client_config",
     "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args peer_loads "
@@ -143,7 +144,8 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs max_num_batched_tokens",
     "config.CompilationConfig": "cudagraph_mode splitting_ops use_inductor_graph_partition pass_config custom_ops",
     "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role kv_connector_extra_config",
-    "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config compute_hash",
+    "config.VllmConfig": "additional_config speculative_config watermark_config kv_transfer_config "
+    "compilation_config compute_hash",
 }
 ASSIGNED = {  # class -> attributes that its objects get when they are created
     "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests execute_model_state",

@@ -209,7 +209,7 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
     from vllm import envs
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import is_quantized_kv_cache
+    from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
@@ -233,7 +233,10 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
         "with latent (MLA), hybrid or encoder-decoder attention": (
             model.use_mla or model.is_hybrid or model.is_encoder_decoder
         ),
-        "with a quantized cache; set --kv-cache-dtype auto": is_quantized_kv_cache(cache.cache_dtype),
+        "with a quantized cache; set --kv-cache-dtype auto": get_kv_quant_mode(cache.cache_dtype) != KVQuantMode.NONE,
+        "with a watermark, for which vLLM uses its V2 model runner; leave --watermark-config out": (
+            vllm_config.watermark_config is not None
+        ),
         "with CUDA graphs of whole forwards; set cudagraph_mode to PIECEWISE": (
             graphs and compilation.cudagraph_mode.has_full_cudagraphs() and not full_graphs
         ),

@@ -135,7 +135,8 @@ def check_before_it_starts() -> None:
         refuse_requests()
         if config is not None and config.policy.schedule.evicts:
             refuse_what_goes_round_the_policy()
-        if vllm_config.speculative_config is None:  # with speculative decoding, vLLM uses another sampler
+        # with speculative decoding or a watermark, vLLM uses another sampler
+        if vllm_config.speculative_config is None and vllm_config.watermark_config is None:
             give_sequences_their_seeds()
         return vllm_config
 
