@@ -112,32 +112,31 @@ class EvictionConnector(KVConnectorBase_V1):
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def on_new_request(self, request: Any) -> None:
-        if (held := _own(request, "holds")) is not None:
-            group, samples = held
-            self.groups[group] = Holder(group, request.request_id, request.num_tokens, samples)
+        if (name := _own(request, "group")) is not None:
+            self.groups.setdefault(name, Holder(name)).waiting += 1
+        elif (name := _own(request, "holds")) is not None:
+            self.groups[name].request_id, self.groups[name].tokens = request.request_id, request.num_tokens
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens that a sample copies from its holder; None if the request must wait: a sample for
         its holder, a holder for another one to end.
         """
-        holder, request_id = self._holder(request), request.request_id
-        if holder is None or (request_id != holder.request_id and request.num_preemptions):
-            return 0, False
-        if request_id != holder.request_id:
+        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+            if request.request_id not in HOLDING and len(HOLDING) >= self.most_holders:
+                return None, False
+            HOLDING[request.request_id] = holder
+        elif (holder := self._awaited(request)) is not None:
             return (None if holder.blocks is None else holder.tokens), False
-        if request_id not in HOLDING and len(HOLDING) >= self.most_holders:
-            return None, False
-        HOLDING[request_id] = holder
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
         fork: tuple[Any, ...] = ()
-        if num_external_tokens and (holder := self._holder(request)) is not None:
-            assert holder.blocks is not None
-            fork = holder.request_id, holder.blocks, owned[: len(holder.blocks)]
-            self._leaves(holder)
+        if (holder := self._awaited(request)) is not None:
+            if holder.blocks:
+                fork = holder.request_id, holder.blocks, owned[: len(holder.blocks)]
+            self._leave(holder)
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned), *fork)
         self._end(request.request_id)  # the request may have been preempted in this same step
         self.running[request.request_id] = begun
@@ -166,29 +165,27 @@ class EvictionConnector(KVConnectorBase_V1):
         return step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        holder, request_id = self._holder(request), request.request_id
-        if holder is not None and request_id != holder.request_id:
-            if request_id not in self.running and not request.num_preemptions:  # it has not begun
-                self._leaves(holder)
-        elif holder is not None and request.num_output_tokens:
-            holder.blocks = block_ids
-            return True, None  # vLLM keeps the blocks until `get_finished` names the holder
-        elif holder is not None:
-            del self.groups[holder.group]  # it failed or was aborted; samples that do not end prefill the prompt
-        self._end(request_id)
+        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+            if request.num_output_tokens:
+                holder.blocks = block_ids
+                return True, None  # vLLM keeps the blocks until `get_finished` names the holder
+            holder.tokens, holder.blocks = 0, []  # it failed or was aborted; samples that do not end prefill the prompt
+        elif (holder := self._awaited(request)) is not None:
+            self._leave(holder)
+        self._end(request.request_id)
         return False, None
 
-    def _holder(self, request: Any) -> Holder | None:
-        """Return the holder of a request's group, which may be the request itself; None once no sample waits for it."""
-        (name, _) = _own(request, "holds") or (_own(request, "group"), 0)
-        return self.groups.get(name)
+    def _awaited(self, request: Any) -> Holder | None:
+        """Return the holder of a sample that has never begun."""
+        begun = request.num_preemptions or request.request_id in self.running
+        return None if begun else self.groups.get(_own(request, "group"))
 
-    def _leaves(self, holder: Holder) -> None:
+    def _leave(self, holder: Holder) -> None:
         """Count a sample that waits no longer."""
         holder.waiting -= 1
         if not holder.waiting:
             del self.groups[holder.group]
-            if holder.blocks is not None:
+            if holder.blocks:
                 self.step.released.append(holder.request_id)
 
     def _end(self, request_id: str) -> None:

@@ -264,12 +264,12 @@ class VLLMEngine:
 
         try:
             for group in self._groups(requests):
-                first, extra = group[0], {}
-                if len(group) > 1:  # the samples follow their holder; its place is negative
-                    add(-1 - first.place, first.tokens[:-1], 1, first, holds=[str(first.place), len(group)])
-                    extra = {"group": str(first.place)}
+                first = group[0]
+                extra = {"group": str(first.place)} if len(group) > 1 else {}
                 for request in group:
                     add(request.place, request.tokens, request.max_tokens, request, **extra)
+                if extra:  # the holder (scheduler.py); its place is negative
+                    add(-1 - first.place, first.tokens[:-1], 1, first, holds=extra["group"])
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:

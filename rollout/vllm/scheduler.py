@@ -29,15 +29,15 @@ class Holder:
     """A request of a group's prompt without the last token, which is never compacted. The samples of the group begin
     with copies of its entries (connector.py), so that the prompt is prefilled once.
 
-    tokens : number of tokens
+    request_id, tokens : id of the request and number of its tokens; it comes after the samples
     waiting : number of samples that have not begun
-    blocks : its blocks, once all its tokens are in the cache; None before
+    blocks : its blocks, once all its tokens are in the cache; None before; empty if it failed
     """
 
     group: str
-    request_id: str
-    tokens: int
-    waiting: int
+    request_id: str = ""
+    tokens: int = 0
+    waiting: int = 0
     blocks: list[int] | None = None
 
 

@@ -138,7 +138,7 @@ def test_control_a_full_cache_uses_more_blocks(open_engine: Callable) -> None:
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     policy_name: str, longest: int, max_prompt: int, blocks: int, held: int, open_engine: Callable
 ) -> None:
-    """Room for each sequence's longer one of prompt and peak, or for the longest sequence, and for a prompt that is held
+    """Room for each sequence's longer one of prompt and peak, or for the longest sequence, and for a prompt held
     for its samples; the rest of 1 GiB stays."""
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
