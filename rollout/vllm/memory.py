@@ -84,14 +84,14 @@ def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
 
 
 def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
-    """Return the bytes of one worker's cache for max_batch sequences of maximum length, the prompts held for groups and
-    one block for vLLM itself, with the options `given` to `make_engine`.
+    """Return the bytes of one worker's cache for max_batch sequences of maximum length, under a policy that evicts a
+    prompt that is held for a group, and one block for vLLM itself, with the options `given` to `make_engine`.
     """
     layers, kv_heads, head_dim = cache_shape(config)
     longest = given["max_model_len"] or config.max_position_embeddings
     block = BLOCK["cuda" if cuda else "cpu"]
     blocks = -(-policy.schedule.most_held(given["max_prompt"] or longest, longest) // block)
     exact = given["exact"] and given["dtype"] == "float32" and not cuda
-    sequences = given["max_batch"] + most_holders(policy, given["max_batch"])
-    head, entries = held_head(policy, head_dim, exact, cuda), (sequences * blocks + 1) * block
+    sequences, head = given["max_batch"] + policy.schedule.evicts, held_head(policy, head_dim, exact, cuda)
+    entries = (sequences * blocks + 1) * block
     return cache_bytes(entries, layers, kv_heads // given["tensor_parallel"], head, ITEMSIZE[given["dtype"]])

@@ -15,7 +15,6 @@ from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.plugin import capture
-from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.methods.kvpop.scorers import head_digests
@@ -32,10 +31,12 @@ class EngineWorker(Worker):
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
-        and the prompts that are held for groups, plus one block for vLLM itself.
+        and under a policy that evicts a prompt that is held for a group, plus one block for vLLM itself.
         """
-        sequences, config = self.vllm_config.scheduler_config.max_num_seqs, cache_config(self.vllm_config)
-        sequences += 0 if config is None else most_holders(config.policy, sequences)
+        config = cache_config(self.vllm_config)
+        sequences = self.vllm_config.scheduler_config.max_num_seqs + (
+            config is not None and config.policy.schedule.evicts
+        )
         specs = self.get_kv_cache_spec().values()
         most = sum(sequences * spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
         if (configured := self.cache_config.kv_cache_memory_bytes) is not None:

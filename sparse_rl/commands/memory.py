@@ -17,7 +17,7 @@ import torch
 from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
 from rollout.measure.contexts import label
-from rollout.vllm.memory import beside_cache, held_head, most_holders, pool_bytes
+from rollout.vllm.memory import beside_cache, held_head, pool_bytes
 from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.views import KEPT
 from sparse_rl.data.config import DataConfig
@@ -167,9 +167,9 @@ class _Process:
         arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
-            held = max(most_holders(policy, rollout.max_batch) for policy in self.policies)
-            sequences = f"{rollout.max_batch} sequences" + (f" and {held} shared prompts" if held else "")
-            pool, source = need, f"the most that {sequences} can fill; {source} would be {show(pool)}"
+            shared = " and a shared prompt" * any(policy.schedule.evicts for policy in self.policies)
+            most = f"the most that {rollout.max_batch} sequences{shared} can fill"
+            pool, source = need, f"{most}; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
         asleep = held if rollout.sleep else 0
         return [
