@@ -191,8 +191,8 @@ def test_a_full_cache_finds_the_blocks_of_equal_prompts(open_engine: Callable) -
         with watched(engine) as records:
             rollouts = engine.generate(prompts, SAMPLING)
         assert outcome(rollouts) == outcome(expected)
-        found = sum((length - 1) // 32 * 32 for length in LENGTHS)
-        assert fed(records, rollouts) == SAMPLING.n * sum(LENGTHS) - (SAMPLING.n - 1) * found
+        cached = sum((length - 1) // 32 * 32 for length in LENGTHS)
+        assert fed(records, rollouts) == SAMPLING.n * sum(LENGTHS) - (SAMPLING.n - 1) * cached
     assert pool_of(engine).get_num_free_blocks() == pool_of(engine).num_gpu_blocks - 1
 
 

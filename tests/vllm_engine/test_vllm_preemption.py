@@ -116,7 +116,7 @@ def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
 ) -> None:
     engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
 
-    def forgetful(self: Any, request_id: str) -> int:
+    def forgetful(self: Any, request_id: str, holder: str) -> int:
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     monkeypatch.setattr("rollout.vllm.sampling.RunRecord.begin", forgetful)
