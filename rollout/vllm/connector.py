@@ -39,7 +39,8 @@ from sparse_rl.methods.am.policy import BIAS
 class Step(KVConnectorMetadata):
     """The messages of one step to the workers.
 
-    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block
+    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block. Both are read
+        before the forward pass (worker.py), `due` after it
     released : ids of holders whose last sample begins in this step, or will never begin
     """
 
@@ -75,20 +76,13 @@ class EvictionConnector(KVConnectorBase_V1):
         kind = ArrivalState if self.schedule.before_attending else self.kind
         self.state = kind(self._vllm_config, self.config, kv_caches)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Remove requests that have ended, and add requests that begin. vLLM calls this before each forward pass, in
-        the V1 runner also before it builds the attention metadata.
-        """
-        assert isinstance(kv_connector_metadata, Step)
-        self.step = kv_connector_metadata
-        self.state.begin(self.step.ended, self.step.begun)
-
     def wait_for_save(self) -> None:
         """Compact the requests that the scheduler named. vLLM calls this after each forward pass."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
         self.state.after_forward()
-        if self.step.due:
-            self.state.compact(self.step.due)
-        self.step = Step()
+        if step.due:
+            self.state.compact(step.due)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the holders whose blocks vLLM may free after this step, and nothing for requests that load a cache."""

@@ -145,6 +145,7 @@ class VLLMEngine:
             "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
             "enable_prefix_caching": self.caches_prompts,
+            "worker_cls": "rollout.vllm.worker.EngineWorker",
         }
         with plugin.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(
@@ -157,7 +158,6 @@ class VLLMEngine:
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 seed=0,
-                worker_cls="rollout.vllm.worker.EngineWorker",
                 **{name: value for name, value in options.items() if value is not None},
             )
         if not self.separate:

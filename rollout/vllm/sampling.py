@@ -1,8 +1,8 @@
 """The samplers of a worker, and its record: log-probs of the tokens, evicted ("dropped") entries, routed experts.
 
-The samplers replace one part of vLLM's (V1) sampler, top-k, top-p and sampling, by the reference engine's sampler
-(rollout/sampling.py). So everywhere a sampled token depends only on the logits and the seed. The settings of a request
-are in its `extra_args`, under KEY.
+The samplers replace one part of vLLM's sampler, top-k, top-p and sampling, by the reference engine's sampler
+(rollout/sampling.py). So everywhere a sampled token depends only on the logits and the seed. `runner` tells the
+requests of a step and their settings (compat/runner.py).
 
 The worker keeps the record until the run is over, and then sends the engine one result per request. So a result
 includes the request's last step, which is recorded after vLLM's scheduler has released the request.
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from rollout.config import SamplingConfig
 from rollout.sampling import Uniforms, forced_token, sample
-from rollout.vllm.compat.arguments import KEY
 from sparse_rl.trace import NEVER
 
 NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
@@ -218,10 +217,8 @@ class SequenceSampler(nn.Module):
 
         Returns int64 [B], with NOT_FINITE for requests whose log-probs are not finite; and None in place of log-probs.
         """
-        ids = list(self.runner.input_batch.req_ids)[: len(logits)]
-        states = [self.runner.requests[i] for i in ids]
-        settings = [state.sampling_params.extra_args[KEY] for state in states]  # written by the engine
-        steps = [len(state.output_token_ids) for state in states]
+        rows = self.runner.rows(len(logits))
+        ids, settings, steps = [r.request_id for r in rows], [r.settings for r in rows], [r.step for r in rows]
         uniform = None
         if self.sampling.temperature > 0 and "forced" not in settings[0]:
             numbers = [self.stream(setting["seed"]).at(step) for setting, step in zip(settings, steps, strict=True)]
@@ -233,10 +230,8 @@ class SequenceSampler(nn.Module):
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
         sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
-            if (captured := self.runner.captured_experts) is not None:
-                first = self.runner.input_batch.num_computed_tokens_cpu[: len(ids)]
-                ends = self.runner.query_start_loc.np[: len(ids) + 1]
-                self.record.route(ids, first, np.diff(ends), captured[: int(ends[-1])])
+            if (routes := self.runner.routes(len(ids))) is not None:
+                self.record.route(ids, *routes)
             self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
         return sampled, None
 
@@ -265,18 +260,16 @@ class SeededSampler(nn.Module):
         """Sample tokens for the requests that have a seed: for each pair of top_p and top_k, (rows, tokens), int64."""
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
-        for row, request_id in enumerate(self.runner.input_batch.req_ids[: len(logits)]):
-            state = self.runner.requests[request_id]
-            settings = (state.sampling_params.extra_args or {}).get(KEY)
-            if settings is None:
+        for row, request in enumerate(self.runner.rows(len(logits))):
+            if request.settings is None:
                 continue
-            key = request_id, settings["seed"]
+            key = request.request_id, request.settings["seed"]
             if key not in self.seeded:
-                top_p, top_k = state.sampling_params.top_p, state.sampling_params.top_k
+                top_p, top_k = request.parameters.top_p, request.parameters.top_k
                 support = SamplingConfig(1, top_p=top_p, top_k=top_k if top_k > 0 else None)
                 self.seeded[key] = Uniforms(key[1]), support
             stream, support = seeded[key] = self.seeded[key]
-            by_support.setdefault(support, []).append((row, stream.at(len(state.output_token_ids))))
+            by_support.setdefault(support, []).append((row, stream.at(request.step)))
         self.seeded = seeded
         drawn = []
         for support, members in by_support.items():

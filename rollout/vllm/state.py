@@ -180,8 +180,7 @@ class Plan:
     watch : if the policy observes every query, the requests that add several tokens, observed in each layer; indices of
         the queries' tokens in the batch, and their positions, int64 [R, T] each
     alone : then also the requests that add one token, observed after the forward pass, in several layers together
-    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass,
-        because vLLM's V2 runner makes the plan before a request that begins gets its row
+    slots_of_recent : int64, slots of the queries to keep in a layer's query buffer; None until the forward pass
     """
 
     blocks: Tensor
@@ -443,7 +442,8 @@ class CacheState:
         """Let the policy observe the queries of requests that added one token. Called before `compact`."""
         if self.plan is None or self.plan.alone is None:
             return
-        for layers, group in self._at_once(self.plan.alone):
+        alone, self.plan.alone = self.plan.alone, None  # vLLM's V2 runner also calls this without a forward pass
+        for layers, group in self._at_once(alone):
             entries = self._entries(group, self.policy.observe_reads, recent=True)
             assert entries.queries is not None
             self.policy.observe(layers[0], entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)

@@ -1,4 +1,4 @@
-"""vLLM's worker with additional methods for our engine, and with a cache no larger than all its sequences can fill."""
+"""vLLM's worker with our sampler, and for our engine with further methods and a cache no larger than its sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rollout.context import Context
 from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
-from rollout.vllm.compat.plugin import capture
+from rollout.vllm.compat.runner import Runner
+from rollout.vllm.compat.runner_v2 import RunnerV2
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.methods.kvpop.scorers import head_digests
@@ -26,9 +27,22 @@ else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 
-class EngineWorker(Worker):
-    model_runner: Any
+class PolicyWorker(Worker):
+    """The worker of a server."""
 
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        super().load_model(*arguments, **options)
+        self.runner = (RunnerV2 if self.use_v2_model_runner else Runner)(self.model_runner)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Remove requests that have ended, and add those that begin, before vLLM builds the attention metadata."""
+        if (state := live_state()) is not None:
+            step = scheduler_output.kv_connector_metadata
+            state.begin(step.ended, step.begun)
+        return super().execute_model(scheduler_output)
+
+
+class EngineWorker(PolicyWorker):
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
         and under a policy that evicts a prompt that is held for a group, plus one block for vLLM itself.
@@ -45,11 +59,11 @@ class EngineWorker(Worker):
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)
-        self.model_runner.captured_experts = capture(self.model_runner)
+        self.runner.capture()
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
-        if not isinstance(self.model_runner.sampler.topk_topp_sampler, SequenceSampler):
-            self.model_runner.sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
+        if not isinstance(self.runner.draw, SequenceSampler):
+            self.runner.draw = SequenceSampler(self.runner)
         self._set_record(SamplingConfig(**sampling), RunRecord())
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
@@ -58,13 +72,13 @@ class EngineWorker(Worker):
         """
         if (state := live_state()) is not None and bool(state.failed.any()):
             raise NotFiniteError(f"{state.policy.name}: a NaN score; the model's keys or queries are not finite")
-        return self.model_runner.sampler.topk_topp_sampler.record.take(lengths)
+        return self.runner.draw.record.take(lengths)
 
     def end_run(self) -> None:
         self._set_record(SamplingConfig(1), None)
 
     def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
-        self.model_runner.sampler.topk_topp_sampler.begin_run(sampling, record)
+        self.runner.draw.begin_run(sampling, record)
         if (state := live_state()) is not None:
             state.record = record
             state.failed.zero_()
@@ -89,7 +103,7 @@ class EngineWorker(Worker):
                     yield name, tensor.detach()
 
         with torch.no_grad():
-            self.model_runner.model.load_weights(of_vllm())
+            self.runner.model.load_weights(of_vllm())
             if scorers:
                 state = live_state()
                 state.scorers.load(scorers, own_heads(len(state.heads)))

@@ -51,6 +51,7 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
     """Each at its own step, even before earlier tokens reach the host. vLLM samples the other rows."""
     pytest.importorskip("vllm")
     from rollout.vllm.compat.arguments import KEY
+    from rollout.vllm.compat.runner import Row
     from rollout.vllm.sampling import SeededSampler
 
     def vllm_sampler(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
@@ -59,14 +60,13 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
 
     settings = [None, (5, 1.0, 0), (6, 0.9, 0), None, (7, 1.0, 4), (5, 1.0, 0)]
     steps = [3, 0, 700, 1, 2, 9]
-    requests = {}
+    rows = []
     for i, (row_settings, step) in enumerate(zip(settings, steps, strict=True)):
         seed, top_p, top_k = row_settings or (None, 1, None)
         extra = {KEY: {"seed": seed}} if row_settings else {"seed": 3}
         parameters = SimpleNamespace(extra_args=extra, top_p=top_p, top_k=top_k)
-        requests[str(i)] = SimpleNamespace(output_token_ids=[-1] * step, sampling_params=parameters)
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(requests)), requests=requests)
-    sampler = SeededSampler(runner, vllm_sampler)
+        rows.append(Row(str(i), parameters, step))
+    sampler = SeededSampler(SimpleNamespace(rows=lambda count: rows[:count]), vllm_sampler)
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     expected = [0] * 6
     for i, row_settings in enumerate(settings):

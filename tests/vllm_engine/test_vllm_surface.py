@@ -56,7 +56,7 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     f"{MANAGER}.pop_blocks_for_free": "request_id",
     f"{CONNECTOR}.__init__": "vllm_config role kv_cache_config",
     f"{CONNECTOR}.register_kv_caches": "kv_caches",
-    f"{CONNECTOR}.handle_preemptions": "kv_connector_metadata",
+    f"{CONNECTOR}._get_connector_metadata": "",
     f"{CONNECTOR}.wait_for_save": "",
     f"{CONNECTOR}.build_connector_meta": "scheduler_output",
     f"{CONNECTOR}.update_state_after_alloc": "request blocks num_external_tokens",
@@ -69,8 +69,15 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
     "v1.worker.cpu_worker.CPUWorker.determine_available_memory": "",
-    "v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens": "grammar_output",
-    "v1.worker.gpu_model_runner.GPUModelRunner._sample": "logits spec_decode_metadata",
+    "v1.worker.gpu_worker.Worker.load_model": "load_dummy_weights",
+    "v1.worker.gpu_worker.Worker.execute_model": "scheduler_output",
+    "v1.sample.sampler.Sampler.__init__": "logprobs_mode use_fp64_gumbel",
+    "v1.worker.gpu.sample.sampler.Sampler.__call__": "logits input_batch",
+    "v1.worker.gpu.sample.sampler.Sampler.add_request": "req_idx sampling_params",
+    "v1.worker.gpu.sample.sampler.Sampler._sample_random": "processed_logits expanded_idx_mapping idx_mapping_np pos "
+    "top_k top_p use_fused_sampler",
+    "v1.worker.gpu.model_runner.GPUModelRunner.postprocess_sampled": "idx_mapping sampled_tokens num_sampled "
+    "num_rejected query_start_loc",
     "v1.core.sched.scheduler.Scheduler._update_request_with_output": "request new_token_ids is_stale",
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
@@ -115,13 +122,12 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "v1.kv_cache_interface.FullAttentionSpec": "block_size page_size_bytes head_size head_size_v kv_quant_mode",
     "v1.kv_cache_interface.KVQuantMode": "NONE",
     "v1.core.sched.output.SchedulerOutput": "preempted_req_ids num_scheduled_tokens scheduled_new_reqs "
-    "scheduled_cached_reqs",
+    "scheduled_cached_reqs kv_connector_metadata",
     "v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
     "sampling_params.StructuredOutputsParams": "json structural_tag",
     "v1.request.Request": "num_tokens num_output_tokens",
     "v1.request.RequestStatus": "FINISHED_ERROR",
-    "v1.worker.gpu_model_runner.ExecuteModelState": "logits",
     "v1.outputs.SamplerOutput": "sampled_token_ids",
     "v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing kv_cache_groups",
     "v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec",
@@ -132,6 +138,8 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "v1.engine.EngineCoreRequest": "prompt_token_ids sampling_params resumable",
     "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
     "v1.worker.gpu_input_batch.InputBatch": "req_ids",
+    "v1.worker.gpu.input_batch.InputBatch": "req_ids idx_mapping_np num_computed_tokens_np num_scheduled_tokens",
+    "v1.worker.gpu.sample.output.SamplerOutput": "sampled_token_ids",
     "_custom_ops": "_supports_onednn",
     "model_executor.layers.attention": "Attention",
     "config.CUDAGraphMode": "NONE has_full_cudagraphs",
@@ -148,8 +156,11 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "compilation_config compute_hash",
 }
 ASSIGNED = {  # class -> attributes that its objects get when they are created
-    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests execute_model_state",
-    "v1.sample.sampler.Sampler": "topk_topp_sampler",
+    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests input_batch query_start_loc vllm_config device",
+    "v1.worker.gpu.model_runner.GPUModelRunner": "sampler req_states vllm_config device",
+    "v1.worker.gpu.states.RequestState": "req_id_to_index prompt_len",
+    "v1.worker.gpu_worker.Worker": "use_v2_model_runner",
+    "v1.sample.sampler.Sampler": "topk_topp_sampler logprobs_mode use_fp64_gumbel",
     "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
     "block_pool",
     f"{CONNECTOR}": "_vllm_config _kv_cache_config",
@@ -230,10 +241,8 @@ def test_replaced_members_reach_their_callers_in_vllm() -> None:
     assert (of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear) == plugin.on_cpu()
     runner = of_vllm("v1.worker.gpu_model_runner.GPUModelRunner")
     scheduler = of_vllm("v1.core.sched.scheduler.Scheduler")
-    for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
-        assert replaced.__globals__["__name__"] == "rollout.vllm.compat.plugin"
-    assert "self._sample(" in inspect.getsource(runner.sample_tokens.__wrapped__)
-    assert runner.__init__.__globals__["__name__"] == "rollout.vllm.compat.plugin"
+    assert scheduler._update_request_with_output.__globals__["__name__"] == "rollout.vllm.compat.plugin"
+    assert "self.sampler(\n                logits=logits" in inspect.getsource(runner._sample)
     assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
@@ -268,9 +277,9 @@ def test_the_padding_of_a_graphs_batch_uses_the_null_block() -> None:
 
 
 def test_both_runners_call_the_connector() -> None:
-    """Its `handle_preemptions`, by which our plugin works before a forward pass."""
-    for runner in ("v1.worker.gpu_model_runner", "v1.worker.gpu.kv_connector"):
-        assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
+    """Its `wait_for_save`, by which our plugin works after a forward pass."""
+    for runner in ("v1.worker.kv_connector_model_runner_mixin", "v1.worker.gpu.kv_connector"):
+        assert ".wait_for_save(" in inspect.getsource(of_vllm(runner))
 
 
 def test_our_head_sizes_equal_those_of_the_cpu_kernel() -> None:

@@ -111,6 +111,7 @@ def engine_arguments(
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "additional_config": {KEY: {"exact": exact, "folds": bias is not None and not exact}},
+        "worker_cls": "rollout.vllm.worker.PolicyWorker",
     }
     if on_cpu():
         arguments["enforce_eager"] = True
@@ -182,7 +183,7 @@ def default_block_size() -> int | None:
 
 def prepare_environment() -> None:
     """Set vLLM's environment variables. Call this before importing vLLM."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # sampling.py replaces the sampler of V1; eviction works in both
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if len(os.fsencode(folder := temporary_folder())) <= MOST_BYTES:

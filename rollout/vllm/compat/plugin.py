@@ -1,18 +1,17 @@
 """The plugin: registers our parts with vLLM, replaces some of vLLM's functions, undoes side effects on the caller.
 
-*Log-probs that are not finite* end a request in the step that would sample from them; other requests continue. In place
-of the token, a worker sends NOT_FINITE, which needs no further copy from the device. The scheduler ends the request
-with finish_reason "error" and stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises
-NotFiniteError (engine.py); the server answers with status 500 (server.py).
+*Log-probs that are not finite* end a request in the step that would sample from them; other requests continue. A worker
+sends NOT_FINITE in place of the token (runner.py). The scheduler ends the request with finish_reason "error" and
+stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises NotFiniteError (engine.py); the server
+answers with status 500 (server.py).
 
 *Models* must compute the function that the trainer computes. A Hugging Face checkpoint of Ministral 3 has the constants
 by which queries grow with their position in `rope_parameters`, but vLLM reads them only from `llama_4_scaling` (vLLM
 issue 48621). And vLLM's Transformers backend replaces methods of transformers' own classes, with which a model of the
 trainer in the same process would fail.
 
-*Experts*: vLLM's own record of routed experts (`enable_return_routed_experts`) needs prefix caching and vLLM's second
-model runner, which eviction excludes; ours uses the routers' `capture_fn`. On a CPU vLLM would pack the experts'
-weights when it loads a model, and later updates would be written over the packed copies, without any error.
+*Experts*: on a CPU vLLM would pack their weights when it loads a model, and later updates would be written over the
+packed copies, without any error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +31,7 @@ from torch import Tensor, distributed
 
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import KEY, cache_config, on_cpu
-from rollout.vllm.compat.paged import live_state
-from rollout.vllm.sampling import NOT_FINITE, SeededSampler
+from rollout.vllm.sampling import NOT_FINITE
 from sparse_rl.experts import experts_forward
 from sparse_rl.kernels.exact import padded
 
@@ -55,7 +53,6 @@ def register() -> None:
 
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
-    draw_seeded_requests()
     correct_models()
     refuse_input_sessions()
     give_out_clean_blocks()
@@ -68,7 +65,6 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.compat.backend.EvictingCPUBackend")
         keep_weights_in_place()
         keep_experts_in_place()
-        run_uncompiled()
     else:
         register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.compat.backend.EvictingBackend")
 
@@ -120,14 +116,6 @@ def keep_weights_in_place() -> None:
     utils.cpu_unquantized_gemm = _linear
 
 
-def run_uncompiled() -> None:
-    """Do not compile the ranking of sampled tokens on a CPU: compiling takes 20 seconds, and the ranks are not used."""
-    from vllm.v1.sample import sampler
-
-    compiled = sampler.batched_count_greater_than
-    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-
-
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
@@ -171,28 +159,11 @@ def undisturbed(had_group: bool) -> Iterator[None]:
 
 
 def refuse_what_is_not_finite() -> None:
-    """Make vLLM's V1 runner and scheduler end requests whose log-probs are not finite, in engines of ours."""
+    """Make vLLM's scheduler end requests whose log-probs are not finite."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sample_tokens: Any = GPUModelRunner.sample_tokens
-    sample, update = GPUModelRunner._sample, Scheduler._update_request_with_output
-
-    @wraps(sample_tokens)
-    def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
-        """Check the model's logits before a grammar writes -inf into them."""
-        state = self.execute_model_state
-        ours = KEY in (self.vllm_config.additional_config or {})
-        self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
-        return sample_tokens(self, grammar_output)
-
-    @wraps(sample)
-    def sample_or_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = sample(self, *args, **kwargs)
-        if self.not_finite is not None:
-            output.sampled_token_ids.masked_fill_(self.not_finite[:, None], NOT_FINITE)
-        return output
+    update = Scheduler._update_request_with_output
 
     @wraps(update)
     def update_or_fail(self: Any, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -201,35 +172,10 @@ def refuse_what_is_not_finite() -> None:
         request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, REASON, False
         return [], True
 
-    GPUModelRunner.sample_tokens = look_and_sample_tokens  # type: ignore[assignment, method-assign]
-    GPUModelRunner._sample = sample_or_mark  # type: ignore[method-assign]
     Scheduler._update_request_with_output = update_or_fail  # type: ignore[method-assign]
 
 
-def not_finite(logits: Tensor) -> Tensor:
-    """Return bool [B]: True for a request whose logits [B, V] have NaN, +inf or only -inf, or with a NaN score of the
-    policy.
-    """
-    failed = ~logits.amax(-1).isfinite()
-    state = live_state()
-    return failed if state is None else failed | state.failed_rows(len(logits))
-
-
-# ---- a server's seeds, models, experts -------------------------------------------------------------------------------
-
-
-def draw_seeded_requests() -> None:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    init: Any = GPUModelRunner.__init__
-
-    @wraps(init)
-    def init_with_sampler(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if KEY in (self.vllm_config.additional_config or {}):
-            self.sampler.topk_topp_sampler = SeededSampler(self, self.sampler.topk_topp_sampler)
-
-    GPUModelRunner.__init__ = init_with_sampler  # type: ignore[method-assign]
+# ---- models, experts -------------------------------------------------------------------------------------------------
 
 
 def correct_models() -> None:
@@ -266,31 +212,6 @@ def keep_transformers_classes() -> None:
 
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         Base._decorate_for_torch_compile = lambda self: None  # type: ignore[method-assign]
-
-
-def capture(runner: Any) -> Tensor | None:
-    """Let the routers of a worker's model record their choices. Returns the experts that the tokens of a step take,
-    int16 [tokens, layers, K], -1 in layers without experts, at an address into which a CUDA graph can write; None for a
-    model without experts.
-
-    Call this after the model is loaded, and before vLLM compiles it or captures CUDA graphs. On a GPU, fused kernels
-    that choose experts themselves would not be recorded; `moe_backend: triton` (arguments.py) excludes them.
-    """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
-    layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
-    if not layers:
-        return None
-    model, tokens = runner.model_config, runner.vllm_config.scheduler_config.max_num_batched_tokens
-    sizes = tokens, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
-    captured = torch.full(sizes, -1, dtype=torch.int16, device=runner.device)
-
-    def take(layer: int, experts: Tensor) -> None:
-        captured[: len(experts), layer] = experts.to(torch.int16)
-
-    for module in layers:
-        module.router.set_capture_fn(partial(take, module.layer_id))
-    return captured
 
 
 def keep_experts_in_place() -> None:

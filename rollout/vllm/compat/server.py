@@ -42,10 +42,12 @@ from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_generation_config
 
 OURS = ("model", "dtype", "allowed_hosts", "allowed_origins")
-ALONE = ("additional_config", "api_server_count", "data_parallel_multi_port_external_lb", "grpc", "headless")
+ALONE = (
+    *("additional_config", "api_server_count", "data_parallel_multi_port_external_lb", "grpc", "headless"),
+    "worker_cls",
+)
 FIXED = (  # arguments that the user cannot choose under eviction, besides those that `refuse_unsupported` finds
-    *("attention_backend", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"),
-    *("scheduler_cls", "worker_cls"),
+    *("attention_backend", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config", "scheduler_cls"),
 )
 SAMPLING = (  # options that vLLM takes from a generation config (ModelConfig.get_diff_sampling_param)
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p", "min_p"),
