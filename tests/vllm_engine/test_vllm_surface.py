@@ -64,7 +64,6 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     f"{CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
     f"{CONNECTOR}.on_new_request": "request",
     f"{CONNECTOR}.get_finished": "finished_req_ids",
-    f"{CONNECTOR}._get_connector_metadata": "",
     f"{CONNECTOR}.requires_piecewise_for_cudagraph": "extra_config",
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
