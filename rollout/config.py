@@ -15,6 +15,7 @@ from sparse_rl.config import (
     NonNegativeInt,
     Positive,
     PositiveInt,
+    Probability,
     Source,
     Text,
     as_mapping,
@@ -43,6 +44,9 @@ class SamplingConfig(Configuration):
     temperature : 0 takes the most likely token at each step; the log-probs are then computed at temperature 1
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability; 1 means all
     top_k : sampling is restricted to the top_k most likely tokens; None means all
+    min_p : sampling is restricted to the tokens with at least min_p times the probability of the most likely one; 0
+        means all. The order is that of vLLM: min_p, top_k, top_p, each on what the one before has left
+    record_support : record from which tokens each token was drawn, if min_p, top_k or top_p restrict them
     n : completions per prompt
     seed : random seed; None draws a fresh one
     stop_token_ids : tokens that end a completion (the last token of the completion is then a stop token); None means
@@ -56,6 +60,8 @@ class SamplingConfig(Configuration):
     temperature: NonNegative = 1.0
     top_p: Fraction = 1.0
     top_k: PositiveInt | None = None
+    min_p: Probability = 0.0
+    record_support: bool = False
     n: PositiveInt = 1
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -65,8 +71,13 @@ class SamplingConfig(Configuration):
 
     @property
     def truncated_support(self) -> bool:
-        """True if top-p or top-k cuts the distribution, so that `Rollout.logprobs` and `model_logprobs` differ."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+        """True if min_p, top_k or top_p cuts the distribution: `Rollout.logprobs` and `model_logprobs` then differ."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
+
+    @property
+    def records_support(self) -> bool:
+        """True if the traces of sampled sequences have the sections of supports (sparse_rl/trace/support.py)."""
+        return self.record_support and self.truncated_support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +137,7 @@ class Origin(Configuration):
     vocabulary : size of the model's vocabulary
     engine, dtype, exact : values of these recipe keys when the rollouts were sampled
     sampling : settings of sampling
-    evicts : true if entries can be evicted, so that there are trace files
+    evicts : true if entries can be evicted
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
     """
 
@@ -138,6 +149,11 @@ class Origin(Configuration):
     sampling: SamplingConfig
     evicts: bool
     made_by: dict[str, str]
+
+    @property
+    def has_traces(self) -> bool:
+        """True if there are trace files: if entries can be evicted, or if supports are recorded."""
+        return self.evicts or self.sampling.records_support
 
 
 def write_origin(folder: Path, origin: Origin) -> None:

@@ -31,6 +31,7 @@ from sparse_rl.policies.make import make_policy
 from sparse_rl.progress import Stage, stage
 from sparse_rl.source import INSTALL_VLLM
 from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace.support import check_drawn
 
 
 def least_rows(device: str | torch.device) -> int:
@@ -48,12 +49,12 @@ class Rollout:
     """One sampled sequence.
 
     prompt_ids, completion_ids : token ids
-    logprobs : log-prob of each completion token under the sampling distribution (after temperature, top-p, top-k)
-    model_logprobs : log-prob of each completion token before top-p and top-k; replay is compared with these log-probs
+    logprobs : log-prob of each completion token under the sampling distribution after all truncation
+    model_logprobs : log-prob of each completion token before truncation; replay is compared with these log-probs
     trace : eviction trace; len(trace) = number of tokens of prompt and completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (max_tokens is reached)
 
-    Raises TraceError if the trace cannot have been recorded with this prompt (`EvictionTrace.check`).
+    Raises TraceError if the trace cannot have been recorded with these tokens (`EvictionTrace.check`, `check_drawn`).
     """
 
     prompt_ids: list[int]
@@ -65,6 +66,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.trace.check(len(self.prompt_ids))
+        check_drawn(self.trace, [*self.prompt_ids, *self.completion_ids])
 
 
 class Engine(Protocol):

@@ -2,9 +2,10 @@
 
     rollouts.json              record of how the rollouts were sampled (`Origin` in config.py)
     completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
-                               if top-p or top-k cut the distribution (else they equal logprobs), and the caller's keys
+                               if top-p, top-k or min-p cut the distribution (else they equal logprobs), and the
+                               caller's keys
     traces-00000.safetensors   the traces of the first lines; further files hold the traces of the next lines. There are
-                               no such files if nothing can be evicted
+                               no such files if nothing can be evicted and no supports are recorded
 
 Log-probs are float32, written with enough digits to be read back bit for bit.
 """
@@ -60,7 +61,7 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
 
         def add(rollouts: Sequence[Rollout], further: Sequence[Mapping[str, Any]]) -> None:
             nonlocal parts
-            if origin.evicts:
+            if origin.has_traces:
                 file = folder / TRACES.replace("*", f"{parts:05d}")
                 save_traces(file, [r.trace for r in rollouts], origin.made_by)
                 parts += 1
@@ -94,12 +95,12 @@ class RolloutFiles:
         Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
         files = sorted(self.folder.glob(TRACES))
-        if self.origin.evicts and not files:
+        if self.origin.has_traces and not files:
             raise UserError(f"{self.folder} lacks its traces, {TRACES}: copy the trace files too, or sample again")
         count = 0
         with self._opened() as log:
             lines = enumerate(log, start=1)
-            for file in files if self.origin.evicts else ():
+            for file in files if self.origin.has_traces else ():
                 traces = load_traces(file, self.origin.made_by)
                 loaded = list(islice(lines, len(traces)))
                 if len(loaded) < len(traces):
@@ -109,7 +110,7 @@ class RolloutFiles:
                 yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
                 count += len(traces)
             dense = partial(EvictionTrace.dense, layers, kv_heads, windows=windows)
-            while not self.origin.evicts and (loaded := list(islice(lines, PART))):
+            while not self.origin.has_traces and (loaded := list(islice(lines, PART))):
                 rollouts = [self._rollout(*line, dense, self.folder / COMPLETIONS) for line in loaded]
                 yield Part(self.folder / COMPLETIONS, count + 1, rollouts)
                 count += len(loaded)
@@ -139,14 +140,14 @@ class RolloutFiles:
             if self.origin.sampling.truncated_support:
                 model_logprobs = _logprobs(line, "model_logprobs", len(completion))
             own = trace if isinstance(trace, EvictionTrace) else trace(length=len(prompt) + len(completion))
+            if len(own) != (tokens := len(prompt) + len(completion)):
+                wrong = f"{file} holds a trace of {len(own)} tokens, but the line has {tokens}"
+                raise UserError(f"{wrong}: the two files do not belong together")
             reason: Literal["stop", "length"] = "stop" if line.get("finish_reason") == "stop" else "length"
             rollout = Rollout(prompt, completion, logprobs, model_logprobs, own, reason)
         except (ValueError, RecursionError) as error:
             problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
-        if len(own) != (tokens := len(prompt) + len(completion)):
-            theirs = f"line {number} of {COMPLETIONS} has {tokens}: the two files do not belong together"
-            raise UserError(f"{file} holds a trace of {len(own)} tokens, but {theirs}")
         return rollout
 
 

@@ -52,6 +52,7 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
 from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace.support import SupportRecord
 
 
 @dataclass
@@ -289,7 +290,7 @@ class HFEngine:
         least = least_rows(device)
         rows = [Row(request) for request in requests] + filler * (least - len(requests))
         cache, logits = self._prefill_and_fork([row.request.prompt for row in rows], requests[0].context)
-        streams = [Uniforms(row.request.seed) for row in rows]
+        streams, supports = [Uniforms(row.request.seed) for row in rows], SupportRecord()
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
@@ -300,7 +301,9 @@ class HFEngine:
             tokens = [forced_token(step, row.request.forced, sampling) for row in rows]
             forced = torch.tensor(tokens, device=device) if max(tokens) >= 0 else None
             drawn = sample(logits, sampling, uniform, forced)
-            tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
+            for bits in drawn[3:]:
+                supports.draw([(row.request.place, len(row.tokens)) for row in rows], bits)
+            tokens, logprobs, model_logprobs = (t.tolist() for t in drawn[:3])
             if Clock.running is not None:
                 sampled = sum(row.finish_reason is None for row in rows)
                 Clock.running.step(sampled, cache.allocated_bytes(), sampled)
@@ -320,7 +323,8 @@ class HFEngine:
                     row.finish_reason = "length"
                 else:
                     continue
-                yield row, cache.trace(i, len(row.request.tokens) + len(row.tokens))
+                length = len(row.request.tokens) + len(row.tokens)
+                yield row, cache.trace(i, length).beside(supports.take(row.request.place, length))
 
             active = [row.finish_reason is None for row in rows]
             if not any(active):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollout.config import SamplingConfig
 from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.trace.support import packed
 
 if TYPE_CHECKING:
     from rollout.context import Context
@@ -180,7 +181,7 @@ class Uniforms:
 
 def sample(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Sample one token for each of B rows.
 
     logits : [B, V]
@@ -188,7 +189,8 @@ def sample(
     forced : int64 [B]; a value other than -1 replaces the sampled token
 
     Returns the tokens int64 [B], their log-probs float32 [B] under the sampling distribution, and their log-probs
-    float32 [B] before top-p and top-k. Never waits for the device.
+    float32 [B] before min-p, top-k and top-p; if `sampling.records_support` and tokens are drawn, also the supports of
+    the draws as bits (`packed`), int32 [B, W], 0 for forced tokens. Never waits for the device.
     """
     rows = max(1, AT_ONCE // logits.shape[-1]) if logits.is_cpu else len(logits)
     if len(logits) > rows:
@@ -196,18 +198,18 @@ def sample(
         for i in range(0, len(logits), rows):
             u, f = (None if column is None else column[i : i + rows] for column in (uniform, forced))
             parts.append(sample(logits[i : i + rows], sampling, u, f))
-        return tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
     scaled = sampling.temperature not in (0, 1)
     logprobs = (logits.float() / sampling.temperature if scaled else logits.float()).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
-    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
-    return drawn(logprobs, processed, uniform, forced)
+    processed = truncate(logprobs, sampling.top_p, sampling.top_k, sampling.min_p) if cut else logprobs
+    return drawn(logprobs, processed, uniform, forced, cut and sampling.record_support)
 
 
 def drawn(
-    logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample tokens as `sample` does. logprobs, processed : float32 [B, V], before and after top-p and top-k"""
+    logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None, record: bool = False
+) -> tuple[Tensor, ...]:
+    """Sample tokens as `sample` does. logprobs, processed : float32 [B, V], before and after the truncation"""
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
@@ -216,18 +218,23 @@ def drawn(
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
     if forced is not None:
         tokens = torch.where(forced < 0, tokens, forced)
-    index = tokens[:, None]
-    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
+    results = tokens, *(values.gather(-1, tokens[:, None])[:, 0] for values in (processed, logprobs))
+    if not record:
+        return results
+    bits = packed(processed > float("-inf"))
+    return *results, bits if forced is None else bits.masked_fill(forced[:, None] >= 0, 0)
 
 
-def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """Restrict log-probs [B, V] by top-k, then by top-p, and renormalise them. All other tokens get -inf.
+def truncate(logprobs: Tensor, top_p: float, top_k: int | None, min_p: float = 0.0) -> Tensor:
+    """Restrict log-probs [B, V] by min-p, top-k and top-p, in this order, and renormalise them; other tokens get -inf.
 
     Top-p keeps the smallest set of tokens with total probability >= top_p. With top-k, only the max(top_k, LANES) most
     likely tokens are ranked. All other tokens would only add zeros to the sums; since at least LANES tokens are ranked,
     every sum on a CPU has the same bits as a sum over the whole vocabulary.
     """
-    size = logprobs.shape[-1]
+    size, logprobs = logprobs.shape[-1], _at_least(logprobs, min_p)
+    if top_k is None and top_p == 1:
+        return logprobs.log_softmax(-1)
     order = ranking(logprobs, size if top_k is None else min(size, max(top_k, LANES)))
     outside = torch.zeros_like(order, dtype=torch.bool)
     if top_k is not None:
@@ -237,6 +244,13 @@ def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
         outside |= mass.cumsum(-1).sub_(mass) >= top_p
     outside = torch.ones_like(logprobs, dtype=torch.bool).scatter_(-1, order, outside)
     return logprobs.masked_fill(outside, float("-inf")).log_softmax(-1)
+
+
+def _at_least(logprobs: Tensor, min_p: float) -> Tensor:
+    """Give -inf to all tokens whose probability is below min_p times that of the most likely token."""
+    if min_p == 0:
+        return logprobs
+    return logprobs.masked_fill(logprobs < logprobs.amax(-1, keepdim=True) + math.log(min_p), float("-inf"))
 
 
 def ranking(logprobs: Tensor, count: int) -> Tensor:
@@ -264,16 +278,17 @@ def ranking(logprobs: Tensor, count: int) -> Tensor:
 
 def sample_reference(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Sample one token per row; arguments and results are those of `sample`."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
-    processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
-    return drawn(logprobs, processed, uniform, forced)
+    processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k, sampling.min_p) if cut else logprobs
+    return drawn(logprobs, processed, uniform, forced, cut and sampling.record_support)
 
 
-def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
+def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None, min_p: float = 0.0) -> Tensor:
     """Return the same values as `truncate`."""
+    logprobs = _at_least(logprobs, min_p)
     ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
     outside = torch.zeros_like(ranked, dtype=torch.bool)
     if top_k is not None:

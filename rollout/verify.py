@@ -1,6 +1,7 @@
 """Checks the invariant on rollouts on disk: under replay, each sampled token has the log-prob that the sampler gave it.
 
-Replayed log-probs are compared with `model_logprobs`, the log-probs before top-p and top-k at the sampling temperature.
+Replayed log-probs are compared with `model_logprobs`, those before top-p, top-k and min-p at the sampling temperature,
+and, where the tokens' supports are recorded, also with `logprobs`, within the supports. The larger gap counts.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def own_rounding(model: Any, files: RolloutFiles) -> float:
     few = next(files.parts(*shape, windows)).rollouts[:8]
     temperature = files.origin.sampling.temperature
     with torch.no_grad():
-        ours = replay_logprobs(model, few, temperature)
-        exact = replay_logprobs(model.double(), few, temperature)
+        ours = replay_logprobs(model, few, temperature, truncated=True)
+        exact = replay_logprobs(model.double(), few, temperature, truncated=True)
     model.float()
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours, exact, strict=True))
 
@@ -116,9 +117,11 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
     longest = max(len(r.trace) for r in part.rollouts)
     rows = min(max(LOGITS // (longest * model.config.vocab_size), 1), ROWS)
     with torch.no_grad():
-        replayed = replay_logprobs(model, part.rollouts, origin.sampling.temperature, rows)
+        replayed = replay_logprobs(model, part.rollouts, origin.sampling.temperature, rows, truncated=True)
     for line, (rollout, ours) in enumerate(zip(part.rollouts, replayed, strict=True), start=part.line):
-        gaps = (ours.cpu() - torch.tensor(rollout.model_logprobs)).abs().double()
+        within = rollout.logprobs if origin.sampling.records_support else rollout.model_logprobs
+        theirs = torch.tensor([rollout.model_logprobs, within]).T
+        gaps = (ours.cpu() - theirs).abs().double().amax(-1)
         largest, token = gaps.max(0)
         if not math.isfinite(largest):
             place = f"token {int(token)} of the completion in line {line} of {COMPLETIONS}"

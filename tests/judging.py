@@ -15,7 +15,8 @@ from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.views import make_view
 from sparse_rl.errors import LONGEST, UserError
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import NEVER, EvictionTrace, Supports
+from sparse_rl.trace.support import SupportRecord, packed
 
 T = TypeVar("T")
 
@@ -220,3 +221,63 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
 def weighted_sum(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a loss in which each log-prob has another weight, as advantages would give."""
     return sum((row * torch.linspace(-1, 2, len(row))).sum() for row in logprobs)  # type: ignore[return-value]
+
+
+# ---- supports of truncated draws -------------------------------------------------------------------------------------
+
+
+def supports_of(rollout: Rollout, vocabulary: int) -> list[list[int]]:
+    """Return the token ids of each draw's support."""
+    supports = Supports.of([rollout.trace], vocabulary)
+    assert supports is not None
+    return [ids.tolist() for ids in supports.ids.split(supports.sizes.tolist())]
+
+
+def with_supports(trace: EvictionTrace, supports: Sequence[Sequence[int]], vocabulary: int) -> EvictionTrace:
+    """Return the trace with other supports, one for each completion token."""
+    record, kept = SupportRecord(), torch.zeros(len(supports), vocabulary, dtype=torch.bool)
+    for step, ids in enumerate(supports):
+        kept[step, list(ids)] = True
+        record.draw([("", step)], packed(kept[step : step + 1]))
+    return trace.beside(record.take("", len(trace)))
+
+
+def wrong_supports(rollouts: Sequence[Rollout], vocabulary: int) -> dict[str, list[Rollout]]:
+    """Return rollouts with supports that a sampler could have recorded, but did not: each draw has the next draw's, to
+    which its own token is added; all tokens; or one token less, if it has several."""
+    wrong: dict[str, list[Rollout]] = {"another step's": [], "all tokens": [], "one token less": []}
+    for rollout in rollouts:
+        supports, drawn = supports_of(rollout, vocabulary), rollout.completion_ids
+        others = [{*ids, token} for ids, token in zip([*supports[1:], supports[0]], drawn, strict=True)]
+        fewer = [
+            [i for i in ids if i != max((i for i in ids if i != token), default=None)]
+            for ids, token in zip(supports, drawn, strict=True)
+        ]
+        every = [range(vocabulary)] * len(drawn)
+        for name, changed in zip(wrong, (others, every, fewer), strict=True):
+            wrong[name].append(replace(rollout, trace=with_supports(rollout.trace, changed, vocabulary)))
+    return wrong
+
+
+@torch.no_grad()
+def support_gaps(model: Any, rollouts: Sequence[Rollout], temperature: float) -> tuple[float, float]:
+    """Return the gap of the log-probs over the whole vocabulary, and of those among the supports."""
+    replayed = torch.cat(replay_logprobs(model, rollouts, temperature, truncated=True))
+    sampled = torch.cat([torch.tensor([r.model_logprobs, r.logprobs]).T for r in rollouts])
+    whole, kept = (replayed - sampled).abs().amax(0).tolist()
+    return whole, kept
+
+
+def check_support_law(model: Any, rollouts: Sequence[Rollout], temperature: float, trained: bool) -> float:
+    """Check that each drawn token's log-prob among the recorded support is the sampler's, and that the gap of each
+    wrong record is as large as the proof of concept measured; return the true gap. Logits of untrained models are flat.
+    """
+    whole, kept = support_gaps(model, rollouts, temperature)
+    assert whole <= 1e-5
+    assert kept <= 2e-6
+    least = {"another step's": 2.0, "all tokens": 0.043, "one token less": 0.25}
+    for name, wrong in wrong_supports(rollouts, model.config.vocab_size).items():
+        same, wrong_gap = support_gaps(model, wrong, temperature)
+        assert same == whole
+        assert wrong_gap >= (least[name] if trained else 5e-3), (name, wrong_gap)
+    return kept

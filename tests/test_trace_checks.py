@@ -128,9 +128,25 @@ def routed(rng: random.Random, prompt: int, length: int) -> Sections:
     return {**evicted(rng, prompt, length), "routed": experts}
 
 
+def supported(rng: random.Random, prompt: int, length: int) -> Sections:
+    """Return a record with supports over up to 64 tokens: W is 1 or 2, so that some supports are bits."""
+    words = rng.randint(1, 2)
+    size_of = {token: rng.choice([0, 1, 1, 2, 3, 9]) for token in range(prompt, length)}
+    supports = [sorted(rng.sample(range(32 * words), size)) for size in size_of.values()]
+    bits = [
+        [sum(1 << (i % 32) for i in ids if i // 32 == w) for w in range(words)] for ids in supports if len(ids) > words
+    ]
+    return {
+        **evicted(rng, prompt, length),
+        "support_sizes": tensor([0] * prompt + list(size_of.values())),
+        "support": tensor([i for ids in supports if len(ids) <= words for i in ids]),
+        "support_bits": torch.tensor(bits, dtype=torch.int64).view(-1, words).to(torch.int32),
+    }
+
+
 def windowed(rng: random.Random, prompt: int, length: int) -> Sections:
     """Return a record of any other kind, beside one or two layers with sliding windows, before, between or after it."""
-    kind = rng.choice([evicted, compacted, context, refitted, paged])
+    kind = rng.choice([evicted, compacted, context, refitted, paged, supported])
     part = kind(rng, prompt, length)
     windows = [0] * LAYERS
     for _ in range(rng.randint(1, 2)):
@@ -143,9 +159,11 @@ def windowed(rng: random.Random, prompt: int, length: int) -> Sections:
     return {**part, "evict_at": torch.stack(layers), "windowed": tensor(windows)}
 
 
+SUPPORTS = {"support_sizes", "support", "support_bits"}
+EMPTY = {"refit_at", "closed_at", "opened", *SUPPORTS}  # sections that may hold nothing
 CONTEXT = {"compacted_with", "compacted_parts", "compacted_queries"}
 KINDS = {"evicted": evicted, "compacted": compacted, "context": context, "refitted": refitted, "paged": paged}
-KINDS |= {"routed": routed, "windowed": windowed}
+KINDS |= {"routed": routed, "supported": supported, "windowed": windowed}
 
 
 def draw_record(kind: str, seed: int) -> tuple[Sections, int]:
@@ -214,9 +232,31 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
                 around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
                 if not around <= set(held) or len(held) != sinks + window + kept_count:
                     return False
+    if names & SUPPORTS and not names >= SUPPORTS:
+        return False
+    if names & SUPPORTS and not possible_supports(further, prompt, sections["support_bits"].shape[1]):
+        return False
     if "routed" in names and not all(possible_experts(layer, length) for layer in further["routed"]):
         return False
     return "opened" not in names or possible_pages(further, prompt, length)
+
+
+def possible_supports(further: dict[str, Any], prompt: int, words: int) -> bool:
+    """Return True if each drawn token has as many tokens in its support as its size says."""
+    sizes, ids, bits = (further[name] for name in ("support_sizes", "support", "support_bits"))
+    if len(sizes) != len(further["evict_at"][0][0]) or any(sizes[:prompt]) or any(size < 0 for size in sizes):
+        return False
+    ids, bits = list(ids), list(bits)
+    for size in filter(None, sizes):
+        if size > words:
+            support = sum(bin(word & 0xFFFFFFFF).count("1") for word in bits.pop(0)) if bits else -1
+            if support != size:
+                return False
+        else:
+            support, ids = ids[:size], ids[size:]
+            if len(support) != size or support != sorted(set(support)) or not set(support) <= set(range(32 * words)):
+                return False
+    return not ids and not bits
 
 
 def possible_experts(by_token: list[list[int]], length: int) -> bool:
@@ -321,7 +361,7 @@ def with_one_change(sections: Sections, rng: random.Random) -> Sections:
     if kind == "set":
         candidates = [near, -1, 0, 1, rng.randint(2, 18), len(numbers), NEVER, int(numbers[other_place])]
         numbers[place] = rng.choice(
-            [n for n in candidates if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
+            [n for n in candidates if abs(n) < 2 ** (15 if values.dtype == torch.int16 else 31) - 1]
         )
     elif kind == "swap":
         numbers[[place, other_place]] = numbers[[other_place, place]]
@@ -347,7 +387,7 @@ def test_a_changed_record_is_accepted_if_and_only_if_it_is_possible(kind):
         for near in (prompt - 1, prompt + 1):
             assert accepted(sections, near) == possible(sections, near), (kind, seed, near)
         where = [name for name in sections if name not in altered or not torch.equal(altered[name], sections[name])]
-        well_formed = all(altered[name].numel() or name in ("refit_at", "closed_at", "opened") for name in altered)
+        well_formed = all(altered[name].numel() or name in EMPTY for name in altered)
         expected = well_formed and possible_or_not(altered, prompt)
         assert accepted(altered, prompt) == expected, (kind, seed, where, altered)
         for name in where:
@@ -363,7 +403,7 @@ def test_a_record_without_a_prompt_length_is_accepted_if_it_fits_some_prompt(kin
     for seed in range(300):
         altered = with_one_change(draw_record(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
         prompts = range(1, altered["evict_at"].shape[-1])
-        well_formed = all(altered[name].numel() or name in ("refit_at", "closed_at", "opened") for name in altered)
+        well_formed = all(altered[name].numel() or name in EMPTY for name in altered)
         expected = well_formed and any(possible_or_not(altered, prompt) for prompt in prompts)
         assert accepted(altered, None) == expected, (kind, seed, altered)
         counts[expected] += 1
@@ -529,11 +569,11 @@ def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path, monkeypatch):
     assert trace.shape == (1, 2, 6)
     for kind in KINDS:
         groups: dict[tuple, list[Sections]] = {}
+        fixed = {"evict_at": 0, "opened": 3, "support_bits": 1}  # the axes that the sequences of a file have in common
         for seed in range(60):
             sections, _ = draw_record(kind, seed)
-            groups.setdefault(
-                (*sections, len(sections["evict_at"]), *sections.get("opened", torch.zeros(1)).shape[3:]), []
-            ).append(sections)
+            shape = [sections[name].shape[axis] for name, axis in fixed.items() if name in sections]
+            groups.setdefault((*sections, *shape), []).append(sections)
         for records in groups.values():
             joined = {
                 name: ([row[name].numpy() for row in records], declared()[name].joined_axis) for name in records[0]

@@ -217,6 +217,8 @@ class Resumable(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the values, at the end with UNCHANGED if it is so. Then raise NotFiniteError if one is not finite."""
         if "train_runtime" in logs:
+            # transformers divides the loss of the whole run by the steps since it was resumed
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
             same = bit_sums(self._weights()) == self._initial
             logs |= {UNCHANGED: 1.0} if all(gather_object([same])) else {}
         skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used

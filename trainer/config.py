@@ -380,7 +380,9 @@ class SparseGRPOConfig(Configuration):
     """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
 
     num_generations, max_completion_length : completions of each prompt, and the most tokens of a completion
-    temperature, top_p, top_k : settings of sampling; 1.0, 1.0 and None draw from the model's own distribution
+    temperature : temperature of sampling
+    top_p, top_k, min_p : truncation of the distribution that is sampled from, and then trained; 1.0, None and 0 keep
+        all tokens
     loss_type, scale_rewards : TRL's loss, and the deviation that divides the advantages
     epsilon, epsilon_high : lower and upper bound of the ratio's clipping; epsilon_high None means epsilon
     beta : weight of the KL divergence from the start model; 0 loads no such model
@@ -400,6 +402,7 @@ class SparseGRPOConfig(Configuration):
     temperature: Positive = 1.0
     top_p: Fraction = 1.0
     top_k: PositiveInt | None = None
+    min_p: Probability = 0.0
     loss_type: Loss = "grpo"
     epsilon: Annotated[Positive, at_most(1000)] = 0.2
     epsilon_high: Annotated[Positive, at_most(1000)] | None = None

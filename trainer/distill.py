@@ -51,6 +51,7 @@ class TaughtTrainer(Resumable):
     """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache."""
 
     args: TaughtArguments
+    loss_is_scaled_for_ga = True  # our loss is already divided by the tokens of the whole update
     summed: tuple[str, ...] = ("kl", "ce", "right")  # names of the sums that `_losses` returns between loss and count
 
     def __init__(
@@ -65,7 +66,6 @@ class TaughtTrainer(Resumable):
         check_adapters(model)
         data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
         super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
-        self.model_accepts_loss_kwargs = True  # our loss is already divided by the tokens of the whole update
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
         self.teacher: Any = teacher

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from httpx import HTTPError
 from huggingface_hub import HfApi
+from huggingface_hub.utils import httpx
 
 from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
@@ -66,7 +66,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
         with stage("uploading", name):
             try:
                 HfApi().upload_folder(repo_id=name, folder_path=place, commit_message=MESSAGE, revision=revision)
-            except (OSError, ValueError, HTTPError) as error:  # no network, no permission, no such name
+            except (OSError, ValueError, httpx.HTTPError) as error:  # no network, no permission, no such name
                 mend = f"push it with `hf upload {name} {place}`"
                 line = str(error).strip().partition("\n")[0]
                 raise StoppedError(f"{place} is complete, but was not pushed to {name} ({line}); {mend}") from error

@@ -15,7 +15,7 @@ _FUSED = "its fused forward pass ignores the eviction trace; remove it"
 
 ANY: dict[str, str] = {  # in any training
     "use_vllm": "use the key rollout.engine (in Python: make_engine)",
-    **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching", "min_p"), _SAMPLES),
+    **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _SAMPLES),
     **dict.fromkeys(("transformers_continuous_batching_config", "generation_kwargs", "repetition_penalty"), _SAMPLES),
     "cache_implementation": "use the cache block (in Python: the policy of the engine)",
     "max_tool_calling_iterations": "tools are not supported; remove it",

@@ -48,7 +48,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
 STEP = 64  # in the file of handed-over weights, each weight begins at a multiple of STEP bytes
-ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, a preemption makes an attempt fail
+ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, a preemption ends an attempt (scheduler.py)
 
 
 class VLLMEngine:
@@ -138,6 +138,7 @@ class VLLMEngine:
         options: dict[str, Any] = {
             "dtype": dtype,
             "enable_sleep_mode": self.can_sleep,  # drops the cache; moves our buffers, made with it, to host memory
+            **arguments.model_arguments(config),
             **arguments.length_arguments(config, max_model_len),
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -196,7 +197,6 @@ class VLLMEngine:
                 waiting = [request for request in waiting if request.place not in rollouts]
                 if not waiting:
                     return [rollouts[request.place] for request in requests]
-                stage.advance(-len(waiting))
         often = f"{len(waiting)} sequences were preempted {ATTEMPTS} times"
         raise StoppedError(f"{often}; lower max_batch or raise kv_cache_gb")
 
@@ -274,7 +274,9 @@ class VLLMEngine:
                 for output in engine.step():
                     if output.finished:
                         place, sequence = int(output.request_id), output.outputs[0]
-                        if sequence.finish_reason == "error":  # only compat/plugin.py ends our requests this way
+                        if sequence.stop_reason == "preempted":  # scheduler.py
+                            continue
+                        if sequence.finish_reason == "error":
                             prompt_and_sample = divmod(max(place, -1 - place), sampling.n)
                             raise NotFiniteLogprobError(*prompt_and_sample, len(sequence.token_ids), self.dtype)
                         if place >= 0:
@@ -302,19 +304,23 @@ class VLLMEngine:
         return groups.values()
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
-        """Yield (place, rollout) for each request that was not preempted, from vLLM's outputs and the workers' records,
-        which are fetched for max_batch sequences at a time.
+        """Yield (place, rollout) for each sampled request, from vLLM's outputs and the workers' records, which are
+        fetched for max_batch sequences at a time.
         """
+        requests = [request for request in requests if request.place in sampled]
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
             lengths = {r.place: len(r.tokens) + len(sampled[r.place].token_ids) for r in part}
             ranks = self.llm.collective_rpc("take_results", args=(lengths,))
             for request, *results in zip(part, *ranks, strict=True):
-                if results[0]["preempted"]:  # the record does not show which entries the request attended to
-                    continue
                 output, length = sampled[request.place], lengths[request.place]
                 logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
-                numbers = (logprobs, model_logprobs, self._trace(request, results, length), output.finish_reason)
+                supports = {
+                    name: torch.from_numpy(np.frombuffer(values, np.int32).reshape(shape).copy())
+                    for name, (values, shape) in results[0]["supports"].items()
+                }
+                trace = self._trace(request, results, length).beside(supports)
+                numbers = logprobs, model_logprobs, trace, output.finish_reason
                 yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
 
     def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:

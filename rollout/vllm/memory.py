@@ -14,10 +14,12 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
+from sparse_rl.trace.support import HELD
 
 BLOCK = {"cuda": 16, "cpu": 32}  # tokens in a block of vLLM's cache
 STEP = 8  # kernels on GPUs support head sizes that are multiples of STEP
-LOGIT = 4 + 2 * (4 + 8)  # bytes per logit in top-p: a float32 log-prob, and what a GPU sorts twice: value and index
+# bytes per logit in top-p: a float32 log-prob, what a GPU sorts twice (value and index), and bits of recorded supports
+LOGIT = 4 + 2 * (4 + 8) + HELD // 8
 
 
 @dataclass(frozen=True)

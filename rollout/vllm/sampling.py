@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rollout.config import SamplingConfig
 from rollout.sampling import Uniforms, forced_token, sample
 from sparse_rl.trace import NEVER
+from sparse_rl.trace.support import SupportRecord
 
 NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
 STEPS = 64  # maximum number of steps whose routed experts are held on the device
@@ -30,16 +31,16 @@ HELD = 2**22  # number of evictions, over all layers and kv heads, from which on
 class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
 
-    preempted : True if the request lost its cache before its end; the record then does not match its attention
-    evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped, or if `preempted`
+    evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
+    supports : name -> int32 array and shape, the sections of supports, if they are recorded
     """
 
-    preempted: bool
     evict_at: bytes | None
     logprobs: bytes
     routed: bytes | None
+    supports: dict[str, tuple[bytes, list[int]]]
 
 
 class Dropped(NamedTuple):
@@ -60,13 +61,13 @@ class RunRecord:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
         self.holder_of: dict[str, str] = {}  # request id -> id of the holder with whose entries it began, or ""
-        self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
         # the arguments of `evict`: on the device, then in host memory
         self._evicted: list[tuple[Tensor, ...]] = []
         self._held = 0
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self.supports = SupportRecord()
         self._routed: list[tuple[list[str], np.ndarray, np.ndarray, Tensor]] = []  # the arguments of `route`, per step
         # request id -> (position of the first token, experts of the tokens, int16 [tokens, L, K]), per step
         self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -74,8 +75,6 @@ class RunRecord:
 
     def begin(self, request_id: str, holder: str = "") -> int:
         self.holder_of[request_id] = holder
-        if request_id in self.numbers:  # it was preempted, and has lost its cache
-            self.preempted.add(request_id)
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
@@ -150,15 +149,15 @@ class RunRecord:
         for place, length in lengths.items():
             request_id = request_of[place]
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
-            preempted = request_id in self.preempted
             routed = self.routed.get(self.holder_of.get(request_id, ""), []) + self.routed.pop(request_id, [])
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+            supports = self.supports.take(request_id, length)
             results.append(
                 {
-                    "preempted": preempted,
-                    "evict_at": None if dropped is None or preempted else _evict_at(dropped, length).tobytes(),
+                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "routed": _by_position(routed, length),
+                    "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
                 }
             )
         return results
@@ -228,11 +227,14 @@ class SequenceSampler(nn.Module):
         ]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
+        logprobs, supports = logprobs[:2], logprobs[2:]
         sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
             if (routes := self.runner.routes(len(ids))) is not None:
                 self.record.route(ids, *routes)
             self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
+            for bits in supports:
+                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
         return sampled, None
 
 
@@ -263,7 +265,9 @@ class SeededSampler(nn.Module):
         for row, request in enumerate(self.runner.rows(len(logits))):
             if request.settings is None:
                 continue
-            key = request.request_id, request.settings["seed"]
+            seeds, i = request.settings["seeds"], request.request_id
+            sample_index = int(i.partition("_")[0]) if len(seeds) > 1 else 0  # "0_id", "1_id", ... of vLLM
+            key = i, seeds[sample_index]
             if key not in self.seeded:
                 top_p, top_k = request.parameters.top_p, request.parameters.top_k
                 support = SamplingConfig(1, top_p=top_p, top_k=top_k if top_k > 0 else None)

@@ -6,20 +6,31 @@ slot for each entry of the context, and one for each token of its own.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+from vllm.v1.request import RequestStatus
 
+from rollout.vllm.sampling import NOT_FINITE
 from rollout.vllm.state import Behind
 from sparse_rl.errors import UserError
 from sparse_rl.policies.schedule import NEVER, Schedule
 
+FAILED, PREEMPTED = "not finite", "preempted"  # the stop_reason of a request that `end_failed_requests` ends
+WHY = {
+    FAILED: "its log-probabilities are not finite: the model's weights or activations are NaN or infinite; serve an "
+    "undamaged checkpoint, or use another dtype",
+    PREEMPTED: "it was preempted, and a cache that evicts cannot be filled again from the text",
+}
 # Request id -> the context that the request continues, until its blocks are freed; a process has only one scheduler
 ASKED: dict[str, Behind] = {}
 
@@ -235,3 +246,28 @@ def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = Non
     for cache in (kv_caches or {}).values():
         if (cache.shape[0], cache.shape[2]) != (kv_cache_config.num_blocks, specs[0].block_size):
             raise UserError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")
+
+
+# ---- requests that cannot continue ----------------------------------------------------------------------------------
+
+
+def end_failed_requests() -> None:
+    """Make vLLM's scheduler end a request, with finish_reason "error", if its log-probs are not finite or if it lost an
+    evicting cache: its prompt and its sampled tokens have been prefilled again, densely. Tokens of earlier steps stay.
+    """
+    update: Any = Scheduler._update_request_with_output
+
+    @wraps(update)
+    def update_or_end(self: Any, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        specs = (group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups)
+        if NOT_FINITE in new_token_ids:
+            why = FAILED
+        elif request.num_preemptions and any(isinstance(spec, EvictingSpec) for spec in specs):
+            why = PREEMPTED
+        else:
+            return update(self, request, new_token_ids, *args, **kwargs)
+        request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, why, False
+        logging.getLogger("vllm.sparse_rl").error("request %s ended: %s", request.request_id, WHY[why])
+        return [], True
+
+    Scheduler._update_request_with_output = update_or_end  # type: ignore[method-assign]

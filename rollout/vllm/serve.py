@@ -1,8 +1,7 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
 `serve` makes all checks that need no loaded model, builds vLLM's command line, and replaces this process with a new
-Python, which runs `run` below. Evictions are not recorded. After a preemption, vLLM prefills the request's prompt and
-its sampled tokens again, densely, and the policy evicts from them as from any prompt.
+Python, which runs `run` below. Evictions are not recorded. A request that loses an evicting cache ends with an error.
 """
 
 from __future__ import annotations
@@ -112,6 +111,7 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         allowed_origins=options.allowed_origins,
         block_size=arguments.default_block_size(),
         **memory,
+        **arguments.model_arguments(config),
         **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs),
     )
     server_host = f"[{options.host}]" if ":" in options.host else options.host
@@ -208,6 +208,7 @@ def _set_environment(verbose: bool) -> None:
     arguments.prepare_environment()
     if arguments.on_cpu():  # vLLM would bind the threads of every server to the same cores, and leave none of two free
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first request for log-probs would wait for a compiler
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() - 1)))
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):

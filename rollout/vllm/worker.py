@@ -14,6 +14,7 @@ from rollout.context import Context
 from rollout.context.cache import load_context
 from rollout.vllm.compat.arguments import cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
+from rollout.vllm.compat.plugin import keep_transformers_classes
 from rollout.vllm.compat.runner import Runner
 from rollout.vllm.compat.runner_v2 import RunnerV2
 from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
@@ -58,6 +59,8 @@ class EngineWorker(PolicyWorker):
         return min(super().determine_available_memory(), most)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
+        if self.model_config.using_transformers_backend():
+            keep_transformers_classes()
         super().load_model(*arguments, **options)
         self.runner.capture()
 

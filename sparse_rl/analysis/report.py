@@ -92,7 +92,8 @@ ABOUT_RUNS = (
     " cache; means over the steps."
 )
 ABOUT_GAPS = (
-    "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats. Under replay, the trainer attends "
+    "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats, before top-p, top-k and min-p, which "
+    "the ratio includes. Under replay, the trainer attends "
     "to exactly the tokens that the sampler attended to, so the gap is rounding alone. The ratio is p(trainer) / "
     "p(sampler) before clipping. The largest values are those of the whole run, the others are means over its "
     "steps. The ratio is exp(gap) if the trainer's probability is the larger one, and exp(−gap) otherwise."
@@ -143,11 +144,14 @@ def settings(runs: Sequence[ReportedRun]) -> str:
     """Return a table of the runs, the settings in which their recipes differ, and the recipe of each."""
     text = ["run", "training", "model", "cache", "engine"]
     headings = [*text, "seed", "steps", "reward at the end", "seconds a step", "cache held, of a full cache"]
-    rows, unchanged = [], []
+    rows, notes = [], []
     for run in runs:
         recipe, log = run.recipe, read_metrics(run.folder)
         if why := why_unchanged(log, recipe.get("zero_truncated_advantages", True)):
-            unchanged.append(html.note(f"{run.label}: {why}."))
+            notes.append(html.note(f"{run.label}: {why}."))
+        if mass := _logged(log, "support/mass"):
+            kept = f"top-p, top-k or min-p kept {_mean(mass):.1%} of the probability"
+            notes.append(html.note(f"{run.label}: {kept}. The rest was not trained: evaluate with the same settings."))
         cache_block = dict(recipe.get("cache") or {})
         policy = " ".join(str(cache_block[key]) for key in ("policy", "budget") if key in cache_block)
         trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
@@ -165,7 +169,7 @@ def settings(runs: Sequence[ReportedRun]) -> str:
         )
     recipes = [html.source(run.text, f"recipe of {run.label}") for run in runs]
     return "".join(
-        [html.table(headings, rows, "runs", text), html.note(ABOUT_RUNS), *unchanged, differences(runs), *recipes]
+        [html.table(headings, rows, "runs", text), html.note(ABOUT_RUNS), *notes, differences(runs), *recipes]
     )
 
 

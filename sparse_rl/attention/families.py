@@ -62,7 +62,7 @@ READ_BY_ONE: dict[str, dict[str, Any]] = {
     "qwen3": {"layer_types": ANY},
     "llama": BOTH_READ_BIASES,
     "mistral": {"sliding_window": ANY},
-    "ministral3": {"sliding_window": ANY, "llama_4_scaling": ANY},  # our plugin copies the latter (compat/models.py)
+    "ministral3": {"sliding_window": ANY, "llama_4_scaling": ANY},  # `model_arguments` sets the latter
     "phi3": {"sliding_window": ANY, "partial_rotary_factor": ANY},
     "granite": {**BOTH_READ_BIASES, "layer_rope_theta": None, "attention_sinks": False},
     "seed_oss": {**BOTH_READ_BIASES, "attention_out_bias": ANY},

@@ -13,7 +13,7 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, KVView, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.views import make_view
 from sparse_rl.errors import UserError
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import EvictionTrace, Supports
 
 
 class Sampled(Protocol):
@@ -30,18 +30,21 @@ def replay_logprobs(
     temperature: float = 1.0,
     batch_size: int = 8,
     attention_kernel: str = "gather",
+    truncated: bool = False,
 ) -> list[Tensor]:
     """Return the log-probabilities of each rollout's completion tokens, at `temperature`, under the rollout's trace.
 
-    With the sampler's weights, these equal `Rollout.model_logprobs`, before top-p and top-k, up to rounding.
+    With the sampler's weights, these equal `Rollout.model_logprobs`, before the truncation, up to rounding.
 
     model : a causal LM of a supported family (families.py)
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
     temperature : the sampling temperature; 0 (greedy) is scored at 1, as in the engines' log-probabilities
     batch_size : number of sequences per forward pass, right-padded
     attention_kernel : one of ATTENTION_KERNELS
+    truncated : True adds a second column, the log-probs among the recorded supports, which equal `Rollout.logprobs`;
+        where none is recorded, the two columns are equal
 
-    Returns one float32 tensor [completion tokens] per rollout, with gradients if they are enabled.
+    Returns one float32 tensor [completion tokens], or [completion tokens, 2], per rollout, with gradients if enabled.
 
     Raises UserError if a trace does not match its sequence or the model, has values that no sampler can have recorded
     for the prompt, or a section that no view replays; if the model is not supported, or uses reentrant checkpointing.
@@ -68,7 +71,17 @@ def replay_logprobs(
         for i, rollout in enumerate(batch):
             first, end = len(rollout.prompt_ids), len(rows[i])
             scaled = logits[i, first - 1 : end - 1].float() / (temperature or 1.0)
-            out.append(scaled.log_softmax(-1).gather(-1, ids[i, first:end, None])[:, 0])
+            drawn = ids[i, first:end, None]
+            logprobs = scaled.log_softmax(-1).gather(-1, drawn)[:, 0]
+            if truncated:
+                kept = torch.ones_like(scaled, dtype=torch.bool)
+                if (supports := Supports.of([rollout.trace], model.config.vocab_size, device)) is not None:
+                    place = supports.tokens - first
+                    kept[place] = False
+                    kept[place[supports.draws], supports.ids.long()] = True
+                within = scaled.masked_fill(~kept, float("-inf")).log_softmax(-1)
+                logprobs = torch.stack([logprobs, within.gather(-1, drawn)[:, 0]], dim=-1)
+            out.append(logprobs)
     return out
 
 

@@ -13,7 +13,6 @@ and the policy `layered` has a cache for each range of layers. A LayerMap says w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar, Self
 
@@ -180,7 +179,7 @@ class CacheMap(LayerMap):
             trace = trace.beside_windows(self.of_windows.sizes)
         if self.routers is None:
             return trace
-        return replace(trace, further={**trace.further, "routed": self.routers.routed(row, length)})
+        return trace.beside({"routed": self.routers.routed(row, length)})
 
     def allocated_bytes(self) -> int:
         return sum(part.allocated_bytes() for part in self.parts)

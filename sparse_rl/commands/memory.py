@@ -38,6 +38,7 @@ from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
+SUPPORT = 60  # bytes of the typical record of a draw under top-p or min-p, which do not bound it
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 OUTSIDE = 1_500_000_000  # bytes of a GPU outside PyTorch: 0.4 GB for CUDA, 0.7 for NCCL (its issue 964), 0.4 for graphs
@@ -345,6 +346,11 @@ class _Training(_Process):
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
             items += self.tile_items(recipe.training.per_device_train_batch_size) if self.cuda else ()
+        if (sampling := recipe.sampling()).truncated_support:
+            most = -(-self.config.vocab_size // 32)  # words of the largest record of a draw
+            size = 4 + (SUPPORT if sampling.top_k is None else 4 * min(sampling.top_k, most))
+            note = f"{size} bytes a token, " + ("a typical size" if sampling.top_k is None else "the most with top_k")
+            items.append(Item("supports", host=sequences * self.length * size, note=note))
         return items
 
     def tile_items(self, rows: int) -> Iterator[Item]:

@@ -69,7 +69,7 @@ class Recording:
 
         if not self.path.is_dir():
             raise UserError(f"{self.path} is a file of traces without tokens; name the folder of {COMPLETIONS}")
-        config = None if self.origin.evicts else self.config
+        config = None if self.origin.has_traces else self.config
         shape = (0, 0) if config is None else cache_shape(config)[:2]
         files = RolloutFiles(self.path, self.origin)
         windows = () if config is None else windows_of(config)

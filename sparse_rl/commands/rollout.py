@@ -104,7 +104,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         say("rollouts", prepared.findings["rollouts"])
         make_folder(folder, "--out")
         made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
-        settings = recipe.sampling(samples)
+        settings = replace(recipe.sampling(samples), record_support=True)
         if caches := recipe.prompt_caches():
             made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
             opened = _behind_contexts(prepared, prompts, settings, folder)

@@ -88,7 +88,7 @@ def _lines(origin: Origin, model: str, dtype: str, gaps: dict[str, Gap]) -> list
     """Return lines that describe sampler, caches and replaying model, and the gap of each file."""
     sampling = origin.sampling
     truncation = [
-        f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k") if getattr(sampling, name) is not None
+        f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k", "min_p") if getattr(sampling, name)
     ]
     settings = ", ".join([f"temperature {sampling.temperature:g}", *(truncation if sampling.truncated_support else [])])
     caches: dict[str, Any] = {name: text for name, text in origin.made_by.items() if name != "model"}

@@ -59,9 +59,8 @@ def check_available(model: str) -> None:
 @cache
 def _unreachable() -> str | None:
     """Return the reason why the hub cannot be used. None means that the hub answered, with any status."""
-    import httpx
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session, httpx
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

@@ -191,6 +191,7 @@ class TasksRecipe(Recipe):
     temperature : sampling temperature; 0 takes the most likely token
     top_p : sampling is restricted to the smallest set of tokens with at least this total probability
     top_k : sampling is restricted to the top_k most likely tokens; null means all
+    min_p : sampling is restricted to tokens with at least min_p times the probability of the most likely one
     max_completion_length : maximum number of tokens of a completion
     """
 
@@ -198,6 +199,7 @@ class TasksRecipe(Recipe):
     temperature: NonNegative = 0.6
     top_p: Fraction = 0.95
     top_k: PositiveInt | None = None
+    min_p: Probability = 0.0
     max_completion_length: PositiveInt
 
     def __post_init__(self) -> None:
@@ -215,9 +217,8 @@ class TasksRecipe(Recipe):
                 raise UserError(wrong, f"tasks.{name}.columns")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
-        return SamplingConfig(
-            self.max_completion_length, self.temperature, self.top_p, self.top_k, n=samples, seed=self.seed
-        )
+        cut = self.top_p, self.top_k, self.min_p
+        return SamplingConfig(self.max_completion_length, self.temperature, *cut, n=samples, seed=self.seed)
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {f"tasks.{name}": data for name, data in self.tasks.items()}

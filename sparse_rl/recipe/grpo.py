@@ -43,11 +43,6 @@ class GRPORecipe(SampledRecipe):
             )
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
             raise UserError("must equal data.thinking", "validation.data.thinking")
-        if self.grpo.top_p < 1 or self.grpo.top_k is not None:
-            self.warnings.append(
-                "top_p < 1 or top_k truncates the sampler's support, which biases the importance ratio; "
-                "train with top_p: 1.0 and top_k: null, and truncate only in evaluation"
-            )
 
     def _check_sync_ref_model(self) -> None:
         """Raise UserError for settings that do not work with a reference model that follows the trained model."""
@@ -104,14 +99,14 @@ class GRPORecipe(SampledRecipe):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo
-        return SamplingConfig(
-            grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k, n=samples, seed=self.seed
-        )
+        cut = grpo.top_p, grpo.top_k, grpo.min_p
+        return SamplingConfig(grpo.max_completion_length, grpo.temperature, *cut, n=samples, seed=self.seed)
 
     def named_rewards(self) -> tuple[str, list[Any]]:
         return "rewards", self.rewards

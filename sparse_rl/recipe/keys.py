@@ -247,13 +247,14 @@ KEYS = (
     *("max_completion_length", "max_grad_norm", "max_steps", "num_generations", "num_iterations", "num_train_epochs"),
     *("output_dir", "per_device_train_batch_size", "report_to", "run_name", "save_steps", "save_total_limit"),
     *("scale_rewards", "seed", "steps_per_generation", "temperature", "top_k", "top_p", "warmup_steps"),
-    *("weight_decay",),
+    *("min_p", "weight_decay"),
 )
 THEIRS: dict[str, object] = {
     "logging_steps": 10,
     "loss_type": "dapo",
     "lr_scheduler_type": "linear",
     "max_completion_length": 512,
+    "min_p": None,
     "num_train_epochs": 3.0,
     "output_dir": None,
     "report_to": "none",

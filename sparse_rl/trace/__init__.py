@@ -3,6 +3,7 @@
 from sparse_rl.trace.files import FORMAT_VERSION, read_fingerprint
 from sparse_rl.trace.record import EvictionTrace, batch_traces, load_traces, pack_traces, pinned, save_traces
 from sparse_rl.trace.sections import NEVER, SECTIONS, Section, TraceError, declared, policy_part
+from sparse_rl.trace.support import Supports
 
 __all__ = [
     "FORMAT_VERSION",
@@ -10,6 +11,7 @@ __all__ = [
     "SECTIONS",
     "EvictionTrace",
     "Section",
+    "Supports",
     "TraceError",
     "batch_traces",
     "declared",

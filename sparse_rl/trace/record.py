@@ -11,7 +11,7 @@ A sampler that does more than evict entries records its other decisions in furth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl.trace.files import read_sections, write_sections
-from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared, policy_part, window_evictions
+from sparse_rl.trace.sections import EVICT_AT, NEVER, SUPPORT, TraceError, declared, policy_part, window_evictions
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,13 @@ class EvictionTrace:
         return cls(evict_at).beside_windows(windows)
 
     def dense_like(self) -> EvictionTrace:
-        """Make the trace that a full cache would have recorded for this sequence."""
-        return EvictionTrace.dense(*self.shape, self.windows)
+        """Make the trace that a full cache would have recorded for this sequence, drawn from the same supports."""
+        supports = {name: self.further[name] for name in SUPPORT if name in self.further}
+        return EvictionTrace.dense(*self.shape, self.windows).beside(supports)
+
+    def beside(self, further: Mapping[str, Tensor]) -> EvictionTrace:
+        """Return this trace with further sections."""
+        return replace(self, further={**self.further, **further}) if further else self
 
     def beside_windows(self, windows: Sequence[int]) -> EvictionTrace:
         """Return the trace of a model that also has layers with a sliding window; this trace has the other layers.
@@ -300,7 +305,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
         if missing := [needed for needed in section.needs if needed not in sections]:
             raise TraceError(f"a trace with the section {name} also needs {missing[0]}; it has {', '.join(sections)}")
     for name, section in declarations.items():
-        seen = sections if "layer" in section.axes else part
+        seen = sections if "layer" in section.axes or name in SUPPORT else part
         if name in sections and (mistake := section.check(sections[name], seen, prompt)):
             raise TraceError(mistake)
 

@@ -248,25 +248,28 @@ def _check_compacted_at(values: Tensor, sections: Sections, prompt: int | None) 
 
 COMPACTED_AT = numbers("compacted_at", torch.int32, "context_end", _check_compacted_at, batch_times)
 
+SUPPORT = "support_sizes", "support", "support_bits"
+"""The sections that say from which tokens each token was drawn (support.py). Any view replays them."""
+
 SECTIONS: dict[str, Section] = {section.name: section for section in (EVICT_AT, WINDOWED, ROUTED, COMPACTED_AT)}
 """The sections that belong to no method, by name. evict_at is the first; it is the only one that every trace has."""
 
 
 def declared() -> dict[str, Section]:
-    """Return the sections that a trace may have, by name: SECTIONS and the sections of all registered cache methods."""
-    modules = dict.fromkeys(config.sections for config in CONFIGS.values() if config.sections is not None)
-    of_methods = [section for module in modules for section in import_module(module).SECTIONS]
-    return SECTIONS | {section.name: section for section in of_methods}
+    """Return the sections that a trace may have, by name: SECTIONS, supports, and those of all registered methods."""
+    of_methods = (config.sections for config in CONFIGS.values() if config.sections is not None)
+    modules = dict.fromkeys(["sparse_rl.trace.support", *of_methods])
+    return SECTIONS | {section.name: section for module in modules for section in import_module(module).SECTIONS}
 
 
 def policy_part(sections: Sections) -> dict[str, Tensor]:
     """Return the sections that a cache policy recorded: `evict_at` of the layers without a sliding window, int32
     [layers without a window, Hkv, S], or [.., B, Hkv, S] of a batch; all other sections unchanged, but
-    without `windowed` and `routed`, which the model's windows and routers determine.
+    without `windowed` and `routed`, which the model's windows and routers determine, and without supports.
 
     sections : name -> values of one trace, or of a batch
     """
-    part = {name: values for name, values in sections.items() if name not in ("windowed", "routed")}
+    part = {name: values for name, values in sections.items() if name not in ("windowed", "routed", *SUPPORT)}
     if "windowed" in sections:
         part["evict_at"] = sections["evict_at"][sections["windowed"] == 0]
     return part

@@ -406,15 +406,13 @@ def test_overrides_may_stand_anywhere_among_the_arguments(words, resume, overrid
 
 
 def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(workdir, capsys):
-    assert (
-        main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0
-    )  # log_completions is TRL's key
+    assert main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0  # the first is TRL's
     out, err = capsys.readouterr()
     assert "2 prompts × 2 samples a generation, 4 completions a step, 1 steps" in out
     assert "streaming(budget=16" in out
     assert "boxed × 1" in out
     assert "not checked" in out
-    assert err.startswith("sparse-rl: warning: top_p < 1")
+    assert "warning" not in err
     assert not (workdir / "out").exists()
     assert main(["train", "sft.yaml", "--dry-run"]) == 0
     assert "8 rows" in capsys.readouterr().out

@@ -69,16 +69,20 @@ def test_redundancy_of_a_long_prompt_is_computed_in_tiles():
     ("top_p", "top_k", "per_logit"), [(1.0, None, 12), (1.0, 20, 16), (0.9, 20, 16), (0.9, None, 25)]
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_measured_bytes_of_sampling_are_at_most_the_counted_bytes(device, temperature, top_p, top_k, per_logit):
-    """The counted 28 bytes a logit are those of a GPU's sort for top-p: beside the log-prob and what it returns (4 + 12
-    bytes), it works in a copy of 12 bytes, inside the operator. The device meta takes the operators of a GPU."""
+def test_measured_bytes_of_sampling_are_at_most_the_counted_bytes(device, record, temperature, top_p, top_k, per_logit):
+    """Of the counted 30 bytes a logit, 28 are those of a GPU's sort for top-p: beside the log-prob and what it returns
+    (4 + 12 bytes), it works in a copy of 12 bytes, inside the operator. 2 bytes are the bits of 16 steps' supports. The
+    device meta takes the operators of a GPU."""
     logits, uniform = torch.randn(6, 5000, device=device), torch.rand(6, dtype=torch.float64, device=device)
+    sampling = SamplingConfig(1, temperature, top_p=top_p, top_k=top_k, record_support=record)
+    per_logit = max(per_logit, 22 * sampling.records_support)
     with Peak() as peak:
-        sample(logits, SamplingConfig(1, temperature, top_p=top_p, top_k=top_k), uniform)
+        sample(logits, sampling, uniform)
     counted = beside_cache(make_policy("full"), tiny_config(vocab_size=5000), itemsize=2, max_batch=6).sampler
     assert peak.bytes == pytest.approx(per_logit * 6 * 5000, rel=0.01)
-    assert peak.bytes < counted == 28 * 6 * 5000
+    assert peak.bytes < 28 * 6 * 5000 < counted == 30 * 6 * 5000
 
 
 def update_of(model, tokens, autocast, checkpointing):
@@ -297,7 +301,7 @@ def test_a_plan_counts_all_memory_of_vllm(monkeypatch):
         held = {item.name: item.device for item in items if item.name.startswith("vllm")}
         assert list(held) == ["vllm: weights", "vllm: KV pool", "vllm: beside the pool", "vllm: sampler"]
         assert 0.23 * 80e9 < sum(held.values()) <= 0.3 * 80e9
-        assert held["vllm: sampler"] == 28 * size * 150_000
+        assert held["vllm: sampler"] == 30 * size * 150_000
         rows = size + -(-size // 8) + 1  # of the sequences, of held prompts and of padding
         queries = 8 * rows * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
         per_entry = held["vllm: KV pool"] / (2 * 128 * 4) * 8 if cache is gkv else 0  # a position and a score
@@ -438,6 +442,9 @@ def test_the_total_of_a_plan_is_the_training_state_plus_the_larger_stage():
     parts = [items[name].device for name in ("head and loss", "a layer's activations")]
     assert memory_plan.device == always + max(items["activations"].device + max(parts), items["KV cache of 8"].device)
     assert memory_plan.host == items["traces"].host
+    for cut, size in (({"top_p": 0.9}, 64), ({"top_k": 1}, 8), ({"top_k": 1000}, 4 + 4 * 2)):  # W is 2
+        recorded = plan(make_recipe({**GRPO, **cut}), tiny_config(), cuda=False)
+        assert recorded.host == memory_plan.host + 8 * 118 * size
 
 
 @pytest.mark.parametrize(

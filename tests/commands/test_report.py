@@ -67,6 +67,17 @@ def test_a_page_has_the_sections_that_have_data_and_loads_nothing(tmp_path, caps
     assert "A band spans the seeds of a line" in text
 
 
+def test_what_truncated_sampling_trained_is_said(tmp_path):
+    for name, more in (("top_p", {"support/mass": 0.975}), ("whole", {})):
+        write_run(tmp_path / name, 0, 1e-6, 0.9)
+        file = tmp_path / name / "metrics.jsonl"
+        lines = [json.dumps({**json.loads(line), **more}) + "\n" for line in file.read_text().splitlines()]
+        file.write_text("".join(lines))
+    assert main(["report", str(tmp_path)]) == 0
+    labels = re.findall(r"(\w+): top-p, top-k or min-p kept (\S+) of", (tmp_path / "report.html").read_text())
+    assert labels == [("top_p", "97.5%")]
+
+
 def test_trainings_stand_beside_the_model_before_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, gap in (("sparse", 1e-6), ("mismatched", 21.0)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from judging import shifted
+from judging import shifted, with_supports
 from learned import SCORERS, save_learned, with_scorers
 
 from rollout.config import read_origin
@@ -287,6 +287,34 @@ def test_rollouts_on_disk_equal_the_sampled_ones(rollouts, monkeypatch, workdir)
             assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
             for name in ("logprobs", "model_logprobs"):
                 assert torch.equal(*(torch.tensor(getattr(rollout, name)) for rollout in (ours, theirs)))
+
+
+def test_rollouts_with_supports_have_traces_also_under_a_full_cache(rollouts, verified, refused, capfd):
+    """Both log-probs are checked: with all tokens for supports, and with a wrong log-prob, the gap is too large."""
+    assert not list(rollouts("cache=full").glob("traces-*"))
+    folder = rollouts("cache=full", "top_p=0.9", "min_p=0.01")
+    (file,) = folder.glob("traces-*")
+    origin = read_origin(folder)
+    (part,) = RolloutFiles(folder, origin).parts(2, 2)
+    assert all("support" in r.trace.further for r in part.rollouts)
+    status, report = verified(folder)
+    assert (status, report["bound"]) == (0, 1e-5)
+    assert main(["verify", str(folder)]) == 0
+    assert "top_p 0.9, min_p 0.01\n" in capfd.readouterr().out
+    original = (folder / "completions.jsonl").read_text()
+    change_line(folder, 5, lambda line: line["logprobs"].__setitem__(7, line["logprobs"][7] - 1e-3))
+    status, report = verified(folder)
+    assert (status, report["line"], report["token"], report["beyond"]) == (1, 5, 7, 1)
+    (folder / "completions.jsonl").write_text(original)
+    every = [with_supports(r.trace, [range(64)] * len(r.completion_ids), 64) for r in part.rollouts]
+    save_traces(file, every, origin.made_by)
+    assert verified(folder)[0] == 1
+    others = [with_supports(r.trace, [[(i + 1) % 64] for i in r.completion_ids], 64) for r in part.rollouts]
+    save_traces(file, others, origin.made_by)
+    assert "line 1: " in (message := refused(folder))
+    assert "sampled tokens are not in the supports that they were drawn from" in message
+    file.unlink()
+    assert "lacks its traces" in refused(folder)
 
 
 @pytest.mark.slow

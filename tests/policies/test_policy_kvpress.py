@@ -1,6 +1,6 @@
 """After the same prompt, a policy keeps the same entries as the press of the library kvpress that has the same score.
 
-transformers 5.17 no longer hands `cache_position` to the attention layers, so the tests pass it to kvpress's forward
+transformers no longer hands `cache_position` to the attention layers, so the tests pass it to kvpress's forward
 hook. Presses with an equal policy here:
 
     StreamingLLMPress                                                                 streaming

@@ -395,10 +395,12 @@ def test_the_global_batch_must_hold_whole_groups():
     assert "steps_per_generation 3" in refused(*sizes, "steps_per_generation=3", "gradient_accumulation_steps=4")
 
 
-def test_sampling_with_top_p_or_top_k_gives_a_warning_in_grpo():
-    assert "biases the importance ratio" in make(GRPO, ["top_p=0.9"]).warnings[0]
-    assert len(make(GRPO, ["top_k=50"]).warnings) == 1
-    assert make(GRPO, ["top_p=1"]).warnings == []
+def test_truncated_sampling_is_for_training_and_its_evaluation():
+    recipe = make(GRPO, ["top_p=0.9", "top_k=50", "min_p=0.1", "validation={every: 1, data: {path: x}}"])
+    assert recipe.warnings == []
+    assert (recipe.sampling().top_p, recipe.sampling().top_k, recipe.sampling().min_p) == (0.9, 50, 0.1)
+    evaluation = recipe.evaluation("run")
+    assert [evaluation[key] for key in ("top_p", "top_k", "min_p")] == [0.9, 50, 0.1]
 
 
 def test_an_error_after_a_change_of_policy_says_how_to_replace_the_block():

@@ -102,8 +102,9 @@ SETTINGS = [  # (recipes, a part of their resolved content)
     (  # G-KV sections 7.1 and 7.3
         [f"{model}/{name}" for model in (QWEN, LLAMA) for name in ("rl_sparse", "rl_full")],
         """{num_generations: 8, max_steps: 400, lr_scheduler_type: constant_with_warmup, warmup_steps: 20, beta: 0.0,
-        max_completion_length: 4096, temperature: 0.6, learning_rate: 1.0e-6, loss_type: grpo, train_attention: replay,
-        importance_correction: none, zero_truncated_advantages: true, validation: {problems: 32, samples: 4}}""",
+        max_completion_length: 4096, temperature: 0.6, top_p: 0.95, learning_rate: 1.0e-6, loss_type: grpo,
+        train_attention: replay, importance_correction: none, zero_truncated_advantages: true,
+        validation: {problems: 32, samples: 4}}""",
     ),
     ([f"{QWEN}/rl_sparse", f"{LLAMA}/rl_sparse"], "cache: {budget: 2048, window: 16, period: 128, alpha: 0.8}"),
     ([f"{QWEN}/rl_sparse"], "cache: {policy: gkv, lam: 0.7}"),

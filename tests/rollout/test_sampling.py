@@ -17,14 +17,16 @@ from sparse_rl.attention.logprobs import replay_logprobs
 SETTINGS = [
     *({}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 5}, {"top_k": 1}, {"top_k": 1000}),
     *({"top_p": 0.8}, {"top_p": 0.05}, {"top_p": 0.95, "top_k": 3}, {"top_p": 0.7, "top_k": 9, "temperature": 0.8}),
+    *({"min_p": 0.1}, {"min_p": 1.0}, {"min_p": 0.3, "top_k": 6, "top_p": 0.8, "temperature": 1.3}),
 ]
 
 
 def reference(
-    logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
+    logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None, min_p: float = 0.0
 ) -> list[float]:
-    """Return the distribution to sample from, in Python floats: temperature, then top-k, then top-p."""
+    """Return the distribution to sample from, in Python floats: temperature, min-p, top-k, and top-p, as in vLLM."""
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    weights = [weight if weight >= min_p else 0.0 for weight in weights]
     ranked = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k]
     total, kept, mass = sum(weights[i] for i in ranked), [], 0.0
     for i in ranked:
@@ -100,6 +102,8 @@ def test_seeds_depend_on_seed_prompt_and_sample() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"top_k": 0}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
         ({"n": 0}, "^n: expected"),
     ],
 )
@@ -112,6 +116,7 @@ def test_top_p_or_top_k_truncates_the_support_except_at_temperature_0() -> None:
     assert not SamplingConfig(max_tokens=1).truncated_support
     assert SamplingConfig(max_tokens=1, top_p=0.9).truncated_support
     assert SamplingConfig(max_tokens=1, top_k=4).truncated_support
+    assert SamplingConfig(max_tokens=1, min_p=0.1).truncated_support
     assert not SamplingConfig(max_tokens=1, top_k=4, temperature=0).truncated_support
 
 

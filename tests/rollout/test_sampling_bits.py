@@ -10,6 +10,7 @@ import torch
 import rollout.sampling
 from rollout import SamplingConfig
 from rollout.sampling import ranking, sample, sample_reference, truncate, truncate_reference
+from sparse_rl.trace.support import unpacked
 
 KINDS = ["random", "flat", "peaked", "tied", "coarse", "impossible", "all but one"]
 TOP_P = [1.0, 1e-30, 1e-6, 0.5, 0.9, 1 - 1e-12]
@@ -51,17 +52,25 @@ def same(ours: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> 
 def test_the_sampler_equals_its_reference_for_all_settings(kind: str, size: int) -> None:
     logits = logits_of(kind, 12, size)
     for top_k, top_p in itertools.product([None, 1, 15, 65, size, 2 * size], TOP_P):
-        sampling = SamplingConfig(1, temperature=0.7 if top_k == 15 else 1.0, top_p=top_p, top_k=top_k)
-        logprobs = (logits / sampling.temperature).log_softmax(-1)
-        processed = truncate_reference(logprobs, top_p, top_k) if sampling.truncated_support else logprobs
-        assert torch.equal(truncate(logprobs, top_p, top_k), truncate_reference(logprobs, top_p, top_k))
+        min_p = {1: 0.2, 65: 0.01}.get(top_k, 0.0)
+        temperature = 0.7 if top_k == 15 else 1.0
+        sampling = SamplingConfig(1, temperature, top_p=top_p, top_k=top_k, min_p=min_p, record_support=True)
+        logprobs, cut = (logits / sampling.temperature).log_softmax(-1), (top_p, top_k, min_p)
+        processed = truncate_reference(logprobs, *cut) if sampling.truncated_support else logprobs
+        assert torch.equal(truncate(logprobs, *cut), truncate_reference(logprobs, *cut))
         uniform = uniforms_for(processed)
-        assert same(sample(logits, sampling, uniform), sample_reference(logits, sampling, uniform)), sampling
+        sampled = sample(logits, sampling, uniform)
+        assert same(sampled, sample_reference(logits, sampling, uniform)), sampling
+        assert len(sampled) == 3 + sampling.truncated_support
+        if sampling.truncated_support:
+            kept = processed > float("-inf")
+            assert torch.equal(unpacked(sampled[3], kept.sum(-1)), kept.nonzero()[:, 1].int())
+            assert bool(kept.gather(-1, sampled[0][:, None]).all())
 
 
 def test_the_sampler_equals_its_reference_over_a_large_vocabulary() -> None:
     logits = torch.cat([logits_of("random", 2, 70_001), logits_of("coarse", 2, 70_001)])
-    for setting in ({}, {"top_k": 20}, {"top_k": 1000, "top_p": 0.9}, {"top_p": 0.95}):
+    for setting in ({}, {"top_k": 20}, {"top_k": 1000, "top_p": 0.9}, {"top_p": 0.95}, {"min_p": 0.1}):
         uniform = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         sampling = SamplingConfig(1, **setting)
         assert same(sample(logits, sampling, uniform), sample_reference(logits, sampling, uniform)), setting

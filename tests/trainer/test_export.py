@@ -32,12 +32,13 @@ class Hub(BaseHTTPRequestHandler):
 
     files: dict[str, bytes] = {}
     refuses = ""
+    hangs_up = False  # instead of answering what it refuses
 
     def do_POST(self) -> None:
         url = f"http://{self.headers['Host']}/{REPOSITORY}"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.refuses and self.refuses in self.path:
-            return self.answer({"error": "no"}, 403)
+            return None if self.hangs_up else self.answer({"error": "no"}, 403)
         if self.path == "/api/repos/create":
             return self.answer({"url": url, "id": REPOSITORY})
         if self.path == "/api/validate-yaml":
@@ -168,7 +169,9 @@ def test_a_trained_model_keeps_the_files_and_settings_that_training_does_not_lea
         assert (model / name).read_bytes() == (base / name).read_bytes(), name
 
 
-def test_a_refusal_of_the_hub_is_an_error_of_one_line(tmp_path, hub, monkeypatch):
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_refusal_of_the_hub_is_an_error_of_one_line(hangs_up, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(hub, "hangs_up", hangs_up)
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/commit/")
     with pytest.raises(StoppedError, match=rf"run/model is complete, but was not pushed to {REPOSITORY} .*`hf upload"):

@@ -132,6 +132,21 @@ def test_zero_stages_give_the_same_results(processes, stages, command, tmp_path)
         assert line["grad_norm"] == pytest.approx(first[0]["grad_norm"], rel=1e-4)
 
 
+def test_truncated_draws_are_replayed_at_every_zero_stage(command, tmp_path):
+    """With the old policy's and a reference model's log-probs, and a head that ZeRO-3 partitions."""
+    first = {}
+    for stage in (0, 2, 3):
+        words = ("max_steps=2", "save_steps=0", "top_p=0.8", "beta=0.1", "importance_correction=token_truncate")
+        process = command(f"zero{stage}", *words, f"launch.zero_stage={stage}", "gradient_checkpointing=true")
+        lines = check_run(process, tmp_path / f"zero{stage}", 2)
+        assert all(line["support/gap_max"] <= 1e-5 and line["support/size"] > 1 for line in lines)
+        assert lines[0]["kl"] < 1e-8 < lines[1]["kl"]
+        first[stage] = lines[0]
+    for line in first.values():
+        assert [line[name] for name in ("reward", "support/size")] == [first[0]["reward"], first[0]["support/size"]]
+        assert line["grad_norm"] == pytest.approx(first[0]["grad_norm"], rel=1e-4)
+
+
 def test_zero_3_trains_experts_as_zero_0_does(command, tiny, tmp_path):
     lines = {}
     for stage in (0, 3):

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "after the step of the checkpoint": {"save": 2, "stop": 3},
     "between two logs, in mid-buffer": {"save": 5, **LATER, **TWICE, **OLD},
     "with experts, in mid-buffer": {"save": 3, "family": "qwen3_moe", "router_aux_loss_coef": 0.01, **HALVES},
+    "with truncated draws, in mid-buffer": {"save": 3, "top_p": 0.8, **TWICE, **OLD},
     "with an engine of its own": {"save": 2, "own": True},
     "at its end": {"save": 4},
 }

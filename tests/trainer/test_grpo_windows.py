@@ -68,7 +68,7 @@ def test_full_attention_in_training_keeps_the_windows(family, grpo):
     trainer._compute_loss(trainer.model, rows)
     eager = eager_copy(load_model(trainer.model.name_or_path))
     ours, theirs, sampler = [], [], []
-    for i, logprobs in enumerate(trainer.batch.logprobs):
+    for i, logprobs in enumerate(trainer.batch.logprobs[1]):
         prompt, completion = (rows[f"{name}_ids"][i][rows[f"{name}_mask"][i] > 0] for name in ("prompt", "completion"))
         with torch.no_grad():
             logits = eager(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]

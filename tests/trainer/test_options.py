@@ -71,7 +71,7 @@ def test_grpo_refuses_the_expected_options():
     """GRPO refuses the options named here, so that none can disappear from its list unnoticed."""
     names = {option for option, _ in refused("grpo")}
     assert names >= {
-        *("use_vllm", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
+        *("use_vllm", "repetition_penalty", "generation_kwargs", "cache_implementation"),
         *("chat_template_kwargs", "cast_lm_head_to_fp32", "use_transformers_continuous_batching"),
         *("neftune_noise_alpha", "vllm_mode", "vllm_importance_sampling_mode", "fsdp"),
     }

@@ -20,7 +20,13 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 from trl.trainer import grpo_trainer, sft_trainer
-from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, add_fused_lm_head, create_model_from_path
+from trl.trainer.utils import (
+    FusedCausalLMOutput,
+    RepeatSampler,
+    add_fused_lm_head,
+    create_model_from_path,
+    maybe_gather_lm_head_ctx,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs/internals.md"
 IMAGES = (
@@ -71,6 +77,7 @@ FUNCTIONS: dict[Callable, str] = {
     ),
     hf_deepspeed.unset_hf_deepspeed_config: "",
     create_model_from_path: "model_id architecture kwargs",
+    maybe_gather_lm_head_ctx: "params",
 }
 ATTRIBUTES = {
     GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens aux_loss_enabled",
@@ -136,7 +143,7 @@ def test_the_table_lists_every_name():
     checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
-    checked |= {"create_model_from_path"}
+    checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx"}
     checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
     checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparse_rl.trace import NEVER
+from sparse_rl.trace.support import packed
 
 LAYERS, HEADS = 2, 2
 
@@ -177,6 +178,23 @@ def test_evictions_are_written_at_the_positions_of_their_entries(counts: list[in
     assert computed.dtype == np.int32
     assert computed.tobytes() == expected.astype(np.int32).tobytes()
     assert (computed == NEVER).sum() == layers * heads * (length - sum(counts))
+
+
+def test_supports_are_returned_with_their_request() -> None:
+    """A step that was sampled again counts once, with its last support. Control: nothing is recorded, or returned."""
+    from rollout.vllm.sampling import RunRecord
+
+    run_record = RunRecord()
+    for step, kept in ((0, [1, 2]), (0, [3]), (1, [0, 39]), (2, [5, 6, 7])):
+        draw(run_record, {"a-1": step}, -1.0)
+        bits = packed(torch.zeros(1, 40).bool().index_fill_(1, torch.tensor(kept), True))  # W is 2
+        run_record.supports.draw([("a-1", step)], bits)
+    draw(run_record, {"b-1": 0}, -1.0)
+    a, b = run_record.take({7: 6, 3: 4})
+    values = {name: np.frombuffer(x, np.int32).reshape(shape).tolist() for name, (x, shape) in a["supports"].items()}
+    bits = [[1 << 5 | 1 << 6 | 1 << 7, 0]]
+    assert values == {"support_sizes": [0, 0, 0, 1, 2, 3], "support": [3, 0, 39], "support_bits": bits}
+    assert b["supports"] == {}
 
 
 def test_the_experts_of_each_token_are_recorded_at_its_position() -> None:

@@ -546,19 +546,17 @@ def test_a_killed_server_leaves_no_processes(model: Path, tmp_path: Path, tempor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2)])
+@pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
 def test_a_starting_server_can_be_stopped(
     how: signal.Signals, children: int, model: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    """Before anything is loaded, and while the engine's process starts, for which vLLM itself waits. After a kill, that
-    process ends itself."""
+    """Before anything is loaded, and while the engine's process starts, for which vLLM itself waits."""
     server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB))
     until = time.monotonic() + START
     while "cache: " not in server.log.read_text() or len(server.family()) < 1 + children:
         assert time.monotonic() < until, server.log.read_text()
         assert server.process.poll() is None, server.log.read_text()
         time.sleep(0.05)
-    killed = how is signal.SIGKILL
-    assert server.end(how, 60 if killed else 10) == (-how if killed else 130)
-    assert killed or [*temporary.glob("sparse-rl-*")] == []
-    assert killed or "Traceback" not in server.log.read_text()  # after a kill, vLLM itself logs that it waited in vain
+    assert server.end(how, 10) == 130
+    assert [*temporary.glob("sparse-rl-*")] == []
+    assert "Traceback" not in server.log.read_text()

@@ -71,3 +71,15 @@ def test_control_another_policy_is_detected(open_engine: Callable) -> None:
     for i in (0, 1):
         with pytest.raises(AssertionError, match="sequence 0 differs where the choice was clear"):
             agrees_with_hf(snapkv, prompts[i : i + 1], GREEDY, {"another": sampled[i : i + 1]})
+
+
+def test_keys_can_be_read_on_a_cpu_with_amx(open_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There vLLM would pack the keys of bfloat16."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_, **__: "amx")
+    llm = open_engine(policy_of("gkv", budget=64, window=8, period=8), dtype="bfloat16").llm.llm_engine
+    layers = get_layers_from_vllm_config(llm.vllm_config, Attention).values()
+    (groups,) = llm.model_executor.driver_worker.worker.model_runner.attn_groups
+    assert {groups[0].get_metadata_builder().isa, *(layer.isa for layer in layers)} == {"vec"}

@@ -82,8 +82,8 @@ def test_a_full_cache_computes_what_transformers_computes(family: str, open_engi
 def test_control_queries_without_their_factor_are_detected(
     open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: without our correction of vLLM (compat/models.py), log-probs of Ministral 3 differ by at least 0.1."""
-    monkeypatch.setattr("rollout.vllm.compat.plugin.scale_queries", lambda config: None)
+    """Control: without `model_arguments`, log-probs of Ministral 3 differ by at least 0.1."""
+    monkeypatch.setattr("rollout.vllm.compat.arguments.model_arguments", lambda config: {})
     folder = sharp("ministral3")
     assert errors(folder, open_engine("full", folder).generate(random_prompts(LENGTHS), SAMPLING))[0] > 0.1
 

@@ -114,12 +114,11 @@ def test_preemption_around_evictions_does_not_change_results(
 def test_control_an_unnoticed_preemption_gives_a_wrong_trace(
     open_engine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     engine, prompts = open_engine(POLICY, shared=True, max_batch=5), random_prompts(LENGTHS)
-
-    def forgetful(self: Any, request_id: str, holder: str) -> int:
-        return self.numbers.setdefault(request_id, len(self.numbers))
-
-    monkeypatch.setattr("rollout.vllm.sampling.RunRecord.begin", forgetful)
+    vllms_own = Scheduler._update_request_with_output.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Scheduler, "_update_request_with_output", vllms_own)
     with preempting(engine, lambda step: step == 120):
         rollouts = engine.generate(prompts, SAMPLING)
     assert replay_gap(rollouts) >= 1e-3

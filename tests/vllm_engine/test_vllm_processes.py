@@ -91,7 +91,7 @@ def test_an_engine_in_another_process_equals_hf(policy_name: str, options: dict,
     [*((family, APART[1]) for family in ("phi3", "olmo2", "starcoder2", "qwen3_moe")), ("ministral3", APART[0])],
 )
 def test_families_work_in_another_process(family: str, options: dict, open_engine: Callable) -> None:
-    """Ministral 3 needs our correction (compat/models.py); heads of fused weights and of norms over all are shared."""
+    """Ministral 3 needs `model_arguments`; heads of fused weights and of norms over all are shared."""
     policy, prompts = policy_of("gkv", budget=64, window=8, period=8), random_prompts(LENGTHS)
     engine = open_engine(policy, family, max_batch=6, max_num_batched_tokens=128, **options)
     sampling = SamplingConfig(50, seed=4, ignore_eos=True)

@@ -20,14 +20,19 @@ TOKENS = 20
 
 
 @pytest.fixture
-def as_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process handle seeds as a server does, and restore it afterwards."""
-    from vllm.v1.engine.output_processor import OutputProcessor
+def as_a_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Make this process handle the requests of an engine as a server does, until the test ends; return the engine."""
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    from rollout.vllm.compat.server import give_sequences_their_seeds
+    from rollout.vllm.compat.server import check_requests
 
-    monkeypatch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
-    give_sequences_their_seeds()
+    monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
+
+    def check(engine: Any) -> Any:
+        check_requests(engine.llm.llm_engine.vllm_config)
+        return engine
+
+    return check
 
 
 def served(engine: Any, prompts: Sequence[list[int]], requests: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
@@ -63,7 +68,7 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
     rows = []
     for i, (row_settings, step) in enumerate(zip(settings, steps, strict=True)):
         seed, top_p, top_k = row_settings or (None, 1, None)
-        extra = {KEY: {"seed": seed}} if row_settings else {"seed": 3}
+        extra = {KEY: {"seeds": [seed]}} if row_settings else {"seed": 3}
         parameters = SimpleNamespace(extra_args=extra, top_p=top_p, top_k=top_k)
         rows.append(Row(str(i), parameters, step))
     sampler = SeededSampler(SimpleNamespace(rows=lambda count: rows[:count]), vllm_sampler)
@@ -84,13 +89,12 @@ def test_rows_with_a_seed_are_sampled_without_a_wait() -> None:
     assert len(set(expected)) > 3
 
 
-@pytest.mark.usefixtures("as_a_server")
 @pytest.mark.parametrize("name", ["gkv", "full"])
 @pytest.mark.few(1)
-def test_a_seed_gives_the_tokens_of_a_rollout(name: str, open_engine: Callable) -> None:
+def test_a_seed_gives_the_tokens_of_a_rollout(name: str, open_engine: Callable, as_a_server: Callable) -> None:
     """Prompts have several chunks, and two samples each; greedy and unseeded requests run beside them."""
     policy = policy_of(name, budget=48, window=8, period=16)
-    engine = open_engine(policy, max_num_batched_tokens=64, max_batch=12)
+    engine = as_a_server(open_engine(policy, max_num_batched_tokens=64, max_batch=12))
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
     prompts = random_prompts([130, 30, 70, 64, 65, 90, 20])
     seeds = [0, 2**63 - 1, -7, 1, 1]
@@ -110,11 +114,10 @@ def test_a_seed_gives_the_tokens_of_a_rollout(name: str, open_engine: Callable) 
     assert outputs[6] != repeated[1]  # control: a request without a seed
 
 
-@pytest.mark.usefixtures("as_a_server")
-def test_preempted_requests_keep_their_random_numbers(open_engine: Callable) -> None:
+def test_preempted_requests_keep_their_random_numbers(open_engine: Callable, as_a_server: Callable) -> None:
     """The cache is full, since only then a recomputed cache equals the lost one."""
     policy = policy_of("full")
-    engine = open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64)
+    engine = as_a_server(open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64))
     prompts = random_prompts([70] * 8)
     with watched(engine) as records:
         sampled_again = served(engine, prompts, [{"seed": 3, "max_tokens": 60}] * 8)

@@ -91,16 +91,18 @@ class ReplayGapError(StoppedError):
     """Raised if the trainer's log-probs differ from the sampler's by more than rounding can explain."""
 
 
-def gap_metrics(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
-    """Return the metrics replay/* and ratio/* of N sampled tokens.
+def gap_metrics(gap: Tensor, ratio: Tensor, clip: float, truncated: bool = False) -> dict[str, float]:
+    """Return the metrics replay/* and ratio/* of N sampled tokens, and support/gap_max if top-p, top-k or min-p
+    truncated the distributions.
 
-    gap : d of each token, with the sampler's distribution before top-p and top-k, float [N]
-    ratio : d of each token, with the sampler's distribution after top-p and top-k, float [N]
+    gap : d of each token, with both distributions before top-p, top-k and min-p, float [N]
+    ratio : d of each token, with both distributions after them, float [N]
     clip : importance ratio above which tokens count in ratio/clipped
     """
     if not gap.numel():
         return {}
-    gap, weights = gap.double(), ratio.double().exp()
+    gap, ratio = gap.double(), ratio.double()
+    weights = ratio.exp()
     ordered = weights.sort().values  # torch.quantile does not take more than 2**24 values
     values = {
         "replay/gap_mean": gap.abs().mean(),
@@ -112,6 +114,8 @@ def gap_metrics(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
         "ratio/max": weights.max(),
         "ratio/clipped": (weights > clip).double().mean(),
     }
+    if truncated:
+        values["support/gap_max"] = ratio.abs().max()
     return {name: float(value) for name, value in values.items()}
 
 
@@ -196,15 +200,16 @@ class GRPOMetrics:
         self.idle: tuple[Any, int] = None, 0  # why nothing can be learnt from the last batches, and their number
         self.warned: set[str] = set()
 
-    def record_gap(self, batch: dict[str, Any], scored: Tensor) -> None:
+    def record_gap(self, batch: dict[str, Any], logprobs: Tensor) -> None:
         """Record the gap of TRL's batch, before the first update since it was sampled, and apply the replay guard.
 
-        scored : the trainer's log-probs of the completion tokens, float [rows, completion width]
+        logprobs : of a TracedBatch
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         real = batch["completion_mask"].bool()
-        gap = (scored - batch["model_per_token_logps"])[real]
-        ratio = (scored - batch["sampling_per_token_logps"])[real]
+        kept, whole = logprobs
+        gap = (whole - batch["model_per_token_logps"])[real]
+        ratio = (kept - batch["sampling_per_token_logps"])[real]
         local = torch.stack([gap, ratio, torch.ones_like(gap)]).float()
         gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=1)[None])
         gathered = gathered.transpose(0, 1).reshape(3, -1).cpu()
@@ -214,20 +219,30 @@ class GRPOMetrics:
             trainer.weight_sync.check(pair[0])
 
     def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window."""
+        """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window; and
+        how many tokens the draws kept, if top-p, top-k or min-p truncated the distributions."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         layers, kv_heads, head_dim = policy_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
         retention = sum(r.trace.retention() for r in rollouts)
         held, fed = sum(held_entries(rollouts, trainer.engine.policy)), sum(len(r.trace) - 1 for r in rollouts)
         sampled = sum(len(r.completion_ids) for r in rollouts)
-        local = torch.tensor([[retention, held, fed, len(rollouts), sampled]], device=accelerator.device)
-        retention, held, fed, count, tokens = accelerator.gather(local).double().sum(0).tolist()
+        support = 0, 0, 0.0
+        if trainer.sampling.truncated_support:
+            sizes = torch.cat([r.trace.further["support_sizes"] for r in rollouts])
+            pairs = [pair for r in rollouts for pair in zip(r.model_logprobs, r.logprobs, strict=True)]
+            support = int(sizes.sum()), int((sizes == 1).sum()), sum(math.exp(model - kept) for model, kept in pairs)
+        counts = [retention, held, fed, len(rollouts), sampled, *support]
+        local = torch.tensor([counts], device=accelerator.device)
+        retention, held, fed, count, tokens, *support = accelerator.gather(local).double().sum(0).tolist()
         self._note("cache/retention", retention / count)
         self._note("cache/bytes_held", held * per_entry)
         self._note("cache/bytes_full", fed * per_entry)
         if trainer.mode == "train":
             trainer.clock.tokens += int(tokens)
+        if trainer.sampling.truncated_support:
+            for name, total in zip(("size", "single", "mass"), support, strict=True):
+                self._note(f"support/{name}", total / tokens)
         self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
 
     def warn_if_nothing_is_learnt(self) -> None:
@@ -269,5 +284,6 @@ class GRPOMetrics:
         gap, ratio = torch.cat(gaps, dim=1)
         gaps.clear()
         prefix = "" if mode == "train" else "eval_"
-        metrics = gap_metrics(gap, ratio, self.trainer.args.sparse.importance_clip)
+        clip, truncated = self.trainer.args.sparse.importance_clip, self.trainer.sampling.truncated_support
+        metrics = gap_metrics(gap, ratio, clip, truncated)
         return {prefix + name: value for name, value in metrics.items()}

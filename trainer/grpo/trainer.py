@@ -9,6 +9,8 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
 - truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline;
 - our setting importance_correction selects TRL's importance correction;
+- where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
+  draw kept, and the loss is that of the truncated policy;
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py).
 """
 
@@ -20,6 +22,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -29,16 +32,17 @@ from torch.utils.data import Sampler
 from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import RepeatSampler
+from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
 from sparse_rl.data.tokens import prompt_ends, prompt_ids
 from sparse_rl.errors import UserError
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import EvictionTrace, Supports
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig
@@ -131,7 +135,8 @@ class TracedBatch:
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
-    logprobs : the trainer's log-probs from the last forward pass, float [rows, completion width], detached
+    logprobs : log-probs of the first forward pass, which is the trained model's if it scores, float [2, rows,
+        completion width], detached: after top-p, top-k and min-p, as the sampler drew, and before
     auxiliary : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
     """
 
@@ -174,6 +179,15 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         # TRL's only switch for its importance correction. Here, after construction, it has no other effect: TRL's other
         # code that reads use_vllm is overridden by this class, or runs only with rollout_func or tools.
         self.use_vllm = self.args.sparse.importance_correction != "none"
+        self.sampling = SamplingConfig(
+            max_tokens=cast(int, self.max_completion_length),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or None,
+            min_p=self.args.sparse.min_p,
+            record_support=True,
+            stop_token_ids=self.eos_token_ids,
+        )
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
@@ -198,7 +212,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
-        sampler's log-probs before top-p and top-k, float [rows, completion width]."""
+        sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
         batch = self.batch = TracedBatch()
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
@@ -213,7 +227,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self.mode == "train":
             self.own_metrics.warn_if_nothing_is_learnt()
         if "old_per_token_logps" in out:
-            self.own_metrics.record_gap(out, out["old_per_token_logps"])
+            self.own_metrics.record_gap(out, batch.logprobs)
         return out
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
@@ -224,14 +238,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
         self._generations += self.mode == "train"
-        sampling = SamplingConfig(
-            max_tokens=cast(int, self.max_completion_length),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or None,
-            seed=self.sampling_seed(None if self.mode == "eval" else self._generations),
-            stop_token_ids=self.eos_token_ids,
-        )
+        seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
+        sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
         replayed = self.args.sparse.train_attention == "replay"
@@ -293,7 +301,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         trace in `batch`."""
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")
-        size, logps, entropies, balancing, auxiliary = batch_size or len(input_ids), [], [], [], []
+        size, logps, whole, entropies, balancing, auxiliary = batch_size or len(input_ids), [], [], [], [], []
         with nullcontext() if torch.is_grad_enabled() else self.clock.timed("logprobs"):
             for start in range(0, len(input_ids), size):
                 part = slice(start, start + size)
@@ -301,12 +309,14 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 out, losses = self.replay(model, ids, mask, logits_to_keep, traces, compute_aux_loss)
                 auxiliary += [] if losses is None else [losses]
                 logps.append(out.log_probs[:, -logits_to_keep:])
+                whole.append(getattr(out, "whole", out.log_probs)[:, -logits_to_keep:].detach())
                 if compute_entropy:
                     entropies.append(out.entropy[:, -logits_to_keep:])
                 if compute_aux_loss:
                     balancing.append(out.aux_loss)
         scored = torch.cat(logps)
-        self.batch.logprobs = scored.detach()
+        if not len(self.batch.logprobs):  # else this is the reference model's pass, which follows
+            self.batch.logprobs = torch.stack([scored.detach(), torch.cat(whole)])
         self.batch.auxiliary = AuxiliaryLosses.of_chunks(auxiliary, list(map(len, logps))) if auxiliary else None
         aux_loss = torch.stack(balancing).mean() if compute_aux_loss else None
         return scored, torch.cat(entropies) if compute_entropy else None, aux_loss
@@ -317,8 +327,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """Run a model under traces on rows that TRL has padded: prompts on the left, completions on the right.
 
         Returns the model's output and the auxiliary losses, which are None if nothing besides GRPO learns. The output
-        holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens; and aux_loss, the
-        load-balancing loss of experts, if `balance` is True.
+        holds log_probs and entropy, float [rows, width - 1], valid for the last `keep` tokens; aux_loss, the
+        load-balancing loss of experts, if `balance` is True; and `whole` if the traces record supports: the log-probs
+        before truncation, as log_probs and entropy are then those of the truncated distributions.
 
         ids, mask : token ids, and 1 for tokens and 0 for padding, int64 [rows, width]
         keep : width of the completions, the last columns of `ids`
@@ -330,24 +341,28 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         labels[:, :-keep] = -100
         learns, positions, real = torch.is_grad_enabled(), (columns - starts).clamp(min=0), mask
         student: Any = self.accelerator.unwrap_model(model)
+        supports, first = Supports.of(traces, base_of(student).config.vocab_size, device), starts
         if scorers_learn := learns and self.scorer_loss is not None:
             # Rotate rows to begin at column 0: padding in front of them would enter the scorers' state.
             order, lengths, prompts = (columns + starts) % width, mask.long().sum(1), mask[:, :-keep].long().sum(1)
             row = student, lengths, prompts, width
             view = self.scorer_loss.view(*row, kernel=args.attention_kernel, traces=traces)
             ids, positions, labels = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order)
-            real = mask.gather(1, order)
+            real, first = mask.gather(1, order), torch.zeros_like(starts)
         else:
             through = args.match_gradient == "through"
             view = make_view(traces, starts.flatten().tolist(), width, device, args.attention_kernel, through)
         if balance and view.routers is None:  # full attention in training replays no experts
             view.routers = RouterReplay.unrecorded(base_of(student).config, ids)
         others = learns and view.of_policy.losses is not None
-        if not others and not balance:
+        if not others and not balance and supports is None:
             return self._forward(model, ids, positions, labels, view), None
 
         def with_losses(*inputs: Any) -> tuple[Any, Tensor | None]:
-            out = self._forward(student.forward, *inputs)
+            if supports is None:
+                out = self._forward(student.forward, *inputs)
+            else:
+                out = self._among_kept(base_of(student), supports, first, *inputs)
             if balance:
                 out.aux_loss = balancing_loss(view.routers.choices, real)
             return out, torch.stack(list(view.of_policy.losses.values())) if others else None
@@ -358,7 +373,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             return out, None
         if scorers_learn:
             back = (columns[:-1] - starts).clamp(min=0)
-            out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
+            for name in ("log_probs", "entropy", *(["whole"] if supports is not None else [])):
+                setattr(out, name, getattr(out, name).gather(1, back))
         return out, AuxiliaryLosses(losses, view.of_policy.recalls if scorers_learn else {})
 
     def _forward(self, model: Any, ids: Tensor, positions: Tensor, labels: Tensor, view: Any) -> Any:
@@ -366,12 +382,34 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with self.accelerator.autocast():
             return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)
 
+    def _among_kept(
+        self, model: Any, supports: Supports, first: Tensor, ids: Tensor, positions: Tensor, labels: Tensor, view: Any
+    ) -> Any:
+        """Run a base model as `_forward` does, and score each token among those that its draw kept.
+
+        first : column of each row's first token, int64 [rows, 1]
+        """
+        head, scored = model.get_output_embeddings(), labels != -100
+        rows, columns = supports.rows, first[supports.rows, 0] + supports.tokens
+        sizes = torch.zeros_like(ids).index_put_((rows, columns), supports.sizes)[scored]
+        kept = supports.ids[scored[rows, columns][supports.draws]]  # mask_truncated_completions leaves draws out
+        scale = 1 / getattr(model.config, "logits_scaling", 1.0) / self.temperature
+        gathered = partial(maybe_gather_lm_head_ctx, head.weight, head.bias)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
+        before = scored[:, 1:]  # True at the position before each scored token
+        with self.accelerator.autocast():
+            hidden = model.get_decoder()(**inputs, kv_view=view, use_cache=False).last_hidden_state[:, :-1]
+            scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale, gathered)
+        kept, whole, entropy = (score.new_zeros(before.shape).masked_scatter(before, score) for score in scores)
+        out = FusedCausalLMOutput(log_probs=kept, entropy=entropy)
+        out.whole = whole
+        return out
+
     # ---- the loss of a part of TRL's batch ------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         batch = self.batch = TracedBatch(inputs["traces"])
-        # off_policy_mask_threshold needs the sampler's log-probs before top_p and top_k
-        loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
+        loss = super()._compute_loss(model, inputs)
         if batch.auxiliary is not None:
             self.own_metrics.record_auxiliary(batch.auxiliary)
             weight = 1.0 if self.args.scorers is None else self.args.scorers.weight

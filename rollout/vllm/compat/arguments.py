@@ -151,6 +151,17 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
     return CacheConfig(**{**settings, "policy": bound}, exact=forward["exact"])
 
 
+def model_arguments(config: Any) -> dict[str, Any]:
+    """Return vLLM's arguments for settings that it reads from another entry than transformers: the constants by which
+    queries of Ministral 3 grow with their position (vLLM issue 48621).
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (beta := rope.get("llama_4_scaling_beta")) is None:
+        return {}
+    length = rope["original_max_position_embeddings"]
+    return {"hf_overrides": {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": length}}}
+
+
 def length_arguments(config: Any, max_model_len: int | None) -> dict[str, Any]:
     """Return vLLM's arguments for the length of a text, which `longest_text` limits; a window of all layers is off."""
     limit = longest_text(config)

@@ -1,14 +1,8 @@
 """The plugin: registers our parts with vLLM, replaces some of vLLM's functions, undoes side effects on the caller.
 
 *Log-probs that are not finite* end a request in the step that would sample from them; other requests continue. A worker
-sends NOT_FINITE in place of the token (runner.py). The scheduler ends the request with finish_reason "error" and
-stop_reason REASON, and keeps the tokens of earlier steps. The engine then raises NotFiniteError (engine.py); the server
-answers with status 500 (server.py).
-
-*Models* must compute the function that the trainer computes. A Hugging Face checkpoint of Ministral 3 has the constants
-by which queries grow with their position in `rope_parameters`, but vLLM reads them only from `llama_4_scaling` (vLLM
-issue 48621). And vLLM's Transformers backend replaces methods of transformers' own classes, with which a model of the
-trainer in the same process would fail.
+sends NOT_FINITE in place of the token (runner.py), and the scheduler ends the request (scheduler.py). The engine then
+raises NotFiniteError (engine.py); the server answers with status 500.
 
 *Experts*: on a CPU vLLM would pack their weights when it loads a model, and later updates would be written over the
 packed copies, without any error.
@@ -29,13 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from rollout.vllm.compat import processes
-from rollout.vllm.compat.arguments import KEY, cache_config, on_cpu
-from rollout.vllm.sampling import NOT_FINITE
+from rollout.vllm.compat.arguments import on_cpu
 from sparse_rl.experts import experts_forward
 from sparse_rl.kernels.exact import padded
 
-REASON = "not finite"  # the stop_reason of a request whose log-probs are not finite
 _registered = False
 
 
@@ -47,19 +38,17 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
+    from rollout.vllm import scheduler
     from rollout.vllm.scheduler import CleanSpec, ContextManager, ContextSpec, EvictingManager, EvictingSpec
 
-    processes.watch_from_the_start()
-    refuse_what_is_not_finite()
-    correct_models()
-    refuse_input_sessions()
+    scheduler.end_failed_requests()
     give_out_clean_blocks()
-    KVCacheSpecRegistry._ensure_registered()  # if our specifications came first, the built-in ones would be missing
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers the built-in ones, which must come first
     managers = (CleanSpec, FullAttentionManager), (EvictingSpec, EvictingManager), (ContextSpec, ContextManager)
     for spec, manager in managers:
-        KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
+        register_kv_cache_spec(manager, FullAttentionSpec)(spec)
     if on_cpu():
         # The CPU platform supports no other backend. Without a policy of ours, it behaves like the stock one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.compat.backend.EvictingCPUBackend")
@@ -70,26 +59,6 @@ def register() -> None:
 
 
 # ---- what we change in vLLM ------------------------------------------------------------------------------------------
-
-
-def refuse_input_sessions() -> None:
-    """Make engines in which our code assigns the slots of the cache refuse input sessions: vLLM schedules each piece of
-    a prompt again after the tokens sampled before, which our connectors would treat as a new request.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    process: Any = InputProcessor.process_inputs
-
-    @wraps(process)
-    def process_whole_prompts(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
-        if resumable and (config := cache_config(self.vllm_config)) is not None and config.physical:
-            raise VLLMValidationError(
-                "an input session cannot be served if the cache evicts or requests continue a context"
-            )
-        return process(self, *args, resumable=resumable, **kwargs)
-
-    InputProcessor.process_inputs = process_whole_prompts  # type: ignore[method-assign]
 
 
 def give_out_clean_blocks() -> None:
@@ -107,17 +76,21 @@ def give_out_clean_blocks() -> None:
 
 
 def keep_weights_in_place() -> None:
-    """Stop the CPU build from packing the weights of Linear layers: updates of weights would miss packed copies."""
-    import vllm._custom_ops as ops
+    """Stop the CPU build from packing the weights of Linear layers: updates of weights would miss packed copies. A
+    product with few rows is computed as one with many, as in the trainer: another kernel would round differently.
+    """
     from vllm.model_executor.layers import utils
 
-    ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_: False
-    utils.cpu_unquantized_gemm = _linear
+    dispatch: Any = utils.dispatch_cpu_unquantized_gemm
 
+    @wraps(dispatch)
+    def dispatch_in_place(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = lambda x, weight, bias: padded(lambda rows: F.linear(rows, weight, bias), x)
+        else:
+            dispatch(layer, remove_weight)
 
-def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
+    utils.dispatch_cpu_unquantized_gemm = dispatch_in_place
 
 
 # ---- the caller's process --------------------------------------------------------------------------------------------
@@ -155,52 +128,7 @@ def undisturbed(had_group: bool) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-# ---- log-probs that are not finite -----------------------------------------------------------------------------------
-
-
-def refuse_what_is_not_finite() -> None:
-    """Make vLLM's scheduler end requests whose log-probs are not finite."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import RequestStatus
-
-    update = Scheduler._update_request_with_output
-
-    @wraps(update)
-    def update_or_fail(self: Any, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        if NOT_FINITE not in new_token_ids:
-            return update(self, request, new_token_ids, *args, **kwargs)
-        request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, REASON, False
-        return [], True
-
-    Scheduler._update_request_with_output = update_or_fail  # type: ignore[method-assign]
-
-
 # ---- models, experts -------------------------------------------------------------------------------------------------
-
-
-def correct_models() -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    create: Any = EngineArgs.create_model_config
-
-    @wraps(create)
-    def create_and_correct(self: Any) -> Any:
-        model_config = create(self)
-        if KEY in (self.additional_config or {}):
-            scale_queries(model_config.hf_text_config)
-            if model_config.using_transformers_backend():
-                keep_transformers_classes()
-        return model_config
-
-    EngineArgs.create_model_config = create_and_correct  # type: ignore[method-assign]
-
-
-def scale_queries(config: Any) -> None:
-    """Give a model's configuration the entry `llama_4_scaling` if its `rope_parameters` have the two constants."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if (beta := rope.get("llama_4_scaling_beta")) is not None and getattr(config, "llama_4_scaling", None) is None:
-        length = rope["original_max_position_embeddings"]
-        config.llama_4_scaling = {"beta": beta, "original_max_position_embeddings": length}
 
 
 def keep_transformers_classes() -> None:

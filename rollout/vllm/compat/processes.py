@@ -7,11 +7,8 @@ import os
 import signal
 import threading
 from multiprocessing.connection import wait
-from typing import Any
 
 OF_VLLM = ("EngineCore", "VllmWorker")  # prefixes of the names of vLLM's processes
-WATCH = "end_with_parent"  # name of the watching thread
-_run_engine_core: Any = None  # vLLM's own function, once our function has replaced it
 
 
 def end_with_parent() -> None:
@@ -21,8 +18,6 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(OF_VLLM):
         return
-    if any(thread.name == WATCH for thread in threading.enumerate()):
-        return
     started_by = os.getppid()
 
     def watch() -> None:
@@ -30,23 +25,4 @@ def end_with_parent() -> None:
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True, name=WATCH).start()
-
-
-def watch_from_the_start() -> None:
-    """Make an engine process watch its parent before its handshake with the server, which may take 5 minutes: only then
-    does it load plugins.
-    """
-    global _run_engine_core
-    from vllm.v1.engine.core import EngineCoreProc
-
-    _run_engine_core = EngineCoreProc.run_engine_core
-    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
-
-
-def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Watch the parent, and run vLLM's own function. A spawned engine process imports this function by name."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    end_with_parent()
-    (_run_engine_core or EngineCoreProc.run_engine_core)(*args, **kwargs)
+    threading.Thread(target=watch, daemon=True).start()

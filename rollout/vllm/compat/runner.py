@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.sample import sampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout.vllm.compat.arguments import KEY, on_cpu
+from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.sampling import NOT_FINITE, SeededSampler
 
@@ -47,9 +46,6 @@ class Runner:
         self.runner = runner
         self.experts: Tensor | None = None  # of `capture`
         runner.sampler = self.sampler()
-        if on_cpu():  # compiling the ranking of sampled tokens would take 20 seconds, and the ranks are not used
-            ranking = sampler.batched_count_greater_than
-            sampler.batched_count_greater_than = getattr(ranking, "_torchdynamo_orig_callable", ranking)
 
     def sampler(self) -> Any:
         """Return our sampler, made from vLLM's."""
@@ -125,9 +121,9 @@ class CheckedSampler(Sampler):
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """Return bool [B]: True for a request whose logits [B, V] have NaN, +inf or only -inf, or with a NaN score of the
-    policy. A grammar has written -inf for what it forbids.
+    """Return bool [B]: True for a request whose logits [B, V] have NaN or +inf, or with a NaN score of the policy. A
+    grammar has written -inf for what it forbids, which may be everything.
     """
-    failed = ~logits.amax(-1).isfinite()
+    failed = ~(logits.amax(-1) < torch.inf)
     state = live_state()
     return failed if state is None else failed | state.failed_rows(len(logits))

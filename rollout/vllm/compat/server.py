@@ -5,9 +5,9 @@ it also covers routes that a new version of vLLM adds: a request must name an al
 and have the key.
 
 A request with a seed is sampled as a rollout is (rollout/sampling.py): a sequence's seed is computed from the request's
-seed, the prompt and the sample index. Only the server's process has all three. It puts the sequence's seed into
-`extra_args` (for sampling.SeededSampler in the workers), and removes the request's seed. Otherwise vLLM would make a
-generator of its own, whose offset it resets between two chunks of a prompt: on a CPU this crashes the engine.
+seed, the prompt and the sample index. The server puts the seeds of all samples into `extra_args` (for
+sampling.SeededSampler in the workers), and removes the request's seed. With it vLLM would make a generator, whose
+offset it resets between two chunks of a prompt: on a CPU this crashes the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import secrets
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from ipaddress import ip_address
@@ -32,12 +32,11 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 
 from rollout.sampling import sequence_seed
 from rollout.vllm.compat import arguments
 from rollout.vllm.compat.arguments import KEY
-from rollout.vllm.compat.plugin import REASON
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_generation_config
 
@@ -54,10 +53,6 @@ SAMPLING = (  # options that vLLM takes from a generation config (ModelConfig.ge
     "max_new_tokens",
 )
 GRACE = 1  # seconds from the engine's end until open connections are closed, which would otherwise wait forever
-NOT_FINITE = (
-    "the model's log-probabilities for this request are not finite: the model's weights or activations are NaN or "
-    "infinite; serve an undamaged checkpoint, or use another --dtype"
-)
 
 
 def read_arguments(ours: list[str], further: list[str]) -> Namespace:
@@ -74,7 +69,7 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
-    default, user, combined = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
+    default, user, own, combined = (parser.parse_args(words) for words in ([], further, ours, [*ours, *further]))
     if user.model_tag is not None:
         raise UserError(f"{user.model_tag!r} is not a flag")
     for name in [*OURS, *ALONE, *(FIXED if combined.kv_transfer_config is not None else ())]:
@@ -83,6 +78,7 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
             raise UserError(f"--{name.replace('_', '-')} {why}")
     with user_errors():
         validate_parsed_serve_args(combined)
+    combined.hf_overrides = {**own.hf_overrides, **user.hf_overrides}
     combined.api_key = [key for key in combined.api_key or [envs.VLLM_API_KEY] if key]
     combined.middleware = [*combined.middleware, f"{__name__}.Guard"]  # the last one wraps all others
     return combined
@@ -93,14 +89,16 @@ def run_server(ours: list[str], further: list[str]) -> None:
     Raises StoppedError if the engine dies.
     """
     import uvloop
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     cli_env_setup()
     words = read_arguments(ours, further)
     configure_logging_from_args(words)
-    check_before_it_starts()
     if words.generation_config == "vllm":
         values = load_generation_config(words.hf_config_path or words.model).to_diff_dict()
         if ignored := ", ".join(f"{name} {values[name]}" for name in SAMPLING if name in values):
@@ -108,41 +106,32 @@ def run_server(ours: list[str], further: list[str]) -> None:
             print(f"sampling defaults of the model, ignored ({applies}): {ignored}", flush=True)
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
+    usage = UsageContext.OPENAI_API_SERVER
     with user_errors():
         address, listening = entry.setup_server(words, reuse_port=False)
+        vllm_config = AsyncEngineArgs.from_cli_args(words).create_engine_config(usage)
+    config = arguments.cache_config(vllm_config)
+    if config is not None and config.physical:
+        arguments.refuse_unsupported(vllm_config, config.full_graphs)
 
     async def serve() -> bool:
-        async with entry.build_async_engine_client(words) as engine:
+        check_requests(vllm_config)
+        engine = AsyncLLM.from_vllm_config(
+            vllm_config,
+            usage_context=usage,
+            enable_log_requests=words.enable_log_requests,
+            aggregate_engine_logging=words.aggregate_engine_logging,
+            disable_log_stats=words.disable_log_stats,
+        )
+        try:
             end = await entry.build_and_serve(engine, address, listening, words, timeout_graceful_shutdown=GRACE)
+        finally:
+            engine.shutdown(timeout=vllm_config.shutdown_timeout)
         await end
         return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # the engine ended without a signal
 
     if uvloop.run(serve()):
         raise StoppedError("vLLM's engine died; see its messages above")
-
-
-def check_before_it_starts() -> None:
-    """Make vLLM call our checks of its configuration, and of requests, before it starts a process."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    create: Any = AsyncEngineArgs.create_engine_config
-
-    @wraps(create)
-    def create_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with user_errors():
-            vllm_config = create(self, *args, **kwargs)
-        config = arguments.cache_config(vllm_config)
-        if config is not None and config.physical:
-            arguments.refuse_unsupported(vllm_config, config.full_graphs)
-        refuse_requests()
-        if config is not None and config.policy.schedule.evicts:
-            refuse_what_goes_round_the_policy()
-        # with speculative decoding or a watermark, vLLM uses another sampler
-        if vllm_config.speculative_config is None and vllm_config.watermark_config is None:
-            give_sequences_their_seeds()
-        return vllm_config
-
-    AsyncEngineArgs.create_engine_config = create_and_check  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -165,97 +154,39 @@ def _is_news(record: logging.LogRecord) -> bool:
 # ---- requests that reach the engine ---------------------------------------------------------------------------------
 
 
-class RefusedError(VLLMValidationError, ValueError):
-    """Answered with status 400. Client routes expect a VLLMValidationError, development routes a ValueError."""
-
-
-def refuse_requests() -> None:
-    """Make the server refuse requests that would stop the engine for everybody, or that use our workers' own words."""
-    from vllm.v1.engine.async_llm import AsyncLLM
+def check_requests(vllm_config: Any) -> None:
+    """Make the server give sequences their seeds, and refuse requests that would stop the engine for everybody or that
+    use our workers' own words. If our code assigns the slots of the cache, also prompts that are sent in pieces: vLLM
+    schedules each piece after the tokens sampled before, which our connectors would treat as a new request.
+    """
     from vllm.v1.engine.input_processor import InputProcessor
 
-    validate_prompt, validate_parameters = InputProcessor._validate_model_input, InputProcessor._validate_params
-    generate: Any = AsyncLLM.generate
+    config, vocab_size = arguments.cache_config(vllm_config), vllm_config.model_config.get_vocab_size()
+    whole_prompts = config is not None and config.physical
+    # with speculative decoding or a watermark, vLLM uses another sampler
+    seeded = vllm_config.speculative_config is None and vllm_config.watermark_config is None
+    process: Any = InputProcessor.process_inputs
 
-    def validate_tokens(self: Any, prompt_input: Any, prompt_type: Any) -> None:
-        validate_prompt(self, prompt_input, prompt_type)
-        largest = max(prompt_input.get("prompt_token_ids") or (0,))
-        if largest >= self.model_config.get_vocab_size():  # in the tokenizer, not in the model: the engine would crash
-            raise RefusedError(f"Token id {largest} is out of vocabulary")
-
-    def validate_ours(self: Any, params: Any, supported_tasks: Any) -> Any:
+    @wraps(process)
+    def check_and_process(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if whole_prompts and kwargs.get("resumable"):
+            wrong = "an input session cannot be served if the cache evicts or requests continue a context"
+            raise VLLMValidationError(wrong)
         if KEY in (getattr(params, "extra_args", None) or {}):  # workers would take it for ours
-            raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
+            raise VLLMValidationError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         structure = getattr(params, "structured_outputs", None)
         if structure is not None and (message := over_structure(structure)):
-            raise RefusedError(message)
-        return validate_parameters(self, params, supported_tasks)
+            raise VLLMValidationError(message)
+        request = process(self, request_id, prompt, params, *args, **kwargs)
+        ids, own = request.prompt_token_ids or (), request.sampling_params
+        if (largest := max(ids, default=0)) >= vocab_size:  # in the tokenizer, not in the model: the engine would crash
+            raise VLLMValidationError(f"Token id {largest} is out of vocabulary")
+        if seeded and own is not None and own.seed is not None and own.temperature > 0:
+            seeds = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)]
+            own.extra_args, own.seed = {**(own.extra_args or {}), KEY: {"seeds": seeds}}, None
+        return request
 
-    async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Raise an error if log-probs were not finite. Later code would drop the error of a stream without tokens."""
-        outputs = generate(self, *args, **kwargs)
-        try:
-            async for output in outputs:
-                if any((sample.finish_reason, sample.stop_reason) == ("error", REASON) for sample in output.outputs):
-                    raise GenerationError(NOT_FINITE)
-                yield output
-        finally:
-            await outputs.aclose()
-
-    InputProcessor._validate_model_input = validate_tokens  # type: ignore[method-assign]
-    InputProcessor._validate_params = validate_ours  # type: ignore[method-assign]
-    AsyncLLM.generate = generate_or_fail  # type: ignore[assignment, method-assign]
-
-
-def refuse_what_goes_round_the_policy() -> None:
-    """Make the server refuse calls after which the engine would prefill sampled tokens again, densely (status 400), so
-    that the wrong entries, or none, would be evicted.
-    """
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    def beam_search(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        why = "each step of a beam search prefills the whole text again, which a cache that evicts cannot do"
-        raise RefusedError(f"use_beam_search: {why}; leave it out, or serve with --cache policy=full")
-
-    def refusing(name: str, method: Any, prefills_again: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if prefills_again(*args, **kwargs):
-                why = "if the cache evicts, running requests cannot be prefilled again"
-                raise RefusedError(f"{name}: {why}; let them end first")
-            return await method(self, *args, **kwargs)
-
-        return call
-
-    BeamSearchOnlineMixin.beam_search = beam_search  # type: ignore[assignment, method-assign]
-    calls: dict[str, Callable[..., Any]] = {
-        "pause_generation": lambda mode="abort", clear_cache=True, **_: mode == "keep" and clear_cache,
-        "reset_prefix_cache": lambda reset_running_requests=False, reset_connector=False: reset_running_requests,
-        "sleep": lambda level=1, mode="abort": mode == "keep" and level >= 1,
-    }
-    for name, prefills_again in calls.items():
-        setattr(AsyncLLM, name, refusing(name, getattr(AsyncLLM, name), prefills_again))
-
-
-def give_sequences_their_seeds() -> None:
-    """In the server, give each sequence its own seed. vLLM adds the samples of a request one by one."""
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    add: Any = OutputProcessor.add_request
-
-    @wraps(add)
-    def seed_and_add(
-        self: Any, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
-    ) -> None:
-        params = request.sampling_params
-        if params is not None and params.seed is not None and params.temperature > 0:
-            seed = params.seed if parent_req is None else parent_req.sampling_params.seed
-            own_seed = sequence_seed(seed, request.prompt_token_ids or (), request_index)
-            params.extra_args, params.seed = {**(params.extra_args or {}), KEY: {"seed": own_seed}}, None
-        add(self, request, prompt, parent_req, request_index, queue)
-
-    OutputProcessor.add_request = seed_and_add  # type: ignore[method-assign]
+    InputProcessor.process_inputs = check_and_process  # type: ignore[method-assign]
 
 
 # ---- who may use the server -----------------------------------------------------------------------------------------
@@ -372,6 +303,10 @@ async def _json(request: Request) -> Any:
         body = [None]
         for _ in range(LIMITS["levels"]):
             body = [body]
+    connector = getattr(request.app.state.args.kv_transfer_config, "kv_connector", None)
+    if isinstance(body, dict) and body.get("use_beam_search") and connector == "EvictionConnector":
+        why = "each step of a beam search prefills the whole text again, so nothing would ever be evicted"
+        raise HTTPException(400, f"use_beam_search: {why}; leave it out, or serve with --cache policy=full")
     if refused := over_body(body):
         raise HTTPException(400, refused)
     return body
