@@ -4,6 +4,7 @@ and all is as with a prefill for each sample, to the last bit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from learned import SCORERS
 from policy_cases import ON_VLLM
 from test_vllm_learned import learned
 from test_vllm_memory import with_blocks
+from test_vllm_preemption import preempting
 from tiny import QUICKSTART, directory_of, policy_of, random_prompts
 from watching import pool_of, scheduler_of, watched
 
@@ -67,26 +69,26 @@ def nothing_is_left(engine: Any) -> bool:
 def test_samples_of_one_prefill_equal_those_of_separate_prefills(
     name: str, family: str, chunk: int, open_engine: Callable
 ) -> None:
-    """Tokens, log-probs and all sections, also if prompts come in chunks. P - 1 + n tokens are fed instead of n P.
-    Control: for a single sample, P are."""
+    """Tokens, log-probs and all sections, supports among them, also if prompts come in chunks. P - 1 + n tokens are fed
+    instead of n P. Control: for a single sample, P are."""
     is_learned = family == "learned"
     policy = None if is_learned else policy_of(name, budget=32, window=8, period=8)
     folder = learned(name) if is_learned else directory_of(family)
     engine = open_engine(policy, folder, max_batch=12, max_num_batched_tokens=chunk, max_model_len=256)
-    prompts = random_prompts(LENGTHS)
+    prompts, sampling = random_prompts(LENGTHS), replace(SAMPLING, top_p=0.9, record_support=True)
     with watched(engine) as records:
-        expected = apart(engine, prompts)
+        expected = apart(engine, prompts, sampling)
     with watched(engine) as records_of_groups:
-        rollouts = engine.generate(prompts, SAMPLING)
+        rollouts = engine.generate(prompts, sampling)
     assert outcome(rollouts) == outcome(expected)
     assert records_of_groups.preempted == 0
     assert nothing_is_left(engine)
     assert any(bool((r.trace.evict_at < NEVER).any()) for r in rollouts)
+    assert all(len(r.trace.sections) > 1 for r in rollouts)
     assert fed(records, expected) == SAMPLING.n * sum(LENGTHS)
     assert fed(records_of_groups, rollouts) == sum(length - 1 + SAMPLING.n for length in LENGTHS)
-    alone = SamplingConfig(40, seed=3, ignore_eos=True)
     with watched(engine) as records:
-        one_of_each = engine.generate(prompts, alone)
+        one_of_each = engine.generate(prompts, replace(sampling, n=1))
     assert fed(records, one_of_each) == sum(LENGTHS)
     assert outcome(one_of_each) == outcome(rollouts[:: SAMPLING.n])
 
@@ -176,6 +178,21 @@ def test_an_interrupted_run_leaves_nothing_behind_in_the_next(points: Sequence[i
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [(1,), (3, 4), (6, 12, 40)], ids=str)
+def test_preempted_holders_and_samples_do_not_change_results(steps: Sequence[int], open_engine: Callable) -> None:
+    """The samples of a holder that is preempted are prefilled apart; a sample that is preempted is sampled again."""
+    engine = open_engine(GKV, shared=True, max_batch=8, max_num_batched_tokens=48, max_model_len=256)
+    prompts = random_prompts((90, 150, 40))
+    expected = engine.generate(prompts, SAMPLING)
+    with watched(engine) as records, preempting(engine, lambda step: step in steps):
+        rollouts = engine.generate(prompts, SAMPLING)
+    assert records.preempted == len(steps)
+    assert outcome(rollouts) == outcome(expected)
+    engine.generate(prompts, SAMPLING)
+    assert nothing_is_left(engine)
 
 
 # ---- a full cache: vLLM's prefix caching -----------------------------------------------------------------------------
