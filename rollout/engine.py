@@ -49,7 +49,7 @@ class Rollout:
     """One sampled sequence.
 
     prompt_ids, completion_ids : token ids
-    logprobs : log-prob of each completion token under the sampling distribution after all truncation
+    logprobs : log-prob of each completion token under the distribution that it was sampled from, after truncation
     model_logprobs : log-prob of each completion token before truncation; replay is compared with these log-probs
     trace : eviction trace; len(trace) = number of tokens of prompt and completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (max_tokens is reached)

@@ -137,7 +137,7 @@ class VLLMEngine:
         launched = self.had_group and "LOCAL_RANK" in os.environ and not self.separate
         options: dict[str, Any] = {
             "dtype": dtype,
-            "enable_sleep_mode": self.can_sleep,  # drops the cache; moves our buffers, made with it, to host memory
+            "enable_sleep_mode": self.can_sleep,  # drops the cache; moves our buffers to host memory
             **arguments.model_arguments(config),
             **arguments.length_arguments(config, max_model_len),
             "block_size": block_size or arguments.default_block_size(),

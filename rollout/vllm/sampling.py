@@ -1,8 +1,8 @@
-"""The samplers of a worker, and its record: log-probs of the tokens, evicted ("dropped") entries, routed experts.
+"""The samplers of a worker, and its record: log-probs of the tokens, evicted ("dropped") entries, experts, supports.
 
 The samplers replace one part of vLLM's sampler, top-k, top-p and sampling, by the reference engine's sampler
-(rollout/sampling.py). So everywhere a sampled token depends only on the logits and the seed. `runner` tells the
-requests of a step and their settings (compat/runner.py).
+(rollout/sampling.py). So everywhere a sampled token depends only on the logits and the seed. `runner`
+(compat/runner.py) says which request each row of logits belongs to.
 
 The worker keeps the record until the run is over, and then sends the engine one result per request. So a result
 includes the request's last step, which is recorded after vLLM's scheduler has released the request.
@@ -23,7 +23,7 @@ from rollout.sampling import Uniforms, forced_token, sample
 from sparse_rl.trace import NEVER
 from sparse_rl.trace.support import SupportRecord
 
-NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/plugin.py); no token has this id
+NOT_FINITE = -1  # sent in place of a token whose log-probs are not finite (compat/runner.py); no token has this id
 STEPS = 64  # maximum number of steps whose routed experts are held on the device
 HELD = 2**22  # number of evictions, over all layers and kv heads, from which on they are fetched from the device
 
@@ -32,7 +32,7 @@ class Result(TypedDict):
     """Record of one request in one tensor-parallel rank. Arrays are bytes, because vLLM's RPC cannot return arrays.
 
     evict_at : int32 [L, Hkv of this rank, number of tokens]; None if nothing was dropped
-    logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before top-k and top-p
+    logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before truncation
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
     supports : name -> int32 array and shape, the sections of supports, if they are recorded
     """

@@ -29,7 +29,7 @@ else:
 
 
 class PolicyWorker(Worker):
-    """The worker of a server."""
+    """vLLM's worker with our sampler; the worker of a server."""
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)

@@ -92,11 +92,10 @@ ABOUT_RUNS = (
     " cache; means over the steps."
 )
 ABOUT_GAPS = (
-    "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats, before top-p, top-k and min-p, which "
-    "the ratio includes. Under replay, the trainer attends "
-    "to exactly the tokens that the sampler attended to, so the gap is rounding alone. The ratio is p(trainer) / "
-    "p(sampler) before clipping. The largest values are those of the whole run, the others are means over its "
-    "steps. The ratio is exp(gap) if the trainer's probability is the larger one, and exp(−gap) otherwise."
+    "The gap is |log p(trainer) − log p(sampler)| of a sampled token, in nats, before top-p, top-k and min-p. Under "
+    "replay, the trainer attends to exactly the tokens that the sampler attended to, so the gap is rounding alone. The "
+    "ratio is p(trainer) / p(sampler) after top-p, top-k and min-p, before clipping; without these three it is "
+    "exp(gap) or exp(−gap). The largest values are those of the whole run, the others are means over its steps."
 )
 
 

@@ -123,5 +123,5 @@ class _DrawScores(torch.autograd.Function):
 
 
 def _sums(values: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sums of the rows of `values` [.., size] in bags, float [bags, size]. starts : of each bag"""
+    """Return the weighted sum of the rows of `values` in each bag, float [bags, size]. starts : of bags"""
     return F.embedding_bag(rows, values, starts, mode="sum", per_sample_weights=weights.to(values.dtype))

@@ -38,7 +38,7 @@ from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
-SUPPORT = 60  # bytes of the typical record of a draw under top-p or min-p, which do not bound it
+SUPPORT = 60  # bytes of a typical support, of 15 tokens; top-p and min-p do not bound it
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 OUTSIDE = 1_500_000_000  # bytes of a GPU outside PyTorch: 0.4 GB for CUDA, 0.7 for NCCL (its issue 964), 0.4 for graphs

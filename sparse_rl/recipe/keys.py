@@ -274,9 +274,9 @@ OURS: dict[str, tuple[str, str]] = {
     "seed": ("also seeds the sampling", "resume.md"),
     "router_aux_loss_coef": ("counts the experts that the sampler took", "families.md#mixture-of-experts"),
     "log_completions": ("shows the advantages that are used in training", "grpo.md#the-recipe"),
-    "off_policy_mask_threshold": ("compares log-probabilities before top-p and top-k", "grpo.md#the-recipe"),
     "shuffle_dataset": ("the order differs from the second epoch on", "grpo.md#the-recipe"),
     "sync_ref_model": ("the mixed reference is kept in checkpoints", "grpo.md#the-recipe"),
+    **dict.fromkeys(("top_p", "top_k", "min_p"), ("the truncated policy is trained", "grpo.md#truncated-sampling")),
 }
 
 TRL_OPENING = """\

@@ -249,7 +249,7 @@ def _check_compacted_at(values: Tensor, sections: Sections, prompt: int | None) 
 COMPACTED_AT = numbers("compacted_at", torch.int32, "context_end", _check_compacted_at, batch_times)
 
 SUPPORT = "support_sizes", "support", "support_bits"
-"""The sections that say from which tokens each token was drawn (support.py). Any view replays them."""
+"""The sections that say from which tokens each token was drawn (support.py). Views do not read them."""
 
 SECTIONS: dict[str, Section] = {section.name: section for section in (EVICT_AT, WINDOWED, ROUTED, COMPACTED_AT)}
 """The sections that belong to no method, by name. evict_at is the first; it is the only one that every trace has."""

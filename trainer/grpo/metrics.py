@@ -203,7 +203,7 @@ class GRPOMetrics:
     def record_gap(self, batch: dict[str, Any], logprobs: Tensor) -> None:
         """Record the gap of TRL's batch, before the first update since it was sampled, and apply the replay guard.
 
-        logprobs : of a TracedBatch
+        logprobs : `TracedBatch.logprobs`
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         real = batch["completion_mask"].bool()

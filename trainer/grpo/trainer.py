@@ -135,8 +135,8 @@ class TracedBatch:
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
-    logprobs : log-probs of the first forward pass, which is the trained model's if it scores, float [2, rows,
-        completion width], detached: after top-p, top-k and min-p, as the sampler drew, and before
+    logprobs : log-probs of the first forward pass, which is the trained model's unless only the reference model
+        scores, float [2, rows, completion width], detached: after truncation, and before
     auxiliary : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
     """
 

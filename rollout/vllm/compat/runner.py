@@ -1,10 +1,10 @@
 """The adapter of vLLM's V1 model runner: no other file of the plugin reads the runner, or changes it.
 
 *Log-probs that are not finite*: in place of the token, a worker sends NOT_FINITE, which needs no further copy from the
-device; plugin.py ends the request.
+device; the scheduler ends the request (scheduler.py).
 
-*Experts*: vLLM's own record of routed experts (`enable_return_routed_experts`) needs prefix caching and vLLM's second
-model runner, which eviction excludes; ours uses the routers' `capture_fn`.
+*Experts*: vLLM's own record of routed experts (`enable_return_routed_experts`) needs prefix caching, which eviction
+excludes; ours uses the routers' `capture_fn`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Runner:
 
     @property
     def draw(self) -> Any:
-        """The module that samples from the logits: for each row of vLLM's arguments (logits, generators, k, p)."""
+        """The module that samples a token for each row of logits; vLLM calls it with (logits, generators, k, p)."""
         return self.runner.sampler.topk_topp_sampler
 
     @draw.setter
@@ -65,7 +65,7 @@ class Runner:
         self.runner.sampler.topk_topp_sampler = module
 
     def rows(self, count: int) -> list[Row]:
-        """Return the requests of the first `count` rows of logits; fewer if vLLM warms up."""
+        """Return the requests of the first `count` rows of logits; none while vLLM warms up."""
         states = [(i, self.runner.requests[i]) for i in self.runner.input_batch.req_ids[:count]]
         return [Row(i, state.sampling_params, len(state.output_token_ids)) for i, state in states]
 

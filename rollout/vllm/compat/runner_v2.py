@@ -20,7 +20,7 @@ from sparse_rl.errors import UserError
 class RunnerV2(v1.Runner):
     def __init__(self, runner: Any) -> None:
         if type(runner.sampler) is not Sampler:
-            raise UserError(f"our sampler cannot replace vLLM's {type(runner.sampler).__name__}; turn it off")
+            raise UserError(f"vLLM's {type(runner.sampler).__name__} excludes our sampler; leave its option out")
         super().__init__(runner)
         postprocess = runner.postprocess_sampled  # it counts tokens for penalties, and NOT_FINITE is no index
 
