@@ -83,7 +83,7 @@ class ArrivalState(CacheState):
         self.scorers.load(stored_scorers(vllm_config.model_config.model), paged.own_heads(heads))
         self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
-        self.memory = {  # name -> [L, rows, Hkv, ...]
+        self.memory = {
             name: value.repeat(layers, len(self.failed), *[1] * value.ndim) for name, value in self.empty.items()
         }
         self.singles: Singles | None = None
@@ -91,10 +91,10 @@ class ArrivalState(CacheState):
         self.parts: list[tuple[int, slice, int]] = []
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        super().begin(ended, begun)
-        rows = self._sent([self.row_of[newcomer.block] for newcomer in begun])
+        rows = self._sent([self.row_of[block] for block in ended])
         for name, value in self.memory.items():
             value[:, rows] = self.empty[name]
+        super().begin(ended, begun)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 

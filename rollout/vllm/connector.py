@@ -4,6 +4,10 @@ A request may continue a compacted context (rollout/context); its own tokens are
 that the connector has loaded the context's tokens, so a request keeps its whole prompt and its logical positions. In
 the cache, its own tokens follow the context's entries. Requests share the blocks that a context fills completely; each
 has its own copy of the last, partly filled block.
+
+The samples of one prompt wait for its holder (scheduler.py), a request of all its tokens but the last. To vLLM, it then
+seems that the connector has loaded these tokens, which the workers copy. The holder keeps its blocks until the step in
+which the last sample begins.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from rollout.context.cache import Context, load_context
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, paged
 from rollout.vllm.compat.arguments import KEY
-from rollout.vllm.scheduler import ASKED, refuse_cache
+from rollout.vllm.memory import most_holders
+from rollout.vllm.scheduler import ASKED, HOLDING, Holder, refuse_cache
 from rollout.vllm.state import Begun, Behind, CacheState, Due, Plan
 from sparse_rl.errors import UserError
 from sparse_rl.methods.am.policy import BIAS
@@ -36,11 +41,13 @@ class Step(KVConnectorMetadata):
 
     ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block. Both are read
         before the forward pass (worker.py), `due` after it
+    released : ids of holders whose last sample begins in this step, or will never begin
     """
 
     ended: list[int] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
 
 
 class EvictionConnector(KVConnectorBase_V1):
@@ -56,8 +63,10 @@ class EvictionConnector(KVConnectorBase_V1):
         arguments.refuse_unsupported(vllm_config, config.full_graphs)
         refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule
+        self.most_holders = most_holders(config.policy, vllm_config.scheduler_config.max_num_seqs)
         self.step = Step()
         self.running: dict[str, Begun] = {}
+        self.groups: dict[str, Holder] = {}  # name of a group of which a sample waits -> its holder
         self.state: CacheState
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
@@ -75,6 +84,12 @@ class EvictionConnector(KVConnectorBase_V1):
         if step.due:
             self.state.compact(step.due)
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the holders whose blocks vLLM may free after this step, and nothing for requests that load a cache."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        return set(step.released), None
+
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -90,13 +105,33 @@ class EvictionConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def on_new_request(self, request: Any) -> None:
+        if (name := _own(request, "group")) is not None:
+            self.groups.setdefault(name, Holder(name)).waiting += 1
+        elif (name := _own(request, "holds")) is not None:
+            self.groups[name].request_id, self.groups[name].tokens = request.request_id, request.num_tokens
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the number of tokens that a sample copies from its holder; None if the request must wait: a sample for
+        its holder, a holder for another one to end.
+        """
+        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+            if request.request_id not in HOLDING and len(HOLDING) >= self.most_holders:
+                return None, False
+            HOLDING[request.request_id] = holder
+        elif (holder := self._awaited(request)) is not None:
+            return (None if holder.blocks is None else holder.tokens), False
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
-        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
+        fork: tuple[Any, ...] = ()
+        if (holder := self._awaited(request)) is not None:
+            if holder.blocks:
+                fork = holder.request_id, holder.blocks, owned[: len(holder.blocks)]
+            self._leave(holder)
+        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned), *fork)
         self._end(request.request_id)  # the request may have been preempted in this same step
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
@@ -115,19 +150,46 @@ class EvictionConnector(KVConnectorBase_V1):
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in before.items():
             begun, seen = self.running[request_id], computed + count[request_id]
-            if self.schedule.due(begun.prompt, seen):
+            if request_id not in HOLDING and self.schedule.due(begun.prompt, seen):
                 held, kept = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
                 self.step.due.append(Due(begun.block, seen, held, kept))
         step, self.step = self.step, Step()
+        for holder in step.released:  # their rows are copied in this step, and free in the next
+            self._end(holder)
         return step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+            if request.num_output_tokens:
+                holder.blocks = block_ids
+                return True, None  # vLLM keeps the blocks until `get_finished` names the holder
+            holder.tokens, holder.blocks = 0, []  # it failed or was aborted; samples that do not end prefill the prompt
+        elif (holder := self._awaited(request)) is not None:
+            self._leave(holder)
         self._end(request.request_id)
         return False, None
+
+    def _awaited(self, request: Any) -> Holder | None:
+        """Return the holder of a sample that has never begun."""
+        begun = request.num_preemptions or request.request_id in self.running
+        return None if begun else self.groups.get(_own(request, "group"))
+
+    def _leave(self, holder: Holder) -> None:
+        """Count a sample that waits no longer."""
+        holder.waiting -= 1
+        if not holder.waiting:
+            del self.groups[holder.group]
+            if holder.blocks:
+                self.step.released.append(holder.request_id)
 
     def _end(self, request_id: str) -> None:
         if request_id in self.running:
             self.step.ended.append(self.running.pop(request_id).block)
+
+
+def _own(request: Any, name: str) -> Any:
+    """Return a setting that the engine has given to a request (`VLLMEngine._sample`), if it has."""
+    return (request.sampling_params.extra_args or {}).get(KEY, {}).get(name)
 
 
 # ---- contexts: the worker's side ------------------------------------------------------------------------------------
@@ -206,7 +268,7 @@ class ContextConnector(EvictionConnector):
         if request.skip_reading_prefix_cache or request.lora_request is not None:  # its whole prompt is computed
             return None
         if not self.served:  # an engine; a server ignores the name, because a client could write any name
-            named = (request.sampling_params.extra_args or {}).get(KEY, {}).get("context")
+            named = _own(request, "context")
             return None if named is None else Behind(*named)
         if request not in self.compared:  # vLLM asks again at each attempt to schedule the request
             prompt = request.prompt_token_ids or ()

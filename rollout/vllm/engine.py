@@ -33,7 +33,7 @@ from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.memory import beside_cache
 from rollout.vllm.sampling import Result
-from sparse_rl.attention.families import cache_shape, windows_of
+from sparse_rl.attention.families import EXPERTS, cache_shape, windows_of
 from sparse_rl.clock import Clock
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.methods.kvpop.policy import LearnedPolicy
@@ -129,6 +129,8 @@ class VLLMEngine:
             full_graphs=full_graphs,
         )
         bound = policy if contexts is None else arguments.BehindContext(policy.config)
+        has_experts = any(getattr(config, key, None) for key in EXPERTS)  # of cached tokens, none would be recorded
+        self.caches_prompts = not policy.schedule.evicts and contexts is None and not has_experts
         itemsize = 4 if dtype == "float32" else 2
         beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         self.had_group = distributed.is_available() and distributed.is_initialized()
@@ -143,6 +145,7 @@ class VLLMEngine:
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
+            "enable_prefix_caching": self.caches_prompts,
             "worker_cls": "rollout.vllm.worker.EngineWorker",
         }
         with plugin.undisturbed(self.had_group):
@@ -215,6 +218,8 @@ class VLLMEngine:
                 raise UserError(f"prompt {number} may need {held} entries; raise context_entries, which is {most}")
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
+        if self.caches_prompts and not self.llm.reset_prefix_cache():  # weights may have changed since the last run
+            raise RuntimeError("vLLM keeps the prompts of an earlier run in its cache, although no request runs")
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
@@ -237,23 +242,34 @@ class VLLMEngine:
         stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
         sampled: dict[int, Any] = {}
+        added: list[str] = []
+
+        def add(place: int, tokens: list[int], max_tokens: int, request: Request, **extra: Any) -> None:
+            extra |= {"place": place, "seed": request.seed}
+            if request.forced is not None:
+                extra["forced"] = request.forced
+            if (context := request.context) is not None:
+                extra["context"] = [CONTEXT, len(context.tokens), context.entries]
+            parameters = vllm.SamplingParams(
+                max_tokens=max_tokens,
+                temperature=1.0,  # sampling.py applies the real temperature, top_p, top_k and the seed
+                extra_args={KEY: extra},
+                stop_token_ids=stop,
+                ignore_eos=True,  # stop_token_ids already includes the end-of-sequence tokens
+                detokenize=False,
+                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(place), {"prompt_token_ids": tokens}, parameters)
+            added.append(str(place))
+
         try:
-            for request in requests:
-                extra: dict[str, Any] = {"place": request.place, "seed": request.seed}
-                if request.forced is not None:
-                    extra["forced"] = request.forced
-                if (context := request.context) is not None:
-                    extra["context"] = [CONTEXT, len(context.tokens), context.entries]
-                parameters = vllm.SamplingParams(
-                    max_tokens=request.max_tokens,
-                    temperature=1.0,  # sampling.py applies the real temperature, top_p, top_k and the seed
-                    extra_args={KEY: extra},
-                    stop_token_ids=stop,
-                    ignore_eos=True,  # stop_token_ids already includes the end-of-sequence tokens
-                    detokenize=False,
-                    output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-                )
-                engine.add_request(str(request.place), {"prompt_token_ids": request.tokens}, parameters)
+            for group in self._groups(requests):
+                first = group[0]
+                extra = {"group": str(first.place)} if len(group) > 1 else {}
+                for request in group:
+                    add(request.place, request.tokens, request.max_tokens, request, **extra)
+                if extra:  # the holder (scheduler.py); its place is negative
+                    add(-1 - first.place, first.tokens[:-1], 1, first, holds=extra["group"])
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -261,13 +277,31 @@ class VLLMEngine:
                         if sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
-                        sampled[place] = sequence
-                        stage.advance()
+                            prompt_and_sample = divmod(max(place, -1 - place), sampling.n)
+                            raise NotFiniteLogprobError(*prompt_and_sample, len(sequence.token_ids), self.dtype)
+                        if place >= 0:
+                            sampled[place] = sequence
+                            stage.advance()
             return sampled
         finally:
             if engine.has_unfinished_requests():  # sampling was interrupted
-                engine.abort_request([str(request.place) for request in requests])
+                engine.abort_request(added)
+
+    def _groups(self, requests: list[Request]) -> Iterable[list[Request]]:
+        """Return the requests in groups whose prompt is prefilled once. A cache that evicts must have room for the
+        prompt and two samples. A full cache needs no groups: vLLM's prefix caching finds equal prompts.
+        """
+        if not self.policy.schedule.evicts:
+            return [[request] for request in requests]
+        groups: dict[Any, list[Request]] = {}
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        for request in requests:
+            prompt = len(request.tokens)
+            held = self.policy.schedule.most_held(prompt, self.max_model_len)
+            blocks = -(-(prompt - 1) // cache.block_size) + 2 * -(-held // cache.block_size)
+            fits = prompt > 1 and blocks < cache.num_gpu_blocks  # one block is vLLM's own
+            groups.setdefault(tuple(request.tokens) if fits else request.place, []).append(request)
+        return groups.values()
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
         """Yield (place, rollout) for each sampled request, from vLLM's outputs and the workers' records, which are
@@ -407,7 +441,8 @@ def steps_reported(llm: Any) -> Iterator[None]:
         nonlocal finished, reported
         running = len(scheduler.running)
         outputs = plain_step()
-        finished += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
+        sampled_now = (o.outputs[0].token_ids for o in outputs if o.finished and int(o.request_id) >= 0)
+        finished += sum(map(len, sampled_now))
         unfinished = [*scheduler.running, *scheduler.waiting]
         sampled = finished + sum(request.num_output_tokens for request in unfinished)
         reads = any(request.num_computed_tokens < request.num_prompt_tokens for request in unfinished)

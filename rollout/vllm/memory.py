@@ -46,16 +46,24 @@ class Beside:
         return vllm_share
 
 
+def most_holders(policy: Policy, max_batch: int) -> int:
+    """Return the maximum number of prompts that are held for groups (`Holder` in scheduler.py), beside `max_batch`
+    sequences.
+    """
+    return -(-max_batch // 8) if policy.schedule.evicts else 0
+
+
 def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:
     """Compute the memory that each worker holds in addition to its cache, for numbers of `itemsize` bytes."""
     layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
     memory = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
     stored = policy.last_queries or int(policy.every_query)  # queries of each request
+    rows = max_batch + most_holders(policy, max_batch) + 1  # 1: for padding
     queries = stored * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
     return Beside(
         per_byte=per_entry / (2 * head_dim * itemsize),
-        requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in memory)),  # 1: row for padding
+        requests=layers * rows * (queries + sum(value.nbytes for value in memory)),
         sampler=LOGIT * max_batch * config.vocab_size,
     )
 
@@ -78,13 +86,14 @@ def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
 
 
 def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
-    """Return the bytes of one worker's cache for max_batch sequences of maximum length and one block for vLLM itself,
-    with the options `given` to `make_engine`.
+    """Return the bytes of one worker's cache for max_batch sequences of maximum length, under a policy that evicts a
+    prompt that is held for a group, and one block for vLLM itself, with the options `given` to `make_engine`.
     """
     layers, kv_heads, head_dim = cache_shape(config)
     longest = given["max_model_len"] or config.max_position_embeddings
     block = BLOCK["cuda" if cuda else "cpu"]
     blocks = -(-policy.schedule.most_held(given["max_prompt"] or longest, longest) // block)
     exact = given["exact"] and given["dtype"] == "float32" and not cuda
-    head, entries = held_head(policy, head_dim, exact, cuda), (given["max_batch"] * blocks + 1) * block
+    sequences, head = given["max_batch"] + policy.schedule.evicts, held_head(policy, head_dim, exact, cuda)
+    entries = (sequences * blocks + 1) * block
     return cache_bytes(entries, layers, kv_heads // given["tensor_parallel"], head, ITEMSIZE[given["dtype"]])

@@ -60,6 +60,7 @@ class RunRecord:
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
         self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
+        self.holder_of: dict[str, str] = {}  # request id -> id of the holder with whose entries it began, or ""
         self.dropped: dict[str, list[Dropped]] = {}
         # the arguments of `evict`: on the device, then in host memory
         self._evicted: list[tuple[Tensor, ...]] = []
@@ -72,7 +73,8 @@ class RunRecord:
         self.routed: dict[str, list[tuple[int, np.ndarray]]] = {}
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # request id -> step -> log-probs
 
-    def begin(self, request_id: str) -> int:
+    def begin(self, request_id: str, holder: str = "") -> int:
+        self.holder_of[request_id] = holder
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
@@ -147,13 +149,14 @@ class RunRecord:
         for place, length in lengths.items():
             request_id = request_of[place]
             drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
+            routed = self.routed.get(self.holder_of.get(request_id, ""), []) + self.routed.pop(request_id, [])
             logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
             supports = self.supports.take(request_id, length)
             results.append(
                 {
                     "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
                     "logprobs": logprobs.tobytes(),
-                    "routed": _by_position(self.routed.pop(request_id, None), length),
+                    "routed": _by_position(routed, length),
                     "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
                 }
             )
@@ -179,11 +182,11 @@ def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     return evict_at.reshape(layers, heads, length)
 
 
-def _by_position(routed: list[tuple[int, np.ndarray]] | None, length: int) -> bytes | None:
+def _by_position(routed: list[tuple[int, np.ndarray]], length: int) -> bytes | None:
     """Return the experts of one request's tokens, int16 [length, L, K], with -1 for the last token, which is not fed.
     The last record of a token counts.
     """
-    if routed is None:
+    if not routed:
         return None
     experts = np.full((length, *routed[0][1].shape[1:]), -1, np.int16)
     for first, part in routed:

@@ -35,6 +35,27 @@ WHY = {
 ASKED: dict[str, Behind] = {}
 
 
+@dataclass(eq=False)
+class Holder:
+    """A request of a group's prompt without the last token, which is never compacted. The samples of the group begin
+    with copies of its entries (connector.py), so that the prompt is prefilled once.
+
+    request_id, tokens : id of the request and number of its tokens; it comes after the samples
+    waiting : number of samples that have not begun
+    blocks : its blocks, once all its tokens are in the cache; None before; empty if it failed
+    """
+
+    group: str
+    request_id: str = ""
+    tokens: int = 0
+    waiting: int = 0
+    blocks: list[int] | None = None
+
+
+# Request id -> holder, from its first attempt to begin until its blocks are freed
+HOLDING: dict[str, Holder] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CleanSpec(FullAttentionSpec):
     """A layer whose blocks are set to zero when they are allocated (compat/plugin.py).
@@ -109,10 +130,21 @@ class EvictingManager(BoundedManager):
             # At admission `num_tokens` counts all tokens to prefill, after a preemption also sampled ones. Blocks that
             # running sequences may still need stay reserved, so that no sequence is ever preempted.
             self.claims[request_id], self.firsts[request_id] = self.claim(num_tokens), self.schedule.first(num_tokens)
+            if request_id in HOLDING:
+                self.claims[request_id] = self.blocks_of(num_tokens)
+                del self.firsts[request_id]
+                # holders that fill the pool would wait forever: beside all of them, a sample of each must fit
+                most = sum(self.blocks_of(h.tokens) + self.claim(h.tokens + 1) for h in HOLDING.values())
+                if most >= self.block_pool.num_gpu_blocks:
+                    return most
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
             return self.claims[request_id] + sum(self.claims[r] - len(blocks) for r, blocks in others)
         need = min(self.blocks_of(num_tokens), self.claims[request_id])
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
+
+    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Give a sample the blocks for its holder's entries, which vLLM must not clear: it would clear the copies."""
+        super().allocate_external_computed_blocks(*args, **{**kwargs, "record_for_zeroing": False})
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         slots = min(num_tokens, self.claims[request_id] * self.block_size)
@@ -134,6 +166,7 @@ class EvictingManager(BoundedManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.claims.pop(request_id, None)
         self.firsts.pop(request_id, None)
+        HOLDING.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
 from sparse_rl.errors import UserError
@@ -62,12 +63,18 @@ class Begun:
     block : the request's first block, by which workers identify the request until it ends
     prompt : number of tokens to prefill, including its context
     behind : compacted context that the request continues, if any, whose tokens need no forward pass
+    holder : id of the holder (scheduler.py) with copies of whose entries the request begins, if any, so that only the
+        last token of the prompt needs a forward pass
+    source, target : blocks of the holder, and as many of the request
     """
 
     request_id: str
     block: int
     prompt: int
     behind: Behind | None = None
+    holder: str = ""
+    source: Sequence[int] = ()
+    target: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,7 @@ class CacheState:
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
         rows = vllm_config.scheduler_config.max_num_seqs
+        rows += most_holders(self.policy, rows)
         window = self.policy.last_queries or int(self.policy.every_query)
         self.arrangement = Arrangement.of([keys for keys, _ in self.caches])
         joined, apart = self.arrangement.joined, self.arrangement.apart
@@ -263,6 +271,7 @@ class CacheState:
         self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # for each row: a score was NaN
         number = torch.arange(count, device=self.device)
         self.first_block, self.first_row = number * self.arrangement.of_layer, number * (rows + 1)  # of each layer
+        self.memory: dict[str, Tensor] = {}  # name -> [L, rows, ...], the policy's memory of each request
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # record of the current run; a server keeps none
 
@@ -277,13 +286,29 @@ class CacheState:
         for request in begun:
             self.row_of[request.block] = self.free_rows.pop()
             self.prompts[request.block] = request.prompt
-        numbers = [0 if self.record is None else self.record.begin(request.request_id) for request in begun]
+        numbers = [
+            0 if self.record is None else self.record.begin(request.request_id, request.holder) for request in begun
+        ]
         if begun:
             first = self._sent([request.block for request in begun])
             self.prompt_length[first] = self._sent([request.prompt for request in begun])
             self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
+        if forks := [request for request in begun if request.holder]:
+            self.copy(forks)
+
+    def copy(self, forks: Sequence[Begun]) -> None:
+        """Copy what is in the blocks and the rows of holders to those of the samples that begin."""
+        blocks = [pair for fork in forks for pair in zip(fork.source, fork.target, strict=True)]
+        source, target = self._sent(blocks).unbind(1)
+        for layer, caches in enumerate(self.caches):
+            state = (value[layer] for value in self.state.values())
+            for buffer in (*caches, self.positions[layer], *state, *self.folded[layer : layer + 1]):
+                buffer[target] = buffer[source]
+        source, target = self.row[self._sent([(fork.source[0], fork.target[0]) for fork in forks])].unbind(1)
+        for by_row in (*self.memory.values(), *([] if self.queries is None else [self.queries])):
+            by_row[:, target] = by_row[:, source]
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)

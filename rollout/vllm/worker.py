@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.cache import load_context
-from rollout.vllm.compat.arguments import on_cpu
+from rollout.vllm.compat.arguments import cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.plugin import keep_transformers_classes
 from rollout.vllm.compat.runner import Runner
@@ -46,9 +46,12 @@ class PolicyWorker(Worker):
 class EngineWorker(PolicyWorker):
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache: vLLM's value, but at most the bytes that all sequences take at maximum length,
-        plus one block for vLLM itself.
+        and under a policy that evicts a prompt that is held for a group, plus one block for vLLM itself.
         """
-        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        config = cache_config(self.vllm_config)
+        sequences = self.vllm_config.scheduler_config.max_num_seqs + (
+            config is not None and config.policy.schedule.evicts
+        )
         specs = self.get_kv_cache_spec().values()
         most = sum(sequences * spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
         if (configured := self.cache_config.kv_cache_memory_bytes) is not None:

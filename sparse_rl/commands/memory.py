@@ -168,7 +168,9 @@ class _Process:
         arguments = recipe.engine_arguments()
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
-            pool, source = need, f"the most that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
+            shared = " and a shared prompt" * any(policy.schedule.evicts for policy in self.policies)
+            most = f"the most that {rollout.max_batch} sequences{shared} can fill"
+            pool, source = need, f"{most}; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
         asleep = held if rollout.sleep else 0
         return [

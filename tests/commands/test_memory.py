@@ -302,7 +302,8 @@ def test_a_plan_counts_all_memory_of_vllm(monkeypatch):
         assert list(held) == ["vllm: weights", "vllm: KV pool", "vllm: beside the pool", "vllm: sampler"]
         assert 0.23 * 80e9 < sum(held.values()) <= 0.3 * 80e9
         assert held["vllm: sampler"] == 30 * size * 150_000
-        queries = 8 * (size + 1) * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
+        rows = size + -(-size // 8) + 1  # of the sequences, of held prompts and of padding
+        queries = 8 * rows * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
         per_entry = held["vllm: KV pool"] / (2 * 128 * 4) * 8 if cache is gkv else 0  # a position and a score
         assert held["vllm: beside the pool"] == pytest.approx(queries + per_entry)
 
@@ -310,15 +311,16 @@ def test_a_plan_counts_all_memory_of_vllm(monkeypatch):
 @pytest.mark.parametrize(("cuda", "block", "rest"), [(True, 16, 24e9), (False, 32, 2**30)])
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, block, rest):
     monkeypatch.setattr("rollout.engine.choose_engine", lambda *_: ("vllm", ""))
+    """Their prompts and peaks, and a prompt that is held for its samples."""
     cache = {"policy": "streaming", "budget": 100, "period": 10}  # 110 tokens: 7 blocks of 16, or 4 of 32
     for most in (2, 1_000_000):
         rollout = {"engine": "vllm", "max_batch": most, "max_model_len": 8192}
         recipe = {**GRPO, "data": {**GRPO["data"], "max_prompt_tokens": 50}, "cache": cache, "rollout": rollout}
         items = plan(make_recipe(recipe), tiny_config(max_position_embeddings=8192), cuda=cuda).items
         pool = next(item for item in items if item.name == "vllm: KV pool")
-        needed = cache_bytes((most * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
+        needed = cache_bytes(((most + 1) * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
         assert pool.device == needed if most == 2 else 0.5 * rest < pool.device <= rest < needed
-        assert ("that 2 sequences can fill" in pool.note) == (most == 2)
+        assert ("that 2 sequences and a shared prompt can fill" in pool.note) == (most == 2)
 
 
 def test_what_a_sleep_keeps_is_in_host_memory(monkeypatch):

@@ -54,8 +54,6 @@ def logprobs(result: Any) -> list:
 def test_evictions_and_log_probs_of_a_request_are_returned_together(record: Any) -> None:
     """In the order of the requested numbers. A step that was sampled again counts once, with its last log-probs."""
     b, a = record.take({3: 5, 7: 6})
-    assert not a["preempted"]
-    assert not b["preempted"]
     assert evict_at(a, 6) == [
         [[4, 5, NEVER, NEVER, NEVER, NEVER], [5, 4, NEVER, NEVER, NEVER, NEVER]],
         [[5, NEVER, 4, NEVER, NEVER, NEVER], [5, NEVER, NEVER, 4, NEVER, NEVER]],
@@ -136,16 +134,6 @@ def test_an_eviction_in_the_last_step_of_a_request_is_recorded(record: Any) -> N
     assert [head[3] for layer in evict_at(b, 6) for head in layer] == [5] * 4
 
 
-def test_a_request_that_begins_again_counts_as_preempted(record: Any) -> None:
-    """Its recorded evictions are discarded; the other request keeps its own."""
-    record.begin("a-1")
-    a, b = record.take({7: 6, 3: 5})
-    assert a["preempted"]
-    assert a["evict_at"] is None
-    assert not b["preempted"]
-    assert b["evict_at"] is not None
-
-
 def test_a_request_without_a_compaction_has_no_evictions() -> None:
     from rollout.vllm.sampling import RunRecord
 
@@ -153,7 +141,6 @@ def test_a_request_without_a_compaction_has_no_evictions() -> None:
     draw(record, {"a-1": 0}, -1.0)  # with a full cache no request is reported to begin
     (a,) = record.take({7: 4})
     assert a["evict_at"] is None
-    assert not a["preempted"]
     assert len(logprobs(a)) == 1
 
 

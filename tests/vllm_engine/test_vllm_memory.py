@@ -92,7 +92,7 @@ def test_memory_outside_the_cache_is_counted(policy_name: str, open_engine: Call
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
-    assert state.failed.nbytes == 5 + 1  # not counted either: one byte for each request
+    assert state.failed.nbytes == 5 + 1 + 1  # not counted either: one byte for each request, and for the held prompt
     tensor_names = {"positions", "queries", "prompt_length", "row", "number", "failed"}
     tensor_names |= {"heads", "first_block", "first_row"}
     # the state has no other tensors
@@ -131,21 +131,22 @@ def test_control_a_full_cache_uses_more_blocks(open_engine: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy_name", "longest", "max_prompt", "blocks"),
-    [("full", 320, 256, 10), ("gkv", 320, 256, 8), ("gkv", 320, 40, PEAK), ("gkv", 64, 40, 2)],
+    ("policy_name", "longest", "max_prompt", "blocks", "held"),
+    [("full", 320, 256, 10, 0), ("gkv", 320, 256, 8, 1), ("gkv", 320, 40, PEAK, 1), ("gkv", 64, 40, 2, 1)],
 )
 @pytest.mark.few(2)
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(
-    policy_name: str, longest: int, max_prompt: int, blocks: int, open_engine: Callable
+    policy_name: str, longest: int, max_prompt: int, blocks: int, held: int, open_engine: Callable
 ) -> None:
-    """Room for each sequence's longer one of prompt and peak, or for the longest sequence; the rest of 1 GiB stays."""
+    """Room for each sequence's longer one of prompt and peak, or for the longest sequence, and for a prompt held
+    for its samples; the rest of 1 GiB stays."""
     policy = policy_of(policy_name, budget=64, window=8, period=32)
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
     engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
-    assert pool_of(engine).get_num_free_blocks() == 4 * blocks
+    assert pool_of(engine).get_num_free_blocks() == (4 + held) * blocks
     options = {**sizes, "dtype": "float32", "exact": True, "tensor_parallel": 1}
     # the same bytes as in `doctor`
-    assert pool_bytes(policy, options, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES
+    assert pool_bytes(policy, options, engine.config, False) == ((4 + held) * blocks + 1) * BLOCK_BYTES
     with watched(engine) as records:
         prompts = random_prompts([min(max_prompt, longest - 24)] * 4)
         engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))

@@ -59,6 +59,8 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     f"{CONNECTOR}.update_state_after_alloc": "request blocks num_external_tokens",
     f"{CONNECTOR}.request_finished": "request block_ids",
     f"{CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
+    f"{CONNECTOR}.on_new_request": "request",
+    f"{CONNECTOR}.get_finished": "finished_req_ids",
     f"{CONNECTOR}.requires_piecewise_for_cudagraph": "extra_config",
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
@@ -99,6 +101,7 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.engine.llm_engine.LLMEngine.step": "",
     "v1.engine.llm_engine.LLMEngine.abort_request": "request_ids internal",
     "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
+    "entrypoints.llm.LLM.reset_prefix_cache": "reset_running_requests reset_connector",
 }
 MEMBERS = {  # class or module -> its fields, properties, methods and names that we use
     f"{BASE}.AttentionMetadataBuilder": "supports_update_block_table",
@@ -115,7 +118,7 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
     "sampling_params.StructuredOutputsParams": "json structural_tag",
-    "v1.request.Request": "num_tokens",
+    "v1.request.Request": "num_tokens num_output_tokens",
     "v1.request.RequestStatus": "FINISHED_ERROR",
     "v1.outputs.SamplerOutput": "sampled_token_ids",
     "v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing kv_cache_groups",
@@ -132,7 +135,8 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "config.CUDAGraphMode": "NONE has_full_cudagraphs",
     "config.ModelConfig": "use_mla is_hybrid is_encoder_decoder get_total_num_kv_heads max_model_len dtype "
     "get_vocab_size model using_transformers_backend",
-    "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes sliding_window",
+    "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes sliding_window block_size "
+    "num_gpu_blocks",
     "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size use_ubatching enable_expert_parallel",
     "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs max_num_batched_tokens",
@@ -158,7 +162,8 @@ ASSIGNED = {  # class -> attributes that its objects get when they are created
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
     "kv_sharing_target_layer_name attn_type",
     "v1.request.Request": "request_id status stop_reason resumable num_preemptions",
-    "v1.engine.llm_engine.LLMEngine": "engine_core model_config",
+    "v1.core.block_pool.BlockPool": "num_gpu_blocks",
+    "v1.engine.llm_engine.LLMEngine": "engine_core model_config vllm_config",
     "entrypoints.llm.LLM": "llm_engine",
 }
 

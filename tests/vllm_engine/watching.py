@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclass
 class Watched:
-    """For each scheduled step, the numbers of running requests and of used blocks; and all preemptions."""
+    """For each scheduled step, the numbers of running requests, used blocks and fed tokens; and all preemptions."""
 
     running: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)
     preempted: int = 0
 
 
@@ -33,6 +34,7 @@ def watched(engine: Any) -> Iterator[Watched]:
     def schedule_and_look(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         records.running.append(len(scheduler.running))
+        records.fed.append(output.total_num_scheduled_tokens)
         # one block less than the pool has: the null block belongs to no request
         records.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
         return output
