@@ -174,7 +174,7 @@ def test_too_few_reference_queries_give_a_warning(queries, warned, machine):
 
 def test_make_engine_refuses_unusable_arguments_with_the_reason(machine, tmp_path):
     machine(None)
-    with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.31\.\*", or use the engine hf'):
+    with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.32\.\*", or use the engine hf'):
         make_engine("vllm", model=tmp_path)
     with pytest.raises(ValueError, match="keeps its own weights: pass the directory of a model"):
         make_engine("vllm", model=RunningSum.untrained(0))
@@ -297,14 +297,14 @@ def test_validation_inherits_the_bound_of_the_data():
     ],
 )
 def test_an_unbounded_length_of_vllm_is_one_remark_with_its_key_and_its_price(keys, named, machine):
-    """A sequence of this model takes up to 131,072 entries of 2 layers x 2 kv heads x 2 x 32 numbers, in bfloat16.
+    """64 sequences and a shared prompt take up to 131,072 entries each of 2 layers x 2 kv heads x 2 x 32 numbers in bf16.
     Control: no remark for less than 1 GB, as of 8 sequences."""
     machine("cpu")
     few = grpo(**{"data": {"path": "x.jsonl"}, **keys, "rollout": {**keys.get("rollout", {}), "max_batch": 8}})
     assert few.resolve(config(), cuda=False).remarks == []
     remarks = grpo(**{"data": {"path": "x.jsonl"}, **keys}).resolve(config(), cuda=False).remarks
     assert len(remarks) == (named is not None)
-    price = (64 * 2**17 + 16) * 2 * 2 * 2 * 32 * 2 / 1e9
+    price = (65 * 2**17 + 16) * 2 * 2 * 2 * 32 * 2 / 1e9
     assert named is None or remarks == [
         f"{named}: not set, so vLLM plans its cache for 131,072 tokens a sequence, up to {price:.1f} GB"
     ]
@@ -320,7 +320,9 @@ def test_memory_counts_the_engines_copy_of_the_weights(machine):
     with_vllm = items(rollout={"kv_cache_gb": 0.5})
     assert with_vllm["vllm: weights"].device == 4 * 102_848  # 4 bytes for each parameter
     assert with_vllm["vllm: weights"].when == "always"
-    assert with_vllm["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # the blocks of 64 x 1024 tokens
+    assert (
+        with_vllm["vllm: KV pool"].device == ((64 + 1) * 32 + 1) * 32 * 4 * 2 * 32 * 4
+    )  # 1024 tokens each, and a shared prompt
     cache = next(item for name, item in with_vllm.items() if name.startswith("KV cache"))
     assert cache.device == 0  # it lies in the pool
     assert items(rollout={"max_batch": 10_000})["vllm: KV pool"].device == 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_rewards_that_teach_nothing_give_one_line(grpo, caplog, reward, settings
 @pytest.mark.few(1)
 def test_completions_that_are_all_cut_off_give_one_line(grpo, caplog, zeroed):
     trainer = grpo(max_completion_length=6, zero_truncated_advantages=zeroed)
-    trainer.eos_token_ids, trainer.eos_token_id = [], -1
+    trainer.sampling, trainer.eos_token_id = replace(trainer.sampling, stop_token_ids=[]), -1
     with caplog.at_level(logging.WARNING, "sparse_rl"):
         assert [line["completions/clipped_ratio"] for line in trained(trainer)] == [1.0, 1.0]
     messages = [record.getMessage() for record in caplog.records if record.name == "sparse_rl"]
