@@ -297,7 +297,7 @@ def test_validation_inherits_the_bound_of_the_data():
     ],
 )
 def test_an_unbounded_length_of_vllm_is_one_remark_with_its_key_and_its_price(keys, named, machine):
-    """64 sequences and a shared prompt take up to 131,072 entries each of 2 layers x 2 kv heads x 2 x 32 numbers in bf16.
+    """64 sequences and a shared prompt take up to 131,072 entries each of 2 layers x 2 kv heads x 2 x 32 bf16 numbers.
     Control: no remark for less than 1 GB, as of 8 sequences."""
     machine("cpu")
     few = grpo(**{"data": {"path": "x.jsonl"}, **keys, "rollout": {**keys.get("rollout", {}), "max_batch": 8}})
