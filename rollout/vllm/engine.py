@@ -259,8 +259,8 @@ class VLLMEngine:
                 detokenize=False,
                 output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
+            added.append(str(place))  # first: an interrupt may come when it is half added
             engine.add_request(str(place), {"prompt_token_ids": tokens}, parameters)
-            added.append(str(place))
 
         try:
             for group in self._groups(requests):
