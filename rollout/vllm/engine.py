@@ -146,7 +146,7 @@ class VLLMEngine:
             "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
             "enable_prefix_caching": self.caches_prompts,
-            "worker_cls": "rollout.vllm.worker.EngineWorker",
+            "worker_cls": f"{arguments.WORKERS}EngineWorker",
         }
         with plugin.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(
