@@ -274,14 +274,13 @@ class VLLMEngine:
                 for output in engine.step():
                     if output.finished:
                         place, sequence = int(output.request_id), output.outputs[0]
-                        if sequence.stop_reason == "preempted":  # scheduler.py
+                        # the samples of a holder that fails prefill the prompt, and may fail themselves
+                        if place < 0 or sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            prompt_and_sample = divmod(max(place, -1 - place), sampling.n)
-                            raise NotFiniteLogprobError(*prompt_and_sample, len(sequence.token_ids), self.dtype)
-                        if place >= 0:
-                            sampled[place] = sequence
-                            stage.advance()
+                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
+                        sampled[place] = sequence
+                        stage.advance()
             return sampled
         finally:
             if engine.has_unfinished_requests():  # sampling was interrupted
