@@ -68,6 +68,8 @@ class EvictionConnector(KVConnectorBase_V1):
         self.running: dict[str, Begun] = {}
         self.groups: dict[str, Holder] = {}  # name of a group of which a sample waits -> its holder
         self.state: CacheState
+        if role == KVConnectorRole.SCHEDULER:
+            HOLDING.clear()  # an interrupted run of an engine that was closed may have left some
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
 
@@ -154,8 +156,10 @@ class EvictionConnector(KVConnectorBase_V1):
                 held, kept = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
                 self.step.due.append(Due(begun.block, seen, held, kept))
         step, self.step = self.step, Step()
-        for holder in step.released:  # their rows are copied in this step, and free in the next
-            self._end(holder)
+        # each time anew: vLLM does not hear from a step that is interrupted
+        step.released = [i for i, holder in HOLDING.items() if holder.blocks and not holder.waiting]
+        for request_id in step.released:  # their rows are copied in this step, and free in the next
+            self._end(request_id)
         return step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -179,8 +183,6 @@ class EvictionConnector(KVConnectorBase_V1):
         holder.waiting -= 1
         if not holder.waiting:
             del self.groups[holder.group]
-            if holder.blocks:
-                self.step.released.append(holder.request_id)
 
     def _end(self, request_id: str) -> None:
         if request_id in self.running:

@@ -146,7 +146,7 @@ class VLLMEngine:
             "distributed_executor_backend": "external_launcher" if launched else None,  # its own process's GPU alone
             **policy_options,
             "enable_prefix_caching": self.caches_prompts,
-            "worker_cls": "rollout.vllm.worker.EngineWorker",
+            "worker_cls": f"{arguments.WORKERS}EngineWorker",
         }
         with plugin.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(
@@ -259,8 +259,8 @@ class VLLMEngine:
                 detokenize=False,
                 output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
+            added.append(str(place))  # first: an interrupt may come when it is half added
             engine.add_request(str(place), {"prompt_token_ids": tokens}, parameters)
-            added.append(str(place))
 
         try:
             for group in self._groups(requests):
@@ -274,14 +274,13 @@ class VLLMEngine:
                 for output in engine.step():
                     if output.finished:
                         place, sequence = int(output.request_id), output.outputs[0]
-                        if sequence.stop_reason == "preempted":  # scheduler.py
+                        # the samples of a holder that fails prefill the prompt, and may fail themselves
+                        if place < 0 or sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            prompt_and_sample = divmod(max(place, -1 - place), sampling.n)
-                            raise NotFiniteLogprobError(*prompt_and_sample, len(sequence.token_ids), self.dtype)
-                        if place >= 0:
-                            sampled[place] = sequence
-                            stage.advance()
+                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
+                        sampled[place] = sequence
+                        stage.advance()
             return sampled
         finally:
             if engine.has_unfinished_requests():  # sampling was interrupted

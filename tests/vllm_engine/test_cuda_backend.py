@@ -206,7 +206,10 @@ def configuration(**changes: Any) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
-            **dict.fromkeys((f"{kind}_size" for kind in PARALLEL), 1), use_ubatching=False, enable_expert_parallel=False
+            **dict.fromkeys((f"{kind}_size" for kind in PARALLEL), 1),
+            use_ubatching=False,
+            enable_expert_parallel=False,
+            worker_cls="rollout.vllm.worker.PolicyWorker",
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
         kv_transfer_config=SimpleNamespace(kv_connector="EvictionConnector"),
@@ -234,6 +237,7 @@ def configuration(**changes: Any) -> Any:
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         ("parallel_config.use_ubatching", True, "micro-batches"),
+        ("parallel_config.worker_cls", "vllm.v1.worker.gpu_worker.Worker", "its worker; set --worker-cls rollout"),
         ("parallel_config.tensor_parallel_size", 16, "kv heads"),
         ("model_config.use_mla", True, "MLA"),
         ("model_config.is_hybrid", True, "hybrid"),

@@ -180,6 +180,52 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def at_most(steps: int, step: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a `step` that raises TimeoutError instead of one more than `steps` steps."""
+    rest = iter([step] * steps)
+
+    def timed_out() -> None:
+        raise TimeoutError
+
+    return lambda: next(rest, timed_out)()
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+def test_a_run_that_is_interrupted_within_a_step_leaves_nothing_behind(begun: int, open_engine: Callable) -> None:
+    """vLLM does not hear then which holders the step has released. In the second step, the last samples begin."""
+    from rollout.vllm.compat.paged import live_state
+
+    engine = open_engine(GKV, shared=True, max_batch=2, max_model_len=256)
+    prompts, sampling = random_prompts((40, 90)), replace(SAMPLING, n=2)
+    expected = outcome(engine.generate(prompts, sampling))
+    state, llm = live_state(), engine.llm.llm_engine
+    calls = iter([state.after_forward] * (begun - 1))
+    with (
+        mock.patch.object(state, "after_forward", lambda: next(calls, interrupt)()),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        engine.generate(prompts, sampling)
+    with mock.patch.object(llm, "step", at_most(300, llm.step)):
+        assert outcome(engine.generate(prompts, sampling)) == expected
+    assert nothing_is_left(engine)
+
+
+def test_an_interrupted_run_leaves_nothing_to_the_next_engine(open_engine: Callable) -> None:
+    """The holder of samples that have not begun is released in the next step, which a closed engine does not have."""
+    options, prompts = {"max_batch": 2, "max_model_len": 256}, random_prompts((40, 90))
+    engine = open_engine(GKV, **options)
+    llm = engine.llm.llm_engine
+    steps = iter([llm.step] * 5)
+    with mock.patch.object(llm, "step", lambda: next(steps, interrupt)()), pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, SAMPLING)
+    assert len(HOLDING) == 1
+    engine = open_engine(GKV, **options)
+    llm = engine.llm.llm_engine
+    with mock.patch.object(llm, "step", at_most(300, llm.step)):
+        engine.generate(prompts, SAMPLING)
+    assert nothing_is_left(engine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [(1,), (3, 4), (6, 12, 40)], ids=str)
 def test_preempted_holders_and_samples_do_not_change_results(steps: Sequence[int], open_engine: Callable) -> None:

@@ -198,3 +198,27 @@ def test_nan_scorers_fail_only_requests_that_evict(open_engine: Callable) -> Non
     with torch.no_grad():
         engine.load_weights(good.items())
     assert same(engine.generate(GOOD, sampling), expected)
+
+
+def test_a_token_that_overflows_only_in_the_last_layer_fails_no_sample_that_it_precedes(open_engine: Callable) -> None:
+    """It overflows behind the cache, and nothing is sampled from its logits, although a group's prompt is held up to
+    this token. Control: samples that follow it directly fail, and the error names them.
+    """
+    model, folder = new_model("qwen3", num_hidden_layers=1, **HEADS_OF_32), Path(mkdtemp(dir=FOLDER.name))
+    (layer,) = model.model.layers
+    with torch.no_grad():  # only this token has a first coordinate, which no other weight reads or writes
+        embedding = model.model.embed_tokens.weight
+        embedding[:, 0], embedding[POISON, 0], layer.self_attn.o_proj.weight[0] = 0.0, 10.0, 0.0
+        model.lm_head.weight[POISON] = 0.0  # greedy sampling never chooses it
+        for gate_or_up in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            gate_or_up.weight[0] = 0.0
+            gate_or_up.weight[0, 0] = 1e30
+    model.save_pretrained(folder)
+    policy, sampling = POLICIES["gkv"], SamplingConfig(TOKENS, n=3, temperature=0, ignore_eos=True)
+    texts = prompts((50, 60), poisoned_at=(48, 30))
+    engine = open_engine(policy, folder, max_model_len=256)
+    single = [engine.generate([text], replace(sampling, n=1))[0] for text in texts]
+    assert same(engine.generate(texts, sampling)[:: sampling.n], single)
+    with pytest.raises(NotFiniteLogprobError, match=r"^prompt 1, sample 0: the log-probability of token 0 "):
+        engine.generate([texts[0], [*texts[0][:48], POISON]], sampling)
+    assert same(engine.generate(texts, sampling)[:: sampling.n], single)

@@ -166,6 +166,7 @@ def test_an_error_while_adding_requests_frees_them(open_engine: Callable, monkey
             patch.setattr(owner, name, broken)
             with pytest.raises(error):
                 engine.generate(prompts, sampling)
+        assert not core.has_unfinished_requests(), (owner, name, number, after)
         assert same(engine.generate(prompts, sampling), expected), (owner, name, number, after)
 
 

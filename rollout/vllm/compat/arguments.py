@@ -24,6 +24,7 @@ from sparse_rl.temporary import temporary_folder
 KEY = "sparse_rl"  # our key in vLLM's additional_config, its kv_connector_extra_config, and a request's extra_args
 MOST_BYTES = 107 - 37  # limit for a socket's folder: a path has at most 107 bytes, vLLM's names 36, and "/" is 1
 CONNECTORS = ("EvictionConnector", "ContextConnector")
+WORKERS = "rollout.vllm.worker."  # the workers that tell the cache's state which requests begin
 CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and does the K/V write
     "use_inductor_graph_partition": False,
     "pass_config": {
@@ -111,7 +112,7 @@ def engine_arguments(
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "additional_config": {KEY: {"exact": exact, "folds": bias is not None and not exact}},
-        "worker_cls": "rollout.vllm.worker.PolicyWorker",
+        "worker_cls": f"{WORKERS}PolicyWorker",
     }
     if on_cpu():
         arguments["enforce_eager"] = True
@@ -231,6 +232,7 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
     wrong = {
         "on this platform: NVIDIA GPUs and CPUs only": not (current_platform.is_cuda() or current_platform.is_cpu()),
         "without its connector; set kv_connector to EvictionConnector": connector not in CONNECTORS,
+        f"without its worker; set --worker-cls {WORKERS}PolicyWorker": not parallel.worker_cls.startswith(WORKERS),
         "with prefix caching; set --no-enable-prefix-caching": cache.enable_prefix_caching,
         "with speculative decoding; turn it off": vllm_config.speculative_config is not None,
         "with asynchronous scheduling; set --no-async-scheduling": scheduler.async_scheduling,
