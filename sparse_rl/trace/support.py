@@ -170,7 +170,9 @@ def check_drawn(trace: EvictionTrace, tokens: Sequence[int]) -> None:
     drawn, sizes = torch.tensor(tokens)[sizes > 0], sizes[sizes > 0]
     large = sizes > bits.shape[1]
     small, wide = drawn[~large].repeat_interleave(sizes[~large]), drawn[large, None]
-    hits = int((ids == small).sum()) + int((bits.gather(1, wide // 32) >> wide % 32 & 1).sum())
+    within = (wide >= 0) & (wide < 32 * bits.shape[1])
+    flags = bits.gather(1, wide.where(within, 0) // 32) >> wide % 32 & within
+    hits = int((ids == small).sum()) + int(flags.sum())
     if hits < len(drawn):  # an id occurs once in a support
         raise TraceError(f"{len(drawn) - hits} sampled tokens are not in the supports that they were drawn from")
 

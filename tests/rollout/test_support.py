@@ -172,6 +172,9 @@ def test_a_drawn_token_outside_its_support_is_refused(cut):
         changed = [*supports[:step], others, *supports[step + 1 :]]
         with pytest.raises(TraceError, match="1 sampled tokens are not in the supports that they were drawn from"):
             replace(r, trace=with_supports(r.trace, changed, V))
+    for token in (-1, V, 10 * V):  # no token of the vocabulary of the supports
+        with pytest.raises(TraceError, match="1 sampled tokens are not in the supports that they were drawn from"):
+            replace(r, completion_ids=[token, *r.completion_ids[1:]])
 
 
 def forged(trace: EvictionTrace, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -147,6 +147,13 @@ def test_truncated_draws_are_replayed_at_every_zero_stage(command, tmp_path):
         assert line["grad_norm"] == pytest.approx(first[0]["grad_norm"], rel=1e-4)
 
 
+def test_without_checkpointing_truncated_draws_are_replayed_in_two_processes(command, tmp_path):
+    """DDP then looks for unused parameters, and rebuilds the model's output from its fields."""
+    words = ("max_steps=2", "save_steps=0", "top_p=0.8", "launch.zero_stage=0", "gradient_checkpointing=false")
+    lines = check_run(command("ddp", *words), tmp_path / "ddp", 2)
+    assert all(line["support/gap_max"] <= 1e-5 and line["support/mass"] < 1 for line in lines)
+
+
 def test_zero_3_trains_experts_as_zero_0_does(command, tiny, tmp_path):
     lines = {}
     for stage in (0, 3):

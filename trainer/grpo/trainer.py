@@ -149,6 +149,16 @@ class TracedBatch:
     auxiliary: AuxiliaryLosses | None = None
 
 
+@dataclass
+class TruncatedOutput(FusedCausalLMOutput):
+    """A model's output under supports. DDP may rebuild it, with its fields alone.
+
+    whole : log-probs before truncation, float [rows, width - 1]; log_probs and entropy are those after it
+    """
+
+    whole: Tensor | None = None
+
+
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
@@ -404,9 +414,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             hidden = model.get_decoder()(**inputs, kv_view=view, use_cache=False).last_hidden_state[:, :-1]
             scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale, gathered)
         kept, whole, entropy = (score.new_zeros(before.shape).masked_scatter(before, score) for score in scores)
-        out = FusedCausalLMOutput(log_probs=kept, entropy=entropy)
-        out.whole = whole
-        return out
+        return TruncatedOutput(log_probs=kept, entropy=entropy, whole=whole)
 
     # ---- the loss of a part of TRL's batch ------------------------------------------------------------------------
 
