@@ -322,7 +322,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 out, losses = self.replay(model, ids, mask, logits_to_keep, traces, compute_aux_loss)
                 auxiliary += [] if losses is None else [losses]
                 logps.append(out.log_probs[:, -logits_to_keep:])
-                whole.append(getattr(out, "whole", out.log_probs)[:, -logits_to_keep:].detach())
+                untruncated: Any = out.whole if isinstance(out, TruncatedOutput) else out.log_probs
+                whole.append(untruncated[:, -logits_to_keep:].detach())
                 if compute_entropy:
                     entropies.append(out.entropy[:, -logits_to_keep:])
                 if compute_aux_loss:
