@@ -219,7 +219,7 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
-        prompts = [example.prompt for example in examples]
+        prompts: Any = [example.asked for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
                 completions = [example.completion for example in examples]

@@ -154,6 +154,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             raise UserError("scorers read each sequence from its start; set packing: false", "packing")
         if self.distill.packing and not self.cache.packs:
             raise UserError(f"sequences under {self.cache.name} cannot be packed; set packing: false", "packing")
+        if self.distill.packing and self.prompt_cache is not None and self.prompt_cache.fits:
+            raise UserError("sequences after contexts with fitted entries cannot be packed; set false", "packing")
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
             wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
             raise UserError(wrong, "teacher_cache")
@@ -195,7 +197,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
 
         distill, tokenizer = self.distill, run.tokenizer
         if distill.completions == "student":
-            return prompt_examples(rows, tokenizer, data.thinking)
+            return prompt_examples(rows, tokenizer, data.thinking, self.prompt_cache is not None)
         if distill.keep is not None:
             rows = accepted(rows, run.rewards[0][0], distill.keep_from, where, tokenizer, data.thinking)
         limits = distill.max_length, self.rollout.max_model_len, run.config.max_position_embeddings
@@ -207,6 +209,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             max_completion_length=distill.max_completion_length,
             truncate=distill.overlong == "truncate",
             where=where,
+            contexts=self.prompt_cache is not None,
         )
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
@@ -237,7 +240,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             # a teacher that is the starting model and never changes also serves as the sampled model
             starting = teacher if self.own_teacher and not policy.layered_parameters else self.model
         with outside_deepspeed(args):
-            engine = self.engine_of(starting)
+            engine = self.engine_of(starting, run)
         return DistillTrainer(
             student, teacher, engine, args, examples, held_out, sleep=self.rollout.sleep,
             processing_class=run.tokenizer, callbacks=[rundir.RunLog(folder)],

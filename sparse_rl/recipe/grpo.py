@@ -87,6 +87,7 @@ class GRPORecipe(SampledRecipe):
         if self.validation is None:
             return None
         sampling = self.sampling(self.validation.samples)
+        contexts = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
         return {
             "kind": "eval",
             "model": run,
@@ -101,6 +102,7 @@ class GRPORecipe(SampledRecipe):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
+            **contexts,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -152,7 +154,7 @@ class GRPORecipe(SampledRecipe):
 
         def engine_of(live: Any) -> Any:
             carry_scorers(live, policy, self.model)
-            return self.engine_of(live if self.rollout.engine in SAMPLE_LIVE else self.model)
+            return self.engine_of(live if self.rollout.engine in SAMPLE_LIVE else self.model, run)
 
         completions = rundir.CompletionLog(folder)
         trainer = SparseGRPOTrainer(

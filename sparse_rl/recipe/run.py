@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
-from rollout.context.config import PromptCacheConfig
+from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
@@ -208,6 +208,13 @@ class Recipe(Configuration):
     def prompt_sources(self) -> dict[str, DataConfig]:
         """Return the datasets that supply prompts: dotted key -> dataset."""
         return {}
+
+    def refuse_without_context(self, why: str) -> None:
+        """Raise UserError if a dataset has no column of contexts."""
+        for key, data in self.prompt_sources().items():
+            if not data.has_context:
+                wrong = f"{why}; say which column holds them, as in columns: {{context: article}}"
+                raise UserError(wrong, f"{key}.columns")
 
     def prompt_bounds(self) -> list[int | None]:
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
@@ -651,10 +658,13 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    prompt_cache : settings for compacting the context of each prompt once for all its completions, as in an evaluation.
+        The teacher of a distillation attends to the whole context. null means that the context is part of each prompt
     scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig
+    prompt_cache: TrainedPromptCache | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     scorers: ScorersConfig | None = None
 
@@ -668,7 +678,24 @@ class SampledRecipe(ReplayedRecipe):
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
             raise UserError(wrong, "rollout.tensor_parallel")
+        if self.prompt_cache is not None:
+            self._check_prompt_cache(self.prompt_cache)
         self.check_model_len()
+
+    def _check_prompt_cache(self, config: TrainedPromptCache) -> None:
+        """Raise UserError if the recipe cannot train after contexts that are compacted so. Only hf compacts contexts,
+        so it is chosen."""
+        if not isinstance(self.cache, FullConfig):
+            raise UserError("nothing is evicted after a context that prompt_cache compacts; set cache: full", "cache")
+        if self.rollout.engine == "vllm":
+            wrong = "only hf compacts contexts with the weights that are trained; set rollout.engine: hf"
+            raise UserError(wrong, "rollout.engine")
+        object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
+        self.refuse_without_context("prompt_cache compacts contexts")
+        try:
+            config.check_trainable()
+        except UserError as error:
+            raise UserError(error.message, f"prompt_cache.{error.key}") from None
 
     def _check_learned(self) -> None:
         """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
@@ -692,12 +719,33 @@ class SampledRecipe(ReplayedRecipe):
     def caches(self) -> list[PolicyConfig | None]:
         return [self.cache]
 
+    def prompt_caches(self) -> list[PromptCacheConfig]:
+        return [] if self.prompt_cache is None else [self.prompt_cache]
+
+    def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        budgets = None if self.prompt_cache is None else self.prompt_cache.budgets
+        return {**super().input_files(), "prompt_cache.budgets": (budgets, False)}
+
+    def findings(self, run: Run) -> dict[str, str]:
+        from sparse_rl.experts import has_experts
+
+        if self.prompt_cache is not None and has_experts(run.skeleton):
+            wrong = "the experts that read a compacted context are not recorded, so training cannot replay them"
+            raise UserError(f"{wrong}; use a dense model", "prompt_cache")
+        return super().findings(run)
+
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens
 
-    def engine_of(self, model: Any) -> Engine:
+    def engine_of(self, model: Any, run: Run) -> Engine:
         """Return the engine that samples from `model` under the recipe's cache."""
+        from rollout.context.engine import CompactingEngine
         from rollout.engine import make_engine
+        from sparse_rl.policies.make import make_policy
+        from sparse_rl.recipe.sampling import prompts_about
 
-        arguments = {**self.engine_arguments(), "policy": self.cache, "progress": self.rollout.progress}
-        return make_engine(self.rollout.engine, model=model, **arguments)
+        arguments = {**self.engine_arguments(), "progress": self.rollout.progress}
+        if (compaction := self.prompt_cache) is None:
+            return make_engine(self.rollout.engine, model=model, policy=self.cache, **arguments)
+        about = prompts_about(run.rows[0], run.tokenizer)
+        return CompactingEngine(model, make_policy(self.cache), prompt_cache=compaction, about=about, **arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -99,11 +99,7 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[in
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
-    """Return the prompts of a dataset with contexts, each split after its context, and the prompts about the contexts.
-
-    A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
-    thinking, if its chat template can switch this off.
-    """
+    """Return the prompts of a dataset with contexts, each split after its context, and prompts about the contexts."""
     rows = list(zip(data["prompt"], data["context"], strict=True))
     prompts = []
     for i, (prompt, context) in enumerate(rows):
@@ -111,9 +107,18 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
             prompts.append(split_prompt(prompt, context, tokenizer, config.thinking))
         except UserError as error:
             raise UserError(f"problem {i + 1}: {error.message}") from None
-    prompt, context = rows[0]
+    return Questions(prompts, prompts_about(data[0], tokenizer))
+
+
+def prompts_about(row: Mapping[str, Any], tokenizer: Any) -> ContextPrompts:
+    """Return the prompts about contexts, for a dataset with a row like this one.
+
+    A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
+    thinking, if its chat template can switch this off.
+    """
+    prompt, context = row["prompt"], row["context"]
 
     def follow(text: str) -> list[int]:
         return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking=False).rest
 
-    return Questions(prompts, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str)))
+    return ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str))

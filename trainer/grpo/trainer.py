@@ -38,7 +38,7 @@ from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
-from sparse_rl.data.tokens import prompt_ends, prompt_ids
+from sparse_rl.data.tokens import SplitPrompt, prompt_ends, prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
@@ -133,6 +133,7 @@ class TracedBatch:
     column `traces` of TRL's batch, which is a dict: TRL shuffles and splits the list like its tensors, and a checkpoint
     keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
 
+    prompts : prompts, split after their contexts, if the engine compacts these; empty while a loss is computed
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
@@ -142,6 +143,7 @@ class TracedBatch:
     """
 
     traces: Sequence[EvictionTrace] = ()
+    prompts: Sequence[SplitPrompt] = ()
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -224,7 +226,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
         sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
-        batch = self.batch = TracedBatch()
+        batch = self.batch = TracedBatch(prompts=self.split_prompts(inputs))
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
@@ -241,7 +243,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.own_metrics.record_gap(out, batch.logprobs)
         return out
 
+    def split_prompts(self, rows: Sequence[dict[str, Any]]) -> list[SplitPrompt]:
+        """Return the prompts of rows, split after the contexts that the engine compacts; [] if it compacts none."""
+        if not hasattr(self.engine, "prompt_cache"):
+            return []
+        split = partial(split_prompt, tokenizer=self.processing_class, thinking=self.thinking)
+        return [split(row["prompt"], row["context"]) for row in rows]
+
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        if self.batch.prompts:
+            return [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts], None, {}
         return [prompt_ids(p, self.processing_class, self.thinking) for p in prompts], None, {}
 
     def _generate_single_turn(
@@ -252,7 +263,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
-            rollouts = self.engine.generate(prompt_ids, sampling)
+            rollouts = self.engine.generate(self.batch.prompts or prompt_ids, sampling)  # type: ignore[arg-type]
             if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
                 raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
         replayed = self.args.sparse.train_attention == "replay"
