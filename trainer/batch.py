@@ -44,10 +44,8 @@ class Example:
         return cls(rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
     @property
-    def asked(self) -> list[int] | SplitPrompt:
-        """The prompt as an engine takes it: split if its context is compacted."""
-        if not self.context:
-            return self.prompt
+    def split(self) -> SplitPrompt:
+        """The prompt, split after its context."""
         return SplitPrompt(self.prompt[: self.context], self.first, self.prompt[self.context :])
 
     @property

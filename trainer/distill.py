@@ -219,14 +219,19 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
-        prompts: Any = [example.asked for example in examples]
+        prompts, splits = [example.prompt for example in examples], [example.split for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
+            compacting: Any = engine if hasattr(engine, "prompt_cache") else None
+            if self._sampling is None and compacting:
+                traces = compacting.traces(splits, [example.length for example in examples])
+                return [dataclasses.replace(e, trace=trace) for e, trace in zip(examples, traces, strict=True)]
             if self._sampling is None:
                 completions = [example.completion for example in examples]
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
                 seed = self.sampling_seed(self.state.global_step)
-                rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
+                sampling = dataclasses.replace(self._sampling, seed=seed)
+                rollouts = compacting.continued(splits, sampling) if compacting else engine.generate(prompts, sampling)
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:

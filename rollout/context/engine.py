@@ -6,7 +6,7 @@ the context's prompts, before it reads the next context. So one context is in me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,11 @@ from rollout.measure.contexts import Questions, compacted_contexts
 from rollout.sampling import NotFiniteLogprobError, sequence_seed
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.policies.base import Policy
-
-Prompts = Sequence[Sequence[int]] | Sequence[SplitPrompt]
+from sparse_rl.trace import EvictionTrace
 
 
 class CompactingEngine(HFEngine):
-    """The engine hf, whose prompts may also be given as SplitPrompt. Their contexts are then compacted.
+    """The engine hf, which also continues prompts that are split after their contexts, and compacts these contexts.
 
     prompt_cache : settings of the compactions; `first` does not count the tokens before a context's text
     about : prompts about a context, for reference queries of the kinds repeat, self_study and question
@@ -38,43 +37,31 @@ class CompactingEngine(HFEngine):
         super().__init__(model, policy, **options)
         self.prompt_cache, self.about = prompt_cache, about
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig, context: Context | None = None) -> list[Rollout]:
-        """Sample as `Engine.generate`. Equal questions about different contexts get different random numbers."""
-
-        def sample(some: Sequence[Sequence[int]], places: list[int], context: Context | None) -> list[Rollout]:
-            own = sampling
-            if context is not None and places and sampling.seed is not None:
-                own = replace(sampling, seed=sequence_seed(sampling.seed, context.tokens, 0))
-            return HFEngine.generate(self, some, own, context)
-
-        return self._continued(prompts, context, sample, sampling.n)
-
-    def simulate(
-        self,
-        prompts: Prompts,
-        completions: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-        context: Context | None = None,
-    ) -> list[Rollout]:
-        def decode(some: Sequence[Sequence[int]], places: list[int], context: Context | None) -> list[Rollout]:
-            own = [completions[place] for place in places] if places else completions
-            return HFEngine.simulate(self, some, own, temperature, context)
-
-        return self._continued(prompts, context, decode)
-
-    def _continued(
-        self, prompts: Any, context: Context | None, run: Callable[..., list[Rollout]], samples: int = 1
-    ) -> list[Rollout]:
-        """Return the rollouts of run(token ids, indices of the prompts, context), called once for each context."""
-        if not any(isinstance(prompt, SplitPrompt) for prompt in prompts):
-            return run(prompts, [], context)
-        rollouts: list[Any] = [None] * (len(prompts) * samples)
-        for item in compacted_contexts(self, Questions(prompts, self.about), [self.prompt_cache]):
-            places = item.problems
+    def continued(self, prompts: Sequence[SplitPrompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Sample as `generate` does. Equal questions about different contexts get different random numbers."""
+        rollouts: list[Any] = [None] * (len(prompts) * sampling.n)
+        for places, context in self._contexts(prompts):
+            seed = None if sampling.seed is None else sequence_seed(sampling.seed, context.tokens, 0)
             try:
-                continued = run([prompts[place].rest for place in places], places, item.context)
+                some = self.generate([prompts[place].rest for place in places], replace(sampling, seed=seed), context)
             except NotFiniteLogprobError as error:
                 raise error.of_prompt(places[error.prompt]) from error
-            for number, rollout in enumerate(continued):
-                rollouts[places[number // samples] * samples + number % samples] = rollout
+            for number, rollout in enumerate(some):
+                rollouts[places[number // sampling.n] * sampling.n + number % sampling.n] = rollout
         return rollouts
+
+    def traces(self, prompts: Sequence[SplitPrompt], lengths: Sequence[int]) -> list[EvictionTrace]:
+        """Return the traces that `simulate` records for prompts with given completions, together `lengths` tokens.
+        Nothing is evicted after a context, so nothing is decoded.
+        """
+        traces: list[Any] = [None] * len(prompts)
+        for places, context in self._contexts(prompts):
+            cache = self._cache(context)
+            for place in places:
+                traces[place] = cache.trace(0, lengths[place])
+        return traces
+
+    def _contexts(self, prompts: Sequence[SplitPrompt]) -> Iterator[tuple[list[int], Context]]:
+        """Yield each compacted context with the indices of its prompts."""
+        for item in compacted_contexts(self, Questions(prompts, self.about), [self.prompt_cache]):
+            yield item.problems, item.context

@@ -263,7 +263,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
-            rollouts = self.engine.generate(self.batch.prompts or prompt_ids, sampling)  # type: ignore[arg-type]
+            if self.batch.prompts:
+                rollouts = cast(Any, self.engine).continued(self.batch.prompts, sampling)
+            else:
+                rollouts = self.engine.generate(prompt_ids, sampling)
             if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
                 raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
         replayed = self.args.sparse.train_attention == "replay"
