@@ -13,6 +13,7 @@ methods_stories      the paper's methods, with its settings (section 4, appendix
                      of a story from those of three others by their log-probs. nll is that of the full cache's answers
 methods_retrieval    the same methods; facts are looked up in documents, each asked for alone
 retrieval, retrieval_fifty, retrieval_once    facts by many methods: 20 stated 17 times, 50 stated 7, 100 stated once
+trained_after        facts before and after retrieval/compacted, and after as many steps with whole documents
 
 Head budgets come from sensitivity curves over other contexts (algorithm 4, rollout/context/budgets.py).
 """
@@ -41,9 +42,11 @@ from rollout.context import Context, PromptCacheConfig, budgets
 from rollout.context.cartridge import Cartridge, beginning, train
 from rollout.context.config import CartridgeConfig
 from rollout.context.reader import ContextPrompts, Conversation, Reader
+from sparse_rl.commands.train import train as run_recipe
 from sparse_rl.data.synthetic import ASKED, Retrieval
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
+from sparse_rl.recipe import load_recipe
 
 Settings = Mapping[str, Any]
 FULL, NONE = {"policy": "full"}, {"policy": "none"}
@@ -332,6 +335,35 @@ class Trained(Study):
         return rows
 
 
+class TrainedAfter(Study):
+    """A model before and after distillations that differ in `prompt_cache`, each with three seeds."""
+
+    arms: Mapping[str, tuple[str, ...]] = {"compacted contexts": (), "whole contexts": ("prompt_cache=null",)}
+
+    def rows(self, model: str, only: str, small: bool) -> Rows:
+        rows, steps = self.of_model("before", 0, model, small), ("max_steps=2", "warmup_steps=0") if small else ()
+        for seed in range(1 if small else self.seeds):
+            for name, keys in self.arms.items():
+                place = HOUSE / f"runs/contexts/{name}, {seed}"
+                own = f"model={model}", f"seed={seed}", f"data.synthetic.seed={seed + 1}", f"output_dir={place}"
+                recipe = load_recipe("retrieval/compacted", [*own, "disable_tqdm=true", *keys, *steps])
+                start = time.process_time()
+                trained = place / "model" if (place / "model").exists() else run_recipe(recipe)
+                seconds = time.process_time() - start
+                of_arm = self.of_model(f"trained with {name}", seed, str(trained), small)
+                rows += [{**row, "training": seconds} for row in of_arm]
+        return rows
+
+    def of_model(self, name: str, seed: int, model: str, small: bool) -> Rows:
+        engine, rows = make_engine("hf", model=model_directory(model), policy="full", max_batch=128), Rows()
+        task = self.task(engine, load_tokenizer(model_directory(model)), 0, "evaluation")
+        for method, settings in self.methods.items():
+            measured = self.measured(engine, settings, task, task, small)
+            rows += [{"method": f"{name}: {method}", "seed": seed, **row} for row in measured]
+        print(name, seed, pandas.DataFrame(rows).groupby(["method", "size"]).accuracy.mean(), flush=True)
+        return rows
+
+
 def rest(count: int, calibration: int) -> Callable[..., Task]:
     return lambda engine, tokenizer, seed, split: Rest(
         engine, tokenizer, *((count, 1) if split == "evaluation" else (calibration, 101))
@@ -352,6 +384,11 @@ KEPT = {kept / 187: f"{kept} entries" for kept in (12, 24, 48, 96)}
 TIMES = {1 / times: f"{times} times" for times in (2, 5, 10, 20, 50)}
 SMALLER = {ratio: name for ratio, name in TIMES.items() if ratio <= 0.1}
 MATCHED = {"am": BOTH, "am, repeat": REPEAT, "am, omp": OMP}
+TRAINED: dict[str, Settings] = {
+    "full cache": FULL,
+    "am, context": {"queries": ["context"]},
+    "evict, root mean square, context": {"policy": "evict", "queries": ["context"]},
+}
 STUDIES = {
     "one_shot": Study(ONE_SHOT, rest(16, 10), KEPT, budgets.BASE),
     "cartridges": Trained(MATCHED, rest(5, 1), dict(list(KEPT.items())[:3])),
@@ -360,6 +397,7 @@ STUDIES = {
     "retrieval": Study(RETRIEVAL, facts(4, 2, 20, 17, 2), TIMES),
     "retrieval_fifty": Study(RETRIEVAL, facts(2, 1, 50, 7, 2), SMALLER),
     "retrieval_once": Study(RETRIEVAL, facts(2, 1, 100, 1, 9), SMALLER),
+    "trained_after": TrainedAfter(TRAINED, facts(16, 1, 20, 4, 2), SMALLER, seeds=3),
 }
 FIGURES = {"retrieval": "accuracy", "methods_stories": "nll", "methods_retrieval": "nll"}
 

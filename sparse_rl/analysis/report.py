@@ -151,8 +151,8 @@ def settings(runs: Sequence[ReportedRun]) -> str:
         if mass := _logged(log, "support/mass"):
             kept = f"top-p, top-k or min-p kept {_mean(mass):.1%} of the probability"
             notes.append(html.note(f"{run.label}: {kept}. The rest was not trained: evaluate with the same settings."))
-        cache_block = dict(recipe.get("cache") or {})
-        policy = " ".join(str(cache_block[key]) for key in ("policy", "budget") if key in cache_block)
+        cache_block = dict(recipe.get("prompt_cache") or recipe.get("cache") or {})
+        policy = " ".join(str(cache_block[key]) for key in ("policy", "budget", "ratio") if key in cache_block)
         trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
         rewards, seconds = _logged(log, "reward"), _logged(log, "step_time")
         sizes = [_logged(log, f"cache/bytes_{which}") for which in ("held", "full")]

@@ -740,12 +740,12 @@ class SampledRecipe(ReplayedRecipe):
     def engine_of(self, model: Any, run: Run) -> Engine:
         """Return the engine that samples from `model` under the recipe's cache."""
         from rollout.context.engine import CompactingEngine
+        from rollout.context.reader import ContextPrompts
         from rollout.engine import make_engine
         from sparse_rl.policies.make import make_policy
-        from sparse_rl.recipe.sampling import prompts_about
 
         arguments = {**self.engine_arguments(), "progress": self.rollout.progress}
         if (compaction := self.prompt_cache) is None:
             return make_engine(self.rollout.engine, model=model, policy=self.cache, **arguments)
-        about = prompts_about(run.rows[0], run.tokenizer)
+        about = ContextPrompts.of_row(run.rows[0], run.tokenizer)
         return CompactingEngine(model, make_policy(self.cache), prompt_cache=compaction, about=about, **arguments)

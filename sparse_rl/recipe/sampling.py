@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from rollout.measure.journal import point_key
 from sparse_rl.attention import compute_exactly
 from sparse_rl.attention.families import context_length
 from sparse_rl.data.config import DataConfig
-from sparse_rl.data.tokens import prompt_ids, split_prompt, with_context
+from sparse_rl.data.tokens import prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import file_states
 from sparse_rl.models.load import load_model
@@ -107,18 +107,4 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
             prompts.append(split_prompt(prompt, context, tokenizer, config.thinking))
         except UserError as error:
             raise UserError(f"problem {i + 1}: {error.message}") from None
-    return Questions(prompts, prompts_about(data[0], tokenizer))
-
-
-def prompts_about(row: Mapping[str, Any], tokenizer: Any) -> ContextPrompts:
-    """Return the prompts about contexts, for a dataset with a row like this one.
-
-    A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
-    thinking, if its chat template can switch this off.
-    """
-    prompt, context = row["prompt"], row["context"]
-
-    def follow(text: str) -> list[int]:
-        return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking=False).rest
-
-    return ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str))
+    return Questions(prompts, ContextPrompts.of_row(data[0], tokenizer))
