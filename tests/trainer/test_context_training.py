@@ -23,6 +23,7 @@ from sparse_rl.commands.train import train
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
+from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import base_of
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
@@ -107,7 +108,7 @@ def test_every_step_of_distillation_replays_exactly(completions, recipe, tmp_pat
     monkeypatch.setattr(DistillTrainer, "_with_traces", measured)
     keys = {"completions": completions, "max_completion_length": 8, "refresh_every": 2 * (completions == "data")}
     train(recipe("distill", **keys, save_steps=2))
-    assert len(gaps) == 24 - 4 * (completions == "data")  # the second batch of the data has four rows
+    assert len(gaps) == 20  # the second batch has four rows
     assert max(gaps) <= 1e-5
     assert min(controls) > 1e-3
     assert max(controls) >= 0.1
@@ -186,7 +187,8 @@ def test_a_model_is_validated_and_evaluated_after_compacted_contexts(recipe, tmp
     (line,) = [line for line in read_metrics(tmp_path / "run") if "eval_reward" in line]
     assert line["eval_replay/gap_max"] <= 1e-5
     assert line["eval_cache/retention"] < 0.9
-    (row,) = evaluate(load_evaluation(str(tmp_path / "run"), ["rollout.engine=hf"]))["rows"]
+    evaluation = load_evaluation(str(tmp_path / "run"), ["rollout.engine=hf"])
+    (row,) = evaluate(evaluation.with_models(model_directory))["rows"]
     assert row["policy"] == "am"
     assert row["parameters"]["ratio"] == 0.3
 
