@@ -173,7 +173,7 @@ class Facts(Task):
 # ---- methods --------------------------------------------------------------------------------------------------------
 
 BOTH = {"queries": ["self_study", "repeat"]}
-OWN = {"queries": ["context"]}
+OWN = {"queries": ["context"], "select": "omp"}
 REPEAT, OMP, STUDIED = {"queries": ["repeat"]}, {**BOTH, "select": "omp"}, {"queries": ["self_study"]}
 MEAN, MAXIMUM = ({"policy": "evict", "aggregate": name} for name in ("mean", "max"))
 SNAPKV = {**MEAN, "queries": ["window"], "window": 32, "pool": 5}
@@ -396,7 +396,7 @@ STUDIES = {
     "retrieval_fifty": Study(RETRIEVAL, facts(2, 1, 50, 7, 2), SMALLER),
     "retrieval_once": Study(RETRIEVAL, facts(2, 1, 100, 1, 9), SMALLER),
     "trained_after": TrainedAfter(
-        {"full cache": FULL, "am, context": OWN}, facts(48, 1, 8, 1, 1), {0.25: "4 times"}, seeds=3
+        {"full cache": FULL, "am, omp, context": OWN}, facts(48, 1, 8, 1, 1), {0.25: "4 times"}, seeds=3
     ),
 }
 FIGURES = {"retrieval": "accuracy", "methods_stories": "nll", "methods_retrieval": "nll"}
