@@ -350,11 +350,8 @@ class TrainedAfter(Study):
                 place = HOUSE / f"runs/contexts/{name}, {seed}"
                 own = f"model={model}", f"seed={seed}", f"data.synthetic.seed={seed + 1}", f"output_dir={place}"
                 recipe = load_recipe("retrieval/compacted", [*own, "disable_tqdm=true", *keys, *steps])
-                start = time.process_time()
                 trained = place / "model" if (place / "model").exists() else run_recipe(recipe)
-                seconds = time.process_time() - start
-                of_arm = self.of_model(f"trained with {name}", seed, str(trained), small)
-                rows += [{**row, "training": seconds} for row in of_arm]
+                rows += self.of_model(f"trained with {name}", seed, str(trained), small)
         return rows
 
     def of_model(self, name: str, seed: int, model: str, small: bool) -> Rows:
