@@ -188,9 +188,9 @@ def test_a_model_is_validated_and_evaluated_after_compacted_contexts(recipe, tmp
     assert line["eval_replay/gap_max"] <= 1e-5
     assert line["eval_cache/retention"] < 0.9
     evaluation = load_evaluation(str(tmp_path / "run"), ["rollout.engine=hf"])
-    (row,) = evaluate(evaluation.with_models(model_directory))["rows"]
-    assert row["policy"] == "am"
-    assert row["parameters"]["ratio"] == 0.3
+    (row,) = evaluate(evaluation.with_models(model_directory))
+    assert row.policy == "am"
+    assert row.parameters["ratio"] == 0.3
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
