@@ -40,7 +40,7 @@ lint: $(READY)
 
 docs: $(DOCS)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	@echo "Open site/index.html; with a search: $(DOCS)/bin/mkdocs serve"
+	@echo "Open site/index.html"
 
 $(READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 2; }
