@@ -47,7 +47,7 @@ from sparse_rl.trace.sections import SUPPORT
 from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig
-from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
 from trainer.weights import load_reference, reference_state
 
@@ -184,6 +184,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with text_parts(grpo_trainer):
             super().__init__(*args, **kwargs)
         check_made(self)
+        show_panels(self.callback_handler.callbacks)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
